@@ -1,0 +1,134 @@
+"""Every setting, once: a YAML file and the command line's flags are both made from these dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from guerdon.errors import ConfigError
+
+
+def setting(default: Any, help: str, *, flag: bool = True, least: float | None = None) -> Any:  # noqa: A002 - the word argparse uses
+    """A dataclass field with the help text that `--help` and the documentation show; `least` is its smallest value."""
+    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(metadata={"help": help, "flag": flag, "least": least}, **factory)
+
+
+@dataclass
+class ModelConfig:
+    """One served model."""
+
+    model: str = setting("", "local folder, hub id, or module:function", flag=False)
+    name: str = setting("reward_model", "name under which clients ask for it")
+    revision: str | None = setting(None, "hub revision (branch, tag or commit)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "weights' dtype; auto: bfloat16 on a GPU, float32 on a CPU. The head is always float32"
+    )
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, ...")
+    max_batch_tokens: int | None = setting(
+        None, "tokens computed in one forward, after sharing; default: chosen for the device", least=1
+    )
+    max_length: int | None = setting(
+        None, "longest accepted sequence in tokens; default: the model's own maximum", least=1
+    )
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "a longer sequence is refused, or loses tokens at this side"
+    )
+    pooling: Literal["auto", "last", "mean", "first", "first_eos"] = setting(
+        "auto", "which hidden state gives the reward; auto: the rule of the checkpoint's own library"
+    )
+    attribute_weights: list[float] | None = setting(
+        None, "weights that merge several attributes into the reward; default: the plain mean"
+    )
+    mean: float | None = setting(None, "subtracted from every reward; default: the checkpoint's own")
+    std: float | None = setting(None, "divides every reward after the mean; default: the checkpoint's own")
+    step_separator: str | None = setting(None, "text whose last token ends a step (process reward models)")
+    step_reduction: Literal["min", "mean", "last", "product"] = setting(
+        "min", "how step rewards make the reward of the whole sequence"
+    )
+    require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
+    deterministic: bool = setting(
+        False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
+    )
+    max_queue_tokens: int = setting(4_000_000, "tokens that may wait; beyond it requests are refused with 503", least=1)
+    max_queue_sequences: int = setting(
+        16_384, "sequences that may wait; beyond it requests are refused with 503", least=1
+    )
+
+
+@dataclass
+class ServerConfig:
+    """One server: its sockets, its limits and its models."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(5555, "HTTP port (0: any free one)", least=0)
+    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0)
+    max_body_mb: int = setting(256, "largest request body in MiB; a larger one is refused before it is read", least=1)
+    max_requests: int = setting(4096, "requests in progress at once; beyond it 503", least=1)
+    request_timeout_s: float = setting(
+        600.0, "longest time a request may wait when it sets no time-out itself", least=0
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
+    models: list[ModelConfig] = setting([], "the served models", flag=False)
+
+
+def from_mapping(cls: type, data: Any, where: str = "") -> Any:
+    """Builds the dataclass `cls` from parsed YAML; raises ConfigError naming the key that is unknown or mistyped."""
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{where or 'the file'} must be a mapping, not {type(data).__name__}", "write `key: value` lines"
+        )
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(data) - set(hints), key=str)
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {where}{'.' if where else ''}{unknown[0]}", f"known here: {', '.join(sorted(hints))}"
+        )
+    return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in data.items()})
+
+
+def check(settings: ModelConfig | ServerConfig) -> None:
+    """Raises ConfigError for the first setting that is below its smallest value, or a `std` that is not positive."""
+    for item in dataclasses.fields(settings):
+        value, least = getattr(settings, item.name), item.metadata["least"]
+        if value is not None and least is not None and value < least:
+            raise ConfigError(f"{item.name} is {value}", f"give at least {least:g}")
+    if isinstance(settings, ModelConfig) and settings.std is not None and not settings.std > 0:
+        raise ConfigError(f"std is {settings.std:g}", "rewards are divided by it: give a number above 0")
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _convert(next(a for a in args if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where} is {value!r}", f"choose one of {', '.join(map(str, args))}")
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list", "write `- item` lines or [a, b]")
+        return [_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(typing.cast(type, hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}", f"give a value of type {hint.__name__}")
+    return value
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The parsed content of a YAML file; raises ConfigError where it is missing or malformed."""
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}", "check the path given to --config") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not valid YAML: {e}", "check the indentation at that line") from e

@@ -1,0 +1,140 @@
+"""The nouns that cross guerdon's boundaries; numpy only, so that a client needs nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from guerdon.errors import GuerdonError
+
+Message = dict[str, Any]
+"""One chat message: a dict with `role` and `content`."""
+
+
+class Signal(IntEnum):
+    """What a worker is told to do; the same word reaches every rank."""
+
+    FORWARD = 1
+    EXIT = 2
+
+
+MIN_SHARED = 16
+"""A common beginning shorter than this many tokens is not worth sharing."""
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of leading tokens that two rows of ids have in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence to score: token ids, or the text itself for a scorer that reads text.
+
+    `tokens` is int64 `[T]`; empty only where `text` is what the scorer reads. `group` is equal for sequences
+    that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
+    (int64 `[K]`, each below T) whose values are wanted as step rewards.
+    """
+
+    tokens: np.ndarray
+    text: str | None = None
+    group: int | None = None
+    prompt_length: int | None = None
+    steps: np.ndarray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length in tokens; for text without tokens an estimate of four characters a token."""
+        return len(self.tokens) if self.text is None else 1 + len(self.text) // 4
+
+
+@dataclass(slots=True, eq=False)
+class Score:
+    """The result for one sequence.
+
+    `reward` is the scalar, `attributes` float32 `[A]` where the model has several, `values` float32 `[T]`
+    where it gives one a token, `steps` float32 `[K]` where it rewards steps.
+    """
+
+    reward: float
+    attributes: np.ndarray | None = None
+    values: np.ndarray | None = None
+    steps: np.ndarray | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ScoreRequest:
+    """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, one entry a sample.
+
+    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one
+    entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
+    """
+
+    texts: list[str] | None = None
+    messages: list[list[Message]] | None = None
+    tokens: list[np.ndarray] | None = None
+    groups: np.ndarray | None = None
+    prompt_lengths: np.ndarray | None = None
+    steps: list[np.ndarray] | None = None
+    timeout_s: float | None = None
+    priority: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts or self.messages or self.tokens or ())
+
+
+@dataclass(slots=True, eq=False)
+class ScoreReply:
+    """The answer to a `ScoreRequest`: one `Score`, or the error that befell it, for each sample in order.
+
+    `lengths` are the samples' token counts. Times are in seconds: `queue_s` until the last of the samples
+    was taken up, `compute_s` the sum of the batches that held some of them.
+    """
+
+    results: list[Score | GuerdonError]
+    lengths: list[int]
+    weights_version: str
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Command:
+    """One order to the worker of every rank: what to do, with which model, on what."""
+
+    signal: Signal
+    model: str = ""
+    sequences: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a served model is and what it takes and gives; all that transports and clients need to know of it.
+
+    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`. `max_length` and
+    `vocab_size` bound what is accepted, None where unbounded. `path` tells how it runs (`packed+shared`,
+    `packed`, `padded`, `single`), and `why` the reason.
+    """
+
+    name: str
+    kind: str
+    outputs: tuple[str, ...] = ("rewards",)
+    attribute_names: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    max_length: int | None = None
+    eos_token_id: int | None = None
+    takes_text: bool = True
+    takes_messages: bool = False
+    takes_tokens: bool = True
+    weights_version: str = "1"
+    dtype: str = "float32"
+    device: str = "cpu"
+    path: str = "single"
+    why: str = ""

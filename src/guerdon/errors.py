@@ -1,0 +1,123 @@
+"""The one tree of errors. Each class says its HTTP status, its gRPC code and whether a retry can help.
+
+GuerdonError
+├── InvalidRequest          400 INVALID_ARGUMENT     the request is wrong; the same again fails again
+│   └── UnknownModel        400 NOT_FOUND            no model of that name is served here
+├── RouteNotFound           404 NOT_FOUND
+├── MethodNotAllowed        405 UNIMPLEMENTED
+├── PayloadTooLarge         413 RESOURCE_EXHAUSTED   larger than the server accepts; never read to its end
+├── Cancelled               499 CANCELLED            the client left
+├── SampleFailed            500 INTERNAL             the model gave no finite score for this sample
+├── ServerFault             500 INTERNAL             a bug or a failed device, not the request
+├── Unsupported             501 UNIMPLEMENTED        the protocol has it, this server does not
+├── Unavailable             503 UNAVAILABLE          retry: not ready, stopping, or unreachable
+│   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
+│   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
+├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not answered within the time that the request allowed
+└── StartError              -                        the command cannot start; `help` says what to do
+    ├── ConfigError
+    └── CheckpointError
+"""
+
+from __future__ import annotations
+
+
+class GuerdonError(Exception):
+    """Base of all errors that guerdon raises on purpose; `str(error)` is fit for a user."""
+
+    http: int = 500
+    grpc: str = "INTERNAL"
+    retryable: bool = False
+    retry_after_s: float | None = None
+
+
+class InvalidRequest(GuerdonError):
+    """The request is wrong, and the same request will be wrong again."""
+
+    http, grpc = 400, "INVALID_ARGUMENT"
+
+
+class UnknownModel(InvalidRequest):
+    """No model of that name (or version) is served here."""
+
+    grpc = "NOT_FOUND"
+
+
+class RouteNotFound(GuerdonError):
+    """No such path."""
+
+    http, grpc = 404, "NOT_FOUND"
+
+
+class MethodNotAllowed(GuerdonError):
+    """The path exists, but not for this HTTP method."""
+
+    http, grpc = 405, "UNIMPLEMENTED"
+
+
+class PayloadTooLarge(GuerdonError):
+    """The body, or what it decompresses to, is larger than the server accepts."""
+
+    http, grpc = 413, "RESOURCE_EXHAUSTED"
+
+
+class Cancelled(GuerdonError):
+    """The client left before the answer."""
+
+    http, grpc = 499, "CANCELLED"
+
+
+class SampleFailed(GuerdonError):
+    """The model gave no finite score for this sample."""
+
+
+class ServerFault(GuerdonError):
+    """Something failed inside the server; the request was fine."""
+
+
+class Unsupported(GuerdonError):
+    """The protocol has this, the server has not."""
+
+    http, grpc = 501, "UNIMPLEMENTED"
+
+
+class Unavailable(GuerdonError):
+    """Not ready, stopping, or not reachable; the same request may succeed later."""
+
+    http, grpc, retryable = 503, "UNAVAILABLE", True
+
+
+class Overloaded(Unavailable):
+    """The queue is full; try again after `retry_after_s` seconds."""
+
+    grpc = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(Unavailable):
+    """Nothing answers at that address, or the connection broke before the answer; only clients raise it."""
+
+
+class DeadlineExceeded(GuerdonError):
+    """The request allowed less time than it took."""
+
+    http, grpc = 504, "DEADLINE_EXCEEDED"
+
+
+class StartError(GuerdonError):
+    """A command cannot start. `help` is one line on what to do."""
+
+    def __init__(self, message: str, help: str) -> None:  # noqa: A002 - the word a user reads
+        super().__init__(message)
+        self.help = help
+
+
+class ConfigError(StartError):
+    """A setting is unknown, malformed, or contradicts another."""
+
+
+class CheckpointError(StartError):
+    """A checkpoint is missing, incomplete, or of a kind that cannot be served."""

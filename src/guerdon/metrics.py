@@ -1,0 +1,83 @@
+"""Every counter, gauge and histogram, in one table; as Prometheus text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
+    "guerdon_requests": (Counter, "Requests answered, by outcome: ok or the error's class.", ("model", "outcome"), ()),
+    "guerdon_sequences": (Counter, "Sequences scored, by outcome: ok or failed.", ("model", "outcome"), ()),
+    "guerdon_tokens_received": (Counter, "Tokens of accepted sequences.", ("model",), ()),
+    "guerdon_tokens_computed": (Counter, "Tokens computed, shared beginnings counted once.", ("model",), ()),
+    "guerdon_request_seconds": (Histogram, "From arrival to answer, in seconds.", ("model",), SECONDS),
+    "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
+    "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
+    "guerdon_batch_sequences": (Histogram, "Sequences in one batch.", ("model",), COUNTS),
+    "guerdon_model_info": (Gauge, "1 for each served model; what it is stands in the labels.",
+                           ("model", "kind", "dtype", "device", "path", "weights_version"), ()),
+}  # fmt: skip
+
+
+class Metrics:
+    """One server's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
+        for name, (kind, text, labels, buckets) in TABLE.items():
+            extra = {"buckets": buckets} if buckets else {}
+            self._metrics[name] = kind(name, text, labels, registry=self._registry, **extra)
+        self._children: dict[tuple[str, ...], object] = {}
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Adds to a counter."""
+        self._child(name, labels).inc(amount)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Adds one observation to a histogram."""
+        self._child(name, labels).observe(value)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Sets a gauge."""
+        self._child(name, labels).set(value)
+
+    def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """Records one executed batch."""
+        self.observe("guerdon_batch_seconds", seconds, model)
+        self.observe("guerdon_batch_sequences", num_sequences, model)
+        self.add("guerdon_tokens_computed", num_tokens, model)
+
+    def watch_queue(self, depth: Callable[[], dict[str, tuple[int, int]]]) -> None:
+        """Reads the queue's depth (sequences and tokens by model) whenever the metrics are read."""
+        self._registry.register(_QueueDepth(depth))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _child(self, name: str, labels: tuple[str, ...]) -> Any:
+        key = (name, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._metrics[name].labels(*labels)
+        return child
+
+
+class _QueueDepth:
+    def __init__(self, depth: Callable[[], dict[str, tuple[int, int]]]) -> None:
+        self._depth = depth
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        sequences = GaugeMetricFamily("guerdon_queue_sequences", "Sequences that wait.", labels=["model"])
+        tokens = GaugeMetricFamily("guerdon_queue_tokens", "Tokens that wait.", labels=["model"])
+        for model, (num_sequences, num_tokens) in self._depth().items():
+            sequences.add_metric([model], num_sequences)
+            tokens.add_metric([model], num_tokens)
+        return [sequences, tokens]

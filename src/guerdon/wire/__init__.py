@@ -1,0 +1,1 @@
+"""Bytes to nouns and back: pure functions without I/O, on numpy alone."""

@@ -1,0 +1,224 @@
+"""The tensors of a served reward model: what its inputs ask, how scores answer, and how the model describes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.signature import MODEL_VERSION, input_specs, known_outputs
+from guerdon.wire.tensors import Tensor
+
+DEFAULT_PRIORITY_LEVEL = 100
+"""The level of a request that names none. Triton's levels count down: 1 goes first."""
+
+_INTEGERS = ("INT64", "INT32")
+
+
+def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
+    """What the tensors ask of the model; raises InvalidRequest naming the input, output or row at fault.
+
+    Token rows are int64 and may be read-only views of the request's body. What can be wrong with single rows
+    (ids outside the vocabulary, no tokens, too many) is left to the service, which scores the other rows.
+    """
+    inputs = request.inputs
+    raw_text = inputs.pop("", None)
+    if raw_text is not None:
+        raw_text.name = "sentences"
+        inputs["sentences"] = raw_text
+    accepted = [name for name, _, _ in input_specs(info)]
+    for name in inputs:
+        if name not in accepted:
+            raise InvalidRequest(f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}")
+    contents = [name for name in ("sentences", "messages", "tokens", "input_ids") if name in inputs]
+    if len(contents) != 1:
+        choices = [name for name in accepted if name in ("sentences", "messages", "tokens", "input_ids")]
+        got = " and ".join(contents) or "none of them"
+        raise InvalidRequest(f"exactly one of the inputs {', '.join(choices)} is needed; the request has {got}")
+    if request.outputs is not None:
+        _check_outputs(request.outputs, info)
+    content = inputs[contents[0]]
+    num_rows = content.shape[0] if content.shape else 0
+    if num_rows == 0:
+        raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
+
+    asked = ScoreRequest(timeout_s=_timeout_s(request.parameters), priority=_priority(request.parameters))
+    if content.name in ("sentences", "messages"):
+        if "sequence_lengths" in inputs:
+            raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
+        texts = _texts(content)
+        if content.name == "messages":
+            asked.messages = [_conversation(i, text) for i, text in enumerate(texts)]
+        else:
+            asked.texts = texts
+    else:
+        asked.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
+    if "group_ids" in inputs:
+        asked.groups = _per_row(inputs["group_ids"], num_rows)
+    if "prompt_lengths" in inputs:
+        asked.prompt_lengths = _per_row(inputs["prompt_lengths"], num_rows)
+    if "step_positions" in inputs:
+        asked.steps = _step_rows(inputs["step_positions"], num_rows)
+    return asked
+
+
+def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> InferReply:
+    """The tensors that answer `request`.
+
+    Raises the first failed row's error, its text prefixed with the row, unless the output `errors` was requested;
+    then failed rows are NaN.
+    """
+    requested, results = request.outputs, reply.results
+    if requested is None or "errors" not in requested:
+        for i, result in enumerate(results):
+            if isinstance(result, GuerdonError):
+                result.args = (f"row {i}: {result}",)
+                raise result
+    outputs: list[Tensor] = []
+    for name in requested or (*info.outputs, "exceeded"):
+        outputs += _output(name, reply, request)
+        if name == "step_rewards" and requested is None:
+            outputs += _output("step_counts", reply, request)
+    return InferReply(info.name, MODEL_VERSION, outputs, request.id, {"weights_version": reply.weights_version})
+
+
+def _check_outputs(requested: dict[str, bool], info: ModelInfo) -> None:
+    known = known_outputs(info)
+    for name in requested:
+        if name not in known:
+            raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
+
+
+def _texts(tensor: Tensor) -> list[str]:
+    if tensor.datatype != "BYTES":
+        raise InvalidRequest(f"input '{tensor.name}' must be BYTES, not {tensor.datatype}")
+    if tensor.shape not in ((len(tensor.data),), (len(tensor.data), 1)):
+        raise InvalidRequest(f"input '{tensor.name}' must have shape [B, 1] or [B], not {list(tensor.shape)}")
+    texts = []
+    for i, element in enumerate(tensor.data):
+        try:
+            texts.append(bytes(element).decode())
+        except UnicodeDecodeError as e:
+            raise InvalidRequest(f"input '{tensor.name}', row {i}: not valid UTF-8 at byte {e.start}") from e
+    return texts
+
+
+def _conversation(row: int, text: str) -> list[Message]:
+    try:
+        messages = orjson.loads(text)
+    except orjson.JSONDecodeError as e:
+        raise InvalidRequest(f"input 'messages', row {row}: not valid JSON: {e}") from e
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) and "role" in message and "content" in message for message in messages)
+    ):
+        raise InvalidRequest(
+            f"input 'messages', row {row}: must be a JSON list of at least one object with role and content"
+        )
+    return messages
+
+
+def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list[np.ndarray]:
+    ids = _integers(tensor)
+    if ids.ndim != 2:
+        raise InvalidRequest(f"input '{tensor.name}' must have shape [B, T], not {list(tensor.shape)}")
+    num_rows, width = ids.shape
+    if lengths is not None:
+        ends = _per_row(lengths, num_rows)
+        wrong = np.flatnonzero((ends < 0) | (ends > width))
+        if len(wrong):
+            raise InvalidRequest(
+                f"input 'sequence_lengths', row {wrong[0]}: length {ends[wrong[0]]} is not from 0 to {width}, "
+                f"the width of {tensor.name}"
+            )
+    elif tensor.name == "tokens":
+        raise InvalidRequest(
+            "input 'tokens' needs 'sequence_lengths' [B, 1] beside it: padding cannot be told from tokens"
+        )
+    elif width == 0:
+        raise InvalidRequest("input 'input_ids' has rows of no tokens: shape " + str(list(tensor.shape)))
+    else:
+        ends = np.full(num_rows, width)
+        if info.eos_token_id is not None:
+            is_eos = ids == info.eos_token_id
+            ends = np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, width)
+    return [row[:end] for row, end in zip(ids, ends.tolist(), strict=True)]
+
+
+def _step_rows(tensor: Tensor, num_rows: int) -> list[np.ndarray]:
+    positions = _integers(tensor)
+    if positions.ndim != 2 or len(positions) != num_rows:
+        raise InvalidRequest(f"input 'step_positions' must have shape [{num_rows}, K], not {list(tensor.shape)}")
+    return [row[row != -1] for row in positions]
+
+
+def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
+    values = _integers(tensor)
+    if tensor.shape not in ((num_rows,), (num_rows, 1)):
+        raise InvalidRequest(
+            f"input '{tensor.name}' must have shape [{num_rows}, 1] or [{num_rows}], not {list(tensor.shape)}"
+        )
+    return values.reshape(num_rows)
+
+
+def _integers(tensor: Tensor) -> np.ndarray:
+    if tensor.datatype not in _INTEGERS or isinstance(tensor.data, list):
+        raise InvalidRequest(f"input '{tensor.name}' must be INT64 or INT32, not {tensor.datatype}")
+    return tensor.data.astype(np.int64, copy=False)
+
+
+def _timeout_s(parameters: dict[str, Any]) -> float | None:
+    timeout_us = _parameter(parameters, "timeout")
+    return timeout_us / 1e6 if timeout_us else None
+
+
+def _priority(parameters: dict[str, Any]) -> int:
+    level = _parameter(parameters, "priority")
+    return DEFAULT_PRIORITY_LEVEL - level if level else 0
+
+
+def _parameter(parameters: dict[str, Any], name: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(f"parameter '{name}' is {value!r}; it must be an integer from 0 up")
+    return value
+
+
+def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]:
+    """The output as a list of one tensor, or of none where no score has it."""
+    results = reply.results
+    num_rows = len(results)
+    if name == "rewards":
+        rewards = np.array([r.reward if isinstance(r, Score) else np.nan for r in results], np.float32)
+        return [Tensor.of(name, rewards if "input_ids" in request.inputs else rewards.reshape(num_rows, 1))]
+    if name == "exceeded":
+        return [Tensor.of(name, np.zeros((num_rows, 1), np.int32))]
+    if name == "errors":
+        return [Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])]
+    if name == "step_counts":
+        steps = _rows(results, "steps")
+        counts = np.array([0 if row is None else len(row) for row in steps], np.int64)
+        return [Tensor.of(name, counts.reshape(num_rows, 1))] if any(row is not None for row in steps) else []
+    rows = _rows(results, {"step_rewards": "steps"}.get(name, name))
+    if all(row is None for row in rows):
+        return []
+    width = max(len(row) for row in rows if row is not None)
+    if name == "values":
+        content = request.inputs.get("tokens") or request.inputs.get("input_ids")
+        width = content.shape[1] if content is not None else max(width, *reply.lengths)
+    table = np.full((num_rows, width), 0 if name == "values" else np.nan, np.float32)
+    for out, row, result in zip(table, rows, results, strict=True):
+        if row is not None:
+            out[: len(row)] = row
+        elif isinstance(result, GuerdonError):
+            out[:] = np.nan
+    return [Tensor.of(name, table)]
+
+
+def _rows(results: list[Score | GuerdonError], attribute: str) -> list[np.ndarray | None]:
+    return [getattr(result, attribute) if isinstance(result, Score) else None for result in results]

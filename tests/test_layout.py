@@ -1,0 +1,68 @@
+"""Who may know whom, read from the imports themselves (also those inside functions)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+BASE = {"core", "errors", "config", "metrics"}
+PARTS = {"wire", "client", "server", "engine", "distributed"}
+
+ROOMS = {  # room: the rooms that it may know besides itself
+    **dict.fromkeys(BASE, BASE),
+    "wire": BASE,
+    "client": BASE | {"wire"},
+    "server": BASE | {"wire"},
+    "engine": BASE,
+    "distributed": BASE,
+    "assembly": BASE | PARTS,
+    "reward_model_server": BASE | PARTS | {"assembly"},
+    "demo": BASE | {"client"},
+    "cli": BASE | PARTS | {"assembly", "demo", "__init__"},
+    "__main__": {"cli"},
+    "__init__": {"client", "errors", "reward_model_server"},  # for type checkers; at run time they are loaded lazily
+}
+TORCH = {"torch", "transformers"}
+BANNED = {  # path prefix: modules that it must not import
+    **dict.fromkeys(["core", "errors", "config", "metrics", "client", "server", "distributed", "cli"], TORCH),
+    "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
+    "server/scheduler.py": TORCH | {"asyncio", "concurrent", "threading", "time"},
+    "engine/text.py": {"torch"},
+    "engine/packing.py": TORCH,
+}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that the file imports, `from a import b` as a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def offences(path: Path) -> Iterator[str]:
+    """One line for each import that the house does not allow."""
+    inside = path.relative_to(SRC / "guerdon").as_posix()
+    room = inside.split("/")[0].removesuffix(".py")
+    if room not in ROOMS:
+        yield f"{path}:1: {room} is a new room: say in ROOMS whom it may know"
+        return
+    banned = set().union(*(modules for prefix, modules in BANNED.items() if inside.startswith(prefix)))
+    for line, name in imports(path):
+        first, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if first == "guerdon" and target not in ROOMS:
+            target = "__init__"
+        if (first == "guerdon" and target != room and target not in ROOMS[room]) or first in banned:
+            yield f"{path}:{line}: {room} must not import {name}"
+
+
+@pytest.mark.parametrize("path", sorted((SRC / "guerdon").rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_keep_to_the_house(path: Path) -> None:
+    assert not list(offences(path)), "\n".join(offences(path))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from guerdon.errors import InvalidRequest, Unsupported
+from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.kserve_grpc import decode, decode_reply, encode, encode_request
+from guerdon.wire.tensors import Tensor
+
+
+def typed(name: str, datatype: str, shape: list[int], **contents) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name=name, datatype=datatype, shape=shape, contents=pb.InferTensorContents(**contents))
+    return message
+
+
+@pytest.mark.parametrize(
+    ("datatype", "contents", "values"),
+    [
+        ("INT32", {"int_contents": [1, -2]}, [1, -2]),
+        ("INT8", {"int_contents": [1, -2]}, [1, -2]),
+        ("INT64", {"int64_contents": [1, 2**40]}, [1, 2**40]),
+        ("UINT16", {"uint_contents": [1, 2]}, [1, 2]),
+        ("UINT64", {"uint64_contents": [1, 2**63]}, [1, 2**63]),
+        ("FP32", {"fp32_contents": [0.5, 2]}, [0.5, 2]),
+        ("FP64", {"fp64_contents": [0.5, 2]}, [0.5, 2]),
+        ("BOOL", {"bool_contents": [True, False]}, [True, False]),
+        ("BYTES", {"bytes_contents": [b"a", b""]}, [b"a", b""]),
+    ],
+)
+def test_typed_contents_are_read(datatype, contents, values):
+    tensor = decode(typed("x", datatype, [2], **contents)).inputs["x"]
+    assert list(tensor.data) == values
+    assert tensor.datatype == datatype
+
+
+def test_requests_and_replies_survive_the_round_trip():
+    sent = InferRequest(
+        {"tokens": Tensor.of("tokens", np.arange(6).reshape(2, 3)), "sentences": Tensor.of_texts("sentences", ["ü"])},
+        {"rewards": True},
+        "8",
+        {"priority": 3, "name": "x", "flag": True, "ratio": 0.5},
+    )
+    message = encode_request(sent, "m", "1")
+    assert (message.model_name, message.model_version) == ("m", "1")
+    read = decode(pb.ModelInferRequest.FromString(message.SerializeToString()))
+    assert (read.id, read.outputs, read.parameters) == (sent.id, sent.outputs, sent.parameters)
+    assert read.inputs["tokens"].data.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read.inputs["sentences"].data == ["ü".encode()]
+
+    reply = InferReply("m", "1", [Tensor.of("rewards", np.float32([[1.5]]))], "8", {"weights_version": "2"})
+    answer = encode(reply)
+    assert tritonclient.grpc.InferResult(answer).as_numpy("rewards").tolist() == [[1.5]]
+    back = decode_reply(answer)
+    assert (back.model_name, back.id, back.parameters) == ("m", "8", {"weights_version": "2"})
+    assert back.outputs[0].data.tolist() == [[1.5]]
+
+
+def test_malformed_messages_are_refused():
+    with pytest.raises(InvalidRequest, match="no inputs"):
+        decode(pb.ModelInferRequest())
+    with pytest.raises(InvalidRequest, match="takes 3 elements, but 2 came"):
+        decode(typed("x", "INT64", [3], int64_contents=[1, 2]))
+    with pytest.raises(InvalidRequest, match="takes 3 elements, but 1 came"):
+        decode(typed("x", "BYTES", [3], bytes_contents=[b"a"]))
+    with pytest.raises(InvalidRequest, match="outside INT8"):
+        decode(typed("x", "INT8", [1], int_contents=[300]))
+    with pytest.raises(InvalidRequest, match="'FP16' has no typed contents"):
+        decode(typed("x", "FP16", [1]))
+    with pytest.raises(InvalidRequest, match="has -1"):
+        decode(typed("x", "INT64", [-1], int64_contents=[1]))
+    with pytest.raises(InvalidRequest, match="needs a name"):
+        decode(typed("", "INT64", [1], int64_contents=[1]))
+    twice = typed("x", "INT64", [1], int64_contents=[1])
+    twice.inputs.append(twice.inputs[0])
+    with pytest.raises(InvalidRequest, match="given twice"):
+        decode(twice)
+    twice.raw_input_contents.append(b"12345678")
+    with pytest.raises(InvalidRequest, match="2 inputs, but 1 raw_input_contents"):
+        decode(twice)
+    shared = typed("x", "INT64", [1])
+    shared.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    with pytest.raises(Unsupported, match="shared memory"):
+        decode(shared)
