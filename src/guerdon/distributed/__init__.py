@@ -1,0 +1,1 @@
+"""One command, every rank."""

@@ -1,0 +1,126 @@
+"""Scorers that are a user's own function: `module:function` over texts or ids, and NeMo-Aligner's padded `infer_fn`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from guerdon.config import ModelConfig
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.errors import CheckpointError, SampleFailed
+
+MAX_BATCH_TOKENS = 65_536
+"""Default budget for a function whose cost is unknown."""
+
+
+class FunctionScorer:
+    """`module:function`: a function of `texts: list[str]` or `tokens: list[int64 array]` that returns one number each.
+
+    The name of its first parameter, `texts` or `tokens`, says which of the two it takes.
+    """
+
+    encoder = None
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Imports the function; raises CheckpointError where that fails or its parameter is neither of the two."""
+        self._function = _import(config.model)
+        takes = next(iter(inspect.signature(self._function).parameters), "")
+        if takes not in ("texts", "tokens"):
+            raise CheckpointError(
+                f"the first parameter of {config.model} is {takes or 'missing'}",
+                "name it `texts` (a list of strings) or `tokens` (a list of int64 arrays)",
+            )
+        self._by_text = takes == "texts"
+        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
+        self.info = ModelInfo(
+            config.name,
+            "function",
+            max_length=config.max_length,
+            takes_text=self._by_text,
+            takes_tokens=not self._by_text,
+            path="function",
+            why=config.model,
+        )
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """One result a sequence, in order; raises where the function returns another number of results."""
+        inputs = [s.text for s in sequences] if self._by_text else [s.tokens for s in sequences]
+        return _as_scores(self._function(inputs), len(sequences))
+
+
+class PaddedScorer:
+    """NeMo-Aligner's `infer_fn(inputs=(tokens, lengths))` over right-padded batches of torch tensors.
+
+    `tokens` is int64 `[B,T]`, padded with 0, `lengths` int64 `[B]`; it returns rewards `[B]` or `[B,1]`. T is
+    the longest of the batch, rounded up to `strip_to_multiple` where that is given. A batch larger than
+    `forward_batch_size` gets rows of one token until it is a multiple of it, as that library's pipeline wants it;
+    their results are dropped.
+    """
+
+    def __init__(
+        self,
+        infer_fn: Callable[..., Any],
+        info: ModelInfo,
+        *,
+        encoder: Any = None,
+        forward_batch_size: int = 1,
+        strip_to_multiple: int | None = None,
+    ) -> None:
+        # Imported here and not above: a FunctionScorer needs no torch. Not in `score`: it takes a second.
+        self._torch = importlib.import_module("torch")
+        self._infer_fn = infer_fn
+        self._forward_batch_size = forward_batch_size
+        self._multiple = strip_to_multiple or 1
+        self.encoder = encoder
+        self.info = info
+        self.max_batch_tokens = MAX_BATCH_TOKENS
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """One result a sequence, in order."""
+        torch = self._torch
+        count = len(sequences)
+        if count > self._forward_batch_size:
+            count = math.ceil(count / self._forward_batch_size) * self._forward_batch_size
+        width = max(len(s.tokens) for s in sequences)
+        width = math.ceil(width / self._multiple) * self._multiple
+        tokens = torch.zeros((count, width), dtype=torch.long)
+        # A padding row of length 0 would make a head that reads the last token index -1.
+        lengths = torch.ones(count, dtype=torch.long)
+        for i, s in enumerate(sequences):
+            tokens[i, : len(s.tokens)] = torch.from_numpy(s.tokens)
+            lengths[i] = len(s.tokens)
+        with torch.inference_mode():
+            out = self._infer_fn(inputs=(tokens, lengths))
+        rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
+        return _as_scores(rewards.reshape(count, -1)[: len(sequences), 0], len(sequences))
+
+
+def _as_scores(values: Any, count: int) -> list[Score | SampleFailed]:
+    rewards = np.asarray(values, dtype=np.float32).reshape(-1)
+    if len(rewards) != count:
+        raise ValueError(f"the function returned {len(rewards)} rewards for {count} samples")
+    return [
+        Score(float(r)) if math.isfinite(r) else SampleFailed(f"the function returned {float(r)} for this sample")
+        for r in rewards
+    ]
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    # The console script does not look into the working directory, where a user's own module lies.
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise CheckpointError(f"cannot import {name}: {e}", "give module:function, importable from here") from e
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise CheckpointError(f"{name} is not a function", "give module:function")
+    return function

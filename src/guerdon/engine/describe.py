@@ -1,0 +1,85 @@
+"""What a loaded model tells of itself: outputs, limits, special tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from guerdon.config import ModelConfig
+from guerdon.core import ModelInfo
+from guerdon.engine.checkpoints import Checkpoint
+from guerdon.engine.placement import dtype_name
+from guerdon.engine.text import TextEncoder
+from guerdon.engine.weights import Parts
+from guerdon.errors import ConfigError
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""Modules and buffers with one row a position: there is nothing beyond their end."""
+
+
+def describe(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    parts: Parts,
+    encoder: TextEncoder | None,
+    eos_token_id: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelInfo:
+    """What clients and transports need to know; raises ConfigError where `max_length` goes beyond the model's table."""
+    several = parts.num_outputs > 1 and not parts.is_process_reward
+    outputs = ["rewards"] + ["attributes"] * several
+    if parts.per_token:
+        outputs.append("step_rewards" if parts.is_process_reward else "values")
+    labels = parts.trunk.config.id2label or {}
+    return ModelInfo(
+        name=config.name,
+        kind=parts.kind,
+        outputs=tuple(outputs),
+        attribute_names=tuple(labels.get(i, f"LABEL_{i}") for i in range(parts.num_outputs)) if several else (),
+        vocab_size=parts.trunk.get_input_embeddings().num_embeddings,
+        max_length=_max_length(config, parts.trunk),
+        eos_token_id=eos_token_id,
+        takes_text=encoder is not None,
+        takes_messages=encoder is not None and encoder.takes_messages,
+        weights_version=checkpoint.fingerprint(),
+        dtype=dtype_name(dtype),
+        device=str(device),
+    )
+
+
+def _max_length(config: ModelConfig, trunk: Any) -> int | None:
+    text_config = trunk.config.get_text_config()
+    stated = [getattr(text_config, key, None) for key in LENGTH_KEYS]
+    own = next((length for length in stated if length), None)
+    if own and trunk.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        # Their positions start behind the padding index.
+        own -= trunk.config.pad_token_id + 1
+    if config.max_length is None:
+        return own
+    if config.max_length < 1:
+        raise ConfigError(f"max_length is {config.max_length}", "give at least 1")
+    names = [name for name, _ in trunk.named_modules()] + [name for name, _ in trunk.named_buffers()]
+    has_table = any(name.rpartition(".")[2] in POSITION_TABLES for name in names)
+    if own and config.max_length > own and has_table:
+        raise ConfigError(f"max_length is {config.max_length}, the model has {own} positions", f"give at most {own}")
+    return config.max_length
+
+
+def find_eos(model_config: Any, encoder: TextEncoder | None) -> int | None:
+    """The tokenizer's EOS, else the first of the config's, else None."""
+    if encoder is not None and encoder.eos_token_id is not None:
+        return encoder.eos_token_id
+    own = getattr(model_config.get_text_config(), "eos_token_id", None)
+    return own[0] if isinstance(own, list) else own
+
+
+def find_pad(model_config: Any, encoder: TextEncoder | None) -> int:
+    """The config's padding token, else the tokenizer's, else 0."""
+    own = getattr(model_config.get_text_config(), "pad_token_id", None)
+    if own is None and encoder is not None:
+        own = encoder.pad_token_id
+    # Only ever masked out, so any token will do where the checkpoint names none.
+    return own if own is not None else 0

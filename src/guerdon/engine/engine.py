@@ -1,0 +1,240 @@
+"""A loaded reward model as a function of sequences: `Engine.score`.
+
+Legend: T tokens of one forward, H hidden size, A attributes, B sequences.
+
+There are four ways to run the trunk, best first: `packed+shared` and `packed` go through `attention`, `padded` and
+`single` are the model as transformers runs it. Each ends in a `Layout`: the hidden states of all tokens in one
+table, and where each sequence lies in it, so that heads are applied in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.engine import attention
+from guerdon.engine.heads import to_scores
+from guerdon.engine.last_layer import LastLayer
+from guerdon.engine.loading import LoadedModel
+from guerdon.engine.packing import PackedBatch, Span, pack
+from guerdon.engine.rope import LengthClasses
+from guerdon.errors import CheckpointError, SampleFailed
+
+MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Largest accepted difference between two paths' hidden states, relative to their root mean square."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """Hidden states `[T,H]`; rows' numbers, the spans where each lies, and the index of each row's last token."""
+
+    hidden: torch.Tensor
+    rows: list[int]
+    spans: list[tuple[Span, ...]]
+    last: np.ndarray
+
+    def gather(self, i: int) -> np.ndarray:
+        """Indices into `hidden` of every token of the i-th row."""
+        return np.concatenate([np.arange(a, b) for a, b in self.spans[i]])
+
+
+class Engine:
+    """Scores sequences with one loaded model, by the fastest path that agrees with the plain forward."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Chooses the path by a self-check; raises CheckpointError where `require_packed` cannot be met."""
+        config = loaded.config
+        self.trunk, self.head, self.causal = loaded.trunk, loaded.head, loaded.causal
+        self.encoder = loaded.encoder
+        self.device = next(self.trunk.parameters()).device
+        self.dtype = next(self.trunk.parameters()).dtype
+        self.pad_token_id = loaded.pad_token_id
+        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
+        self._plain_attention = self.trunk.config._attn_implementation
+        self._classes = LengthClasses(self.trunk)
+        self._last_layer = LastLayer(self.trunk)
+        self.path, why = ("single", "--deterministic") if config.deterministic else self._choose(loaded.info)
+        if config.require_packed and not self.path.startswith("packed"):
+            raise CheckpointError(
+                f"{loaded.info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
+            )
+        self._use(self.path)
+        self.info = dataclasses.replace(loaded.info, path=self.path, why=why)
+
+    @torch.inference_mode()
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """One result a sequence, in order; sequences with equal tokens are computed once."""
+        slots: dict[bytes, int] = {}
+        rows: list[np.ndarray] = []
+        limits: list[int | None] = []
+        where = []
+        for s in sequences:
+            slot = slots.setdefault(s.tokens.tobytes(), len(rows))
+            if slot == len(rows):
+                rows.append(s.tokens)
+                limits.append(s.prompt_length)
+            where.append(slot)
+        outputs: dict[int, torch.Tensor] = {}
+        for layout in self._layouts(rows, limits):
+            if self.head.per_token:
+                logits = self.head(layout.hidden)
+                for i, row in enumerate(layout.rows):
+                    outputs[row] = logits[torch.from_numpy(layout.gather(i)).to(logits.device)]
+            else:
+                outputs.update(zip(layout.rows, self.head(self._pool(layout, rows)), strict=True))
+        if self.head.per_token:
+            return to_scores(self.head, None, [outputs[i] for i in where], sequences)
+        return to_scores(self.head, torch.stack([outputs[i] for i in where]), None, sequences)
+
+    def _pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
+        """The hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
+        if self.head.pooling == "mean":
+            return torch.stack(
+                [layout.hidden[torch.from_numpy(layout.gather(i)).to(self.device)].float().mean(0)
+                 for i in range(len(layout.rows))]
+            )  # fmt: skip
+        return layout.hidden[torch.from_numpy(self._read(layout, rows)).to(self.device)]
+
+    def _read(self, layout: Layout | PackedBatch, rows: list[np.ndarray]) -> np.ndarray:
+        """Index of the one token whose hidden state each sequence's reward is read from."""
+        if self.head.pooling == "last":
+            return layout.last
+        if self.head.pooling == "first":
+            return np.array([spans[0][0] for spans in layout.spans])
+        read = layout.last.copy()
+        for i, row in enumerate(layout.rows):
+            ends = np.flatnonzero(rows[row] == self.head.eos_token_id)
+            if len(ends):
+                read[i] = layout.gather(i)[ends[0]]
+        return read
+
+    # ---------------------------------------------------------------------------------------- the four paths
+
+    def _layouts(self, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
+        for members in self._classes.split(rows):
+            some, bounds = [rows[i] for i in members], [limits[i] for i in members]
+            for layout in self._run(self.path, some, bounds):
+                layout.rows = [members[i] for i in layout.rows]
+                yield layout
+
+    def _run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
+        if path in ("packed+shared", "packed"):
+            for batch in pack(rows, budget=self.max_batch_tokens, share=path == "packed+shared", limits=limits):
+                yield self._packed(batch, rows)
+        elif path == "padded":
+            yield from self._padded(rows)
+        else:
+            for i, row in enumerate(rows):
+                hidden = self._forward(row[None], None)[0]
+                yield Layout(hidden, [i], [((0, len(row)),)], np.array([len(row) - 1]))
+
+    def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
+        one_state_each = not self.head.per_token and self.head.pooling != "mean"
+        read = torch.from_numpy(self._read(batch, rows)).to(self.device) if one_state_each else None
+        with attention.attending(batch), self._last_layer.only(read):
+            # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
+            hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), batch.positions[None])[0]
+        return Layout(hidden, batch.rows, batch.spans, batch.last)
+
+    def _padded(self, rows: list[np.ndarray]) -> Iterator[Layout]:
+        """Right-padded batches of sequences of like length, within the token budget."""
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        while order:
+            # The longest first: if a batch fits in memory at all, the first one shows it.
+            width = len(rows[order[-1]])
+            count = max(1, self.max_batch_tokens // width)
+            members, order = order[-count:], order[:-count]
+            tokens = np.full((len(members), width), self.pad_token_id)
+            mask = np.zeros((len(members), width))
+            for i, row in enumerate(members):
+                tokens[i, : len(rows[row])] = rows[row]
+                mask[i, : len(rows[row])] = 1
+            hidden = self._forward(tokens, mask).flatten(0, 1)
+            spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
+            yield Layout(hidden, members, spans, np.array([s[0][1] - 1 for s in spans]))
+
+    def _forward(
+        self, tokens: np.ndarray, mask: np.ndarray | None, positions: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """The trunk's last hidden states `[B,T,H]`."""
+        self._classes.prepare()
+        inputs: dict[str, Any] = {"input_ids": torch.tensor(tokens, device=self.device)}
+        if mask is not None:
+            inputs["attention_mask"] = torch.from_numpy(mask).to(self.device, torch.long)
+        if positions is not None:
+            inputs["position_ids"] = torch.from_numpy(positions + self._first_position()).to(self.device)
+        if self.causal:
+            inputs["use_cache"] = False
+        return self.trunk(**inputs).last_hidden_state
+
+    def _first_position(self) -> int:
+        """The RoBERTa family counts positions from its padding index on."""
+        embeddings = getattr(self.trunk, "embeddings", None)
+        if embeddings is None or not hasattr(embeddings, "create_position_ids_from_input_ids"):
+            return 0
+        return int(embeddings.padding_idx) + 1
+
+    # ---------------------------------------------------------------------------------------- choosing a path
+
+    def _use(self, path: str) -> None:
+        self.trunk.set_attn_implementation(attention.NAME if path.startswith("packed") else self._plain_attention)
+
+    @torch.inference_mode()
+    def _choose(self, info: ModelInfo) -> tuple[str, str]:
+        """The first path whose hidden states agree with the plain forward on a few sequences, and why."""
+        rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), self.pad_token_id)
+        plain = {x.rows[0]: x.hidden for x in self._run("single", rows, [None] * len(rows))}
+        candidates = ["packed+shared", "packed"] if self.causal else ["packed"]
+        if self.device.type != "cpu":
+            candidates.append("padded")  # on a CPU padding costs more than batching gains
+        reasons = []
+        for path in candidates:
+            try:
+                attention.register()
+                self._use(path)
+                if path.startswith("packed") and self.trunk.config._attn_implementation != attention.NAME:
+                    raise NotImplementedError("its attention is not in transformers' registry")
+                difference = self._difference(path, rows, plain)
+            except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
+                reasons.append(f"{path}: {str(e).splitlines()[0][:120]}")
+                continue
+            finally:
+                self._use("single")
+            if difference <= TOLERANCE.get(self.dtype, 5e-2):
+                agreed = f"differs from the plain forward by {difference:.1e}"
+                return path, "; ".join([*reasons, agreed])
+            reasons.append(f"{path}: differs from the plain forward by {difference:.1e}")
+        return "single", "; ".join(reasons)
+
+    def _difference(self, path: str, rows: list[np.ndarray], plain: dict[int, torch.Tensor]) -> float:
+        """Largest root-mean-square difference of a sequence's readable states, relative to the plain ones."""
+        worst = 0.0
+        for layout in self._run(path, rows, [None] * len(rows)):
+            pooled = self._pool(layout, rows).float()
+            for i, row in enumerate(layout.rows):
+                if self.head.per_token or self.head.pooling == "mean":
+                    got, want = layout.hidden[torch.from_numpy(layout.gather(i)).to(self.device)], plain[row]
+                else:
+                    one = Layout(plain[row], [row], [((0, len(rows[row])),)], np.array([len(rows[row]) - 1]))
+                    got, want = pooled[i], self._pool(one, rows)[0]
+                got, want = got.float(), want.float()
+                relative = ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
+                worst = max(worst, relative if np.isfinite(relative) else float("inf"))
+        return worst
+
+
+def _probe_rows(vocab_size: int, longest: int, avoid: int) -> list[np.ndarray]:
+    """A few random sequences, most with a shared beginning, of at most `longest` tokens; never the padding token."""
+    rng = np.random.default_rng(0)
+    ids = np.setdiff1d(np.arange(vocab_size), [avoid])
+    prompt = rng.choice(ids, longest // 2)
+    rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
+    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]
+    return [r[:longest].astype(np.int64) for r in rows]

@@ -1,0 +1,188 @@
+"""From hidden states to scores: the float32 head, the pooling rule, attribute merge, standardisation, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from guerdon.core import Score, Sequence
+from guerdon.errors import SampleFailed
+
+Pooling = Literal["last", "first", "mean", "first_eos"]
+Reduction = Literal["min", "mean", "last", "product"]
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Where a process reward model's steps end, and how their rewards make the reward of the whole.
+
+    `separator_ids` are the tokens of the separator by itself, empty where the checkpoint has no tokenizer to tell
+    them: then every sequence must bring its positions, as it must where a tokenizer merges the separator with the
+    text before it.
+    """
+
+    separator: str
+    separator_ids: tuple[int, ...]
+    reduction: Reduction = "min"
+
+    def positions(self, sequence: Sequence) -> np.ndarray:
+        """The sequence's own `steps`, else each separator's last token behind the prompt: int64 `[K]`."""
+        if sequence.steps is not None:
+            return sequence.steps
+        width = len(self.separator_ids)
+        if width == 0 or width > len(sequence.tokens):
+            return np.empty(0, dtype=np.int64)
+        windows = np.lib.stride_tricks.sliding_window_view(sequence.tokens, width)
+        ends = np.flatnonzero((windows == np.asarray(self.separator_ids)).all(axis=1)) + width - 1
+        return ends[ends >= (sequence.prompt_length or 0)]
+
+
+class Head(nn.Module):
+    """The scoring head: a float32 module applied to hidden states, and the rules that turn its outputs into scores.
+
+    `module` maps `[N, H]` to `[N, A]`. A `per_token` head is applied to every token, any other to the state that
+    `pooling` chooses; where `steps` is set its two outputs are the logits of a wrong and a right step. The reward is
+    the attributes' sum by `weights` (float64 `[A]`), less `mean`, divided by `std`; the same for per-token values.
+    Attributes stay as the head gives them, step rewards stay probabilities.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_outputs: int,
+        pooling: Pooling,
+        *,
+        per_token: bool = False,
+        weights: np.ndarray | None = None,
+        mean: float = 0.0,
+        std: float = 1.0,
+        steps: StepRule | None = None,
+        eos_token_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module.float()
+        self.num_outputs = num_outputs
+        self.pooling: Pooling = pooling
+        self.per_token = per_token
+        self.weights = np.full(num_outputs, 1 / num_outputs) if weights is None else weights
+        self.mean = mean
+        self.std = std
+        self.steps = steps
+        self.eos_token_id = eos_token_id
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Raw outputs float32 `[N, A]` for hidden states `[N, H]` of any dtype."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.module(hidden.float())
+
+
+def pool_positions(pooling: Pooling, sequences: list[Sequence], eos_token_id: int | None) -> np.ndarray:
+    """The token whose state is scored, int64 `[B]`, for every rule but `mean`.
+
+    `first_eos` is the first EOS, or the last token where there is none.
+    """
+    if pooling == "first":
+        return np.zeros(len(sequences), dtype=np.int64)
+    last = np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64)
+    if pooling == "first_eos":
+        for i, sequence in enumerate(sequences):
+            is_eos = sequence.tokens == eos_token_id
+            if is_eos.any():
+                last[i] = is_eos.argmax()
+    return last
+
+
+def to_scores(
+    head: Head, pooled_logits: Tensor | None, token_logits: list[Tensor] | None, sequences: list[Sequence]
+) -> list[Score | SampleFailed]:
+    """One result a sequence, from `pooled_logits` `[B, A]`, or of a per-token head from `token_logits` `B x [T, A]`.
+
+    A sample with a number that is not finite, or without a step to reward, is a SampleFailed; the others stand.
+    """
+    if head.per_token:
+        assert token_logits is not None
+        logits = torch.cat(token_logits).float()
+        return _step_scores(head, logits, sequences) if head.steps else _value_scores(head, logits, sequences)
+    assert pooled_logits is not None
+    return _reward_scores(head, pooled_logits, sequences)
+
+
+def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    attributes = logits.float().cpu().numpy()
+    rewards = _standardise(head, attributes @ head.weights)
+    is_fine = np.isfinite(attributes).all(axis=1) & np.isfinite(rewards)
+    several = head.num_outputs > 1
+    return [
+        Score(reward=reward, attributes=row if several else None) if fine else _failed("reward", row)
+        for reward, row, fine in zip(rewards.tolist(), attributes, is_fine.tolist(), strict=True)
+    ]
+
+
+def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    values = _standardise(head, logits.cpu().numpy() @ head.weights).astype(np.float32)
+    lengths = np.array([len(s.tokens) for s in sequences])
+    starts = np.cumsum(lengths) - lengths
+    if head.pooling == "mean":
+        rewards = np.add.reduceat(values, starts, dtype=np.float64) / lengths
+    else:
+        rewards = values[starts + pool_positions(head.pooling, sequences, head.eos_token_id)]
+    is_fine = np.logical_and.reduceat(np.isfinite(values), starts)
+    return [
+        Score(reward=reward, values=row) if fine else _failed("values", row)
+        for reward, row, fine in zip(rewards.tolist(), np.split(values, starts[1:]), is_fine.tolist(), strict=True)
+    ]
+
+
+def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    assert head.steps is not None
+    positions = [head.steps.positions(s) for s in sequences]
+    lengths = np.array([len(s.tokens) for s in sequences])
+    starts = np.cumsum(lengths) - lengths
+    flat = np.concatenate([start + p for start, p in zip(starts, positions, strict=True)])
+    chosen = logits[torch.from_numpy(flat).to(logits.device)]
+    is_right = torch.softmax(chosen, dim=-1)[:, 1].cpu().numpy()
+    results: list[Score | SampleFailed] = []
+    for steps in np.split(is_right, np.cumsum([len(p) for p in positions])[:-1]):
+        if len(steps) == 0:
+            results.append(_no_steps(head.steps))
+        elif np.isfinite(steps).all():
+            reward = _standardise(head, _REDUCE[head.steps.reduction](steps.astype(np.float64)))
+            results.append(Score(reward=float(reward), steps=steps))
+        else:
+            results.append(_failed("step rewards", steps))
+    return results
+
+
+_REDUCE: dict[Reduction, Callable[[np.ndarray], Any]] = {
+    "min": np.min,
+    "mean": np.mean,
+    "product": np.prod,
+    "last": lambda steps: steps[-1],
+}
+
+
+def _standardise(head: Head, rewards: np.ndarray) -> np.ndarray:
+    return (rewards - head.mean) / head.std
+
+
+def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
+    bad = int(np.argmin(np.isfinite(numbers)))
+    where = f" at index {bad} of {len(numbers)}" if len(numbers) > 1 else ""
+    return SampleFailed(
+        f"the model's {what} for this sample is not finite: {numbers[bad]}{where}; "
+        "if other samples fail likewise, try --dtype float32 or bfloat16"
+    )
+
+
+def _no_steps(rule: StepRule) -> SampleFailed:
+    if not rule.separator_ids:
+        return SampleFailed("no step to reward: this model has no tokenizer, so send step_positions")
+    return SampleFailed(
+        f"no step to reward: the separator {rule.separator!r} (tokens {list(rule.separator_ids)}) does not occur "
+        "behind the prompt, or is merged into another token; end each step with it, or send step_positions"
+    )

@@ -1,0 +1,163 @@
+"""From a `ModelConfig` to a `LoadedModel`: the checkpoint, its kind, its trunk and head, its tokenizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
+
+from guerdon.config import ModelConfig
+from guerdon.core import ModelInfo
+from guerdon.engine import decoders, encoders
+from guerdon.engine.checkpoints import Checkpoint, open_checkpoint
+from guerdon.engine.describe import describe, find_eos, find_pad
+from guerdon.engine.heads import Head, StepRule
+from guerdon.engine.placement import check_memory, pick_device, pick_dtype
+from guerdon.engine.text import TextEncoder
+from guerdon.engine.weights import Parts
+from guerdon.errors import CheckpointError, ConfigError
+
+TRL_SEPARATOR = "\n"
+QWEN_SEPARATOR = "<extra_0>"
+
+
+@dataclass
+class LoadedModel:
+    """A reward model ready to run.
+
+    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode; `head` is float32 on the
+    same device. `causal` tells a decoder from an encoder; `encoder` is None where the checkpoint has no tokenizer.
+    """
+
+    trunk: Any
+    head: Head
+    encoder: TextEncoder | None
+    causal: bool
+    info: ModelInfo
+    pad_token_id: int
+    config: ModelConfig
+
+
+def load(config: ModelConfig, device: torch.device | None = None) -> LoadedModel:
+    """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
+
+    Raises CheckpointError where it is missing, incomplete, too large or no reward model, and ConfigError where a
+    setting does not fit it; each says in one line what to do.
+    """
+    device = device or pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    checkpoint = open_checkpoint(config.model, config.revision)
+    model_config = _read_config(checkpoint)
+    check_memory(checkpoint, dtype, device)
+    encoder = TextEncoder.load(checkpoint.folder)
+    causal = model_config.model_type not in encoders.SEQUENCE_HEADS
+    parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype)
+    eos_token_id = find_eos(model_config, encoder)
+    head = _head(config, checkpoint, parts, encoder, eos_token_id)
+    trunk = parts.trunk.to(device).eval()
+    trunk.config.use_cache = False
+    return LoadedModel(
+        trunk=trunk,
+        head=head.to(device),
+        encoder=encoder,
+        causal=causal,
+        info=describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device),
+        pad_token_id=find_pad(model_config, encoder),
+        config=config,
+    )
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    settings = checkpoint.settings
+    model_type = settings.get("model_type")
+    if "quantization_config" in settings:
+        raise CheckpointError(
+            f"{checkpoint.folder} is quantised, and rewards are computed in full precision only",
+            "give the checkpoint it was made from",
+        )
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as e:
+        if "auto_map" in settings:
+            why, remedy = (
+                "brings its own Python code, which is never run",
+                "wrap it in a function and serve module:function",
+            )
+        else:
+            why = "is of a type that the installed transformers does not know"
+            remedy = "check config.json, or upgrade transformers"
+        raise CheckpointError(f"{checkpoint.folder} (model_type {model_type!r}) {why}", remedy) from e
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a sequence-to-sequence model ({model_type})",
+            "only decoders and encoders with a reward head can be served",
+        )
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
+    if model_type not in encoders.SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config)):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a {model_type}, which is neither a causal decoder nor a known encoder",
+            f"served are decoders and {', '.join(encoders.SEQUENCE_HEADS)}; wrap another in module:function",
+        )
+    return config
+
+
+def _is_other_encoder(config: Any) -> bool:
+    # Encoder families also have a causal class; only there does the config say by `is_decoder` which one is meant.
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+
+
+def _head(
+    config: ModelConfig, checkpoint: Checkpoint, parts: Parts, encoder: TextEncoder | None, eos_token_id: int | None
+) -> Head:
+    weights = None
+    if config.attribute_weights is not None:
+        weights = np.array(config.attribute_weights, dtype=np.float64)
+        if len(weights) != parts.num_outputs or parts.is_process_reward:
+            count = "no attributes" if parts.is_process_reward else f"{parts.num_outputs} outputs"
+            raise ConfigError(
+                f"attribute_weights has {len(weights)} numbers, the model has {count}", "give one weight an output"
+            )
+    pooling = parts.pooling if config.pooling == "auto" else config.pooling
+    if pooling == "first_eos" and eos_token_id is None:
+        raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
+    mean, std = _standardisation(config, checkpoint.settings)
+    return Head(
+        parts.module,
+        parts.num_outputs,
+        pooling,
+        per_token=parts.per_token,
+        weights=weights,
+        mean=mean,
+        std=std,
+        steps=_step_rule(config, encoder) if parts.is_process_reward else None,
+        eos_token_id=eos_token_id,
+    )
+
+
+def _standardisation(config: ModelConfig, settings: dict[str, Any]) -> tuple[float, float]:
+    # OpenRLHF writes mean and std into every checkpoint it evaluates, and its server leaves the reward as it is unless
+    # told to normalise; so the two count only where the checkpoint says so, or the settings name them.
+    own = settings if settings.get("normalize_reward") else {}
+    mean = config.mean if config.mean is not None else float(own.get("mean", 0.0))
+    std = config.std if config.std is not None else float(own.get("std", 1.0))
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ConfigError(
+            f"mean {mean} and std {std} cannot standardise a reward", "give a finite mean and a positive std"
+        )
+    return mean, std
+
+
+def _step_rule(config: ModelConfig, encoder: TextEncoder | None) -> StepRule:
+    separator = config.step_separator
+    if separator is None:
+        separator = QWEN_SEPARATOR if encoder and encoder.has_token(QWEN_SEPARATOR) else TRL_SEPARATOR
+    ids = encoder.separator_ids(separator) if encoder else ()
+    if encoder and not ids:
+        raise ConfigError(
+            f"the step separator {separator!r} has no tokens", "give --step-separator a text that has some"
+        )
+    return StepRule(separator, ids, config.step_reduction)

@@ -1,0 +1,197 @@
+"""Sequences into packed batches: one row of tokens without padding, a shared beginning stored once.
+
+A packed batch is a forest in depth-first order. A segment is a run of tokens that continues its ancestors:
+`[prompt, response 1, response 2, ...]` holds a prompt once, with the responses right behind it, so that the
+descendants of a segment are contiguous. Positions restart at every root and continue from parent to child.
+Without sharing every sequence is a root. All of it is numpy: nothing here knows a model or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from guerdon.core import MIN_SHARED, common_prefix
+
+MAX_DEPTH = 8
+"""Levels of sharing; deeper nesting would cost more attention calls than it saves tokens."""
+
+Span = tuple[int, int]
+"""Half-open range of token indices in a packed batch."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens `[start, stop)`, the first at `position`; they continue `ancestors` (root first).
+
+    The segment's descendants are the tokens `[stop, end)`.
+    """
+
+    start: int
+    stop: int
+    position: int
+    ancestors: tuple[Span, ...]
+    end: int
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """One row of tokens and what attention and heads need to read it.
+
+    `tokens` and `positions` are int64 `[T]`. `rows` are the callers' row numbers in packed order, `spans`
+    where each of those rows lies, `last` (int64 `[B]`) the index of each row's last token, `max_length` the
+    length of the longest row.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: list[Segment]
+    rows: list[int]
+    spans: list[tuple[Span, ...]]
+    last: np.ndarray
+    max_length: int
+    cache: dict = field(default_factory=dict)
+    """Tensors that attention derives once from the segments and uses in every layer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return len(self.tokens)
+
+    @property
+    def shared(self) -> bool:
+        """Whether some segment continues another one."""
+        return any(s.ancestors for s in self.segments)
+
+    def gather(self, i: int) -> np.ndarray:
+        """Packed indices (int64 `[len]`) of the tokens of the i-th row in packed order."""
+        return np.concatenate([np.arange(a, b) for a, b in self.spans[i]])
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.segments: list[Segment] = []
+        self.rows: list[int] = []
+        self.spans: list[tuple[Span, ...]] = []
+        self.size = 0
+
+    def segment(self, tokens: np.ndarray, position: int, ancestors: tuple[Span, ...]) -> Segment:
+        stop = self.size + len(tokens)
+        new = Segment(self.size, stop, position, ancestors, stop)
+        self.tokens.append(tokens)
+        self.segments.append(new)
+        self.size = stop
+        return new
+
+    def row(self, number: int, spans: tuple[Span, ...]) -> None:
+        self.rows.append(number)
+        self.spans.append(spans)
+
+    def batch(self) -> PackedBatch:
+        positions = [np.arange(s.position, s.position + s.stop - s.start) for s in self.segments]
+        lengths = [sum(b - a for a, b in spans) for spans in self.spans]
+        last = np.array([spans[-1][1] - 1 for spans in self.spans], dtype=np.int64)
+        tokens = np.concatenate(self.tokens).astype(np.int64, copy=False)
+        return PackedBatch(tokens, np.concatenate(positions), self.segments, self.rows, self.spans, last, max(lengths))
+
+
+def pack(
+    rows: list[np.ndarray], *, budget: int, share: bool, limits: list[int | None] | None = None
+) -> Iterator[PackedBatch]:
+    """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
+
+    A row longer than the budget is a batch of its own. With `share`, rows that begin alike lie side by side and
+    their common beginning is stored once; a group that a budget cuts in two stores it once in each. What two rows
+    share beyond the beginning of their whole group is counted as shared even where it is too short to be stored
+    so: a batch may pass the budget by less than MIN_SHARED tokens a row. `limits` bounds what may be shared of
+    each row (its prompt's length), None where it is unknown.
+    """
+    order, shared = _sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
+    for part in _cut(rows, order, shared, budget):
+        builder = _Builder()
+        # A batch that begins inside a group has nothing before it to share with.
+        common = [0, *(shared[i] for i in part[1:])]
+        _emit(builder, rows, [order[i] for i in part], common, 0, len(part), 0, ())
+        yield builder.batch()
+
+
+def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -> tuple[list[int], list[int]]:
+    """Row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
+
+    Big-endian bytes compare as the ids they hold, which makes Python's sort of bytes a sort of rows.
+    """
+    keys = [r.astype(">u4").tobytes() for r in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    shared = [0] * len(rows)
+    for i in range(1, len(order)):
+        a, b = order[i - 1], order[i]
+        shared[i] = common_prefix(rows[a], rows[b])
+        if limits is not None:
+            shared[i] = min([shared[i], *(x for x in (limits[a], limits[b]) if x is not None)])
+    return order, shared
+
+
+def _cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int) -> Iterator[list[int]]:
+    """Runs of indices into `order`, each within the budget; a group is cut only where it must be."""
+
+    def cost(i: int, first: int) -> int:
+        alike = shared[i] if i > first and shared[i] >= MIN_SHARED else 0
+        return max(len(rows[order[i]]) - alike, 0)
+
+    part: list[int] = []
+    size = start = 0
+    while start < len(order):
+        stop = start + 1
+        while stop < len(order) and shared[stop] >= MIN_SHARED:
+            stop += 1
+        if part and size + sum(cost(i, start) for i in range(start, stop)) > budget:
+            yield part
+            part, size = [], 0
+        first = start
+        for i in range(start, stop):
+            if part and size + cost(i, first) > budget:
+                yield part
+                part, size, first = [], 0, i
+            part.append(i)
+            size += cost(i, first)
+        start = stop
+    if part:
+        yield part
+
+
+def _emit(
+    builder: _Builder,
+    rows: list[np.ndarray],
+    order: list[int],
+    shared: list[int],
+    low: int,
+    high: int,
+    depth: int,
+    ancestors: tuple[Span, ...],
+) -> None:
+    """Stores the sorted rows `low..high`, whose first `depth` tokens are stored already as `ancestors`."""
+    if high - low == 1 or len(ancestors) == MAX_DEPTH:
+        for i in range(low, high):
+            row, spans = rows[order[i]], ancestors
+            if len(row) > depth:
+                leaf = builder.segment(row[depth:], depth, ancestors)
+                spans = (*ancestors, (leaf.start, leaf.stop))
+            builder.row(order[i], spans)
+        return
+    common = min(shared[low + 1 : high])
+    parent = None
+    if common - depth >= MIN_SHARED:
+        parent = builder.segment(rows[order[low]][depth:common], depth, ancestors)
+        ancestors, depth = (*ancestors, (parent.start, parent.stop)), common
+    start = low
+    while start < high:
+        stop = start + 1
+        while stop < high and shared[stop] >= depth + MIN_SHARED:
+            stop += 1
+        _emit(builder, rows, order, shared, start, stop, depth, ancestors)
+        start = stop
+    if parent is not None:
+        parent.end = builder.size

@@ -1,0 +1,76 @@
+"""Where a model goes and in which dtype, and whether it fits there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from guerdon.engine.checkpoints import Checkpoint
+from guerdon.errors import CheckpointError, ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name, or for `auto` the first GPU, else the CPU; raises ConfigError where it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # Without the backend torch raises RuntimeError or AssertionError, and for an odd name RuntimeError.
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise ConfigError(f"there is no device {name!r} here", "use --device cpu, or auto") from e
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The trunk's dtype; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises CheckpointError where the weights in `dtype` do not fit the free memory, of the host (which every weight
+    passes through) or of the device."""
+    needed_bytes = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) * dtype.itemsize
+    places = {"this machine": _host_bytes()}
+    if device.type == "cuda":
+        places[str(device)] = torch.cuda.mem_get_info(device)[0]
+    for place, free_bytes in places.items():
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise CheckpointError(
+                f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}, "
+                f"{free_bytes / 2**30:.1f} GiB are free on {place}",
+                "free some, choose another machine or --device, or a smaller --dtype such as bfloat16",
+            )
+
+
+def _host_bytes() -> int | None:
+    """Bytes that this process may still take on Linux, by the kernel and the container's limit; None elsewhere."""
+    try:
+        available = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    except OSError:
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        cached = _fields(group / "memory.stat")
+    except OSError:
+        return available
+    if limit == "max":
+        return available
+    # The page cache counts as used, yet gives way.
+    return min(available, int(limit) - used + cached["active_file"] + cached["inactive_file"])
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines `name number ...`."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

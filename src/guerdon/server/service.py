@@ -1,0 +1,242 @@
+"""The data plane, the same for every transport: check, tokenise, admit, await, assemble."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence as ListLike
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, UnknownModel
+from guerdon.metrics import Metrics
+from guerdon.server.loop import Group, Loop
+from guerdon.server.scheduler import Job, Limits, Result, Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Encoder(Protocol):
+    """Turns text into ids; thread-safe."""
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
+
+    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]: ...
+
+
+class Served(Protocol):
+    """What the service asks of a model that its worker holds: what it is, and how text becomes its ids."""
+
+    info: ModelInfo
+    encoder: Encoder | None
+    max_batch_tokens: int
+
+
+class Service:
+    """Answers score requests for all served models; all its methods belong to one asyncio loop."""
+
+    def __init__(
+        self,
+        group: Group,
+        models: ListLike[tuple[ModelConfig, Served]],
+        config: ServerConfig,
+        limits: dict[str, Limits] | None = None,
+    ) -> None:
+        """`limits` overrides, by model name, the batch limits that come from the config."""
+        self.ready = False
+        self.metrics = Metrics()
+        self._config = config
+        self._models = {served.info.name: (model, served) for model, served in models}
+        limits = {name: _limits(model, served) for name, (model, served) in self._models.items()} | (limits or {})
+        self._loop = Loop(group, {n: Scheduler(x) for n, x in limits.items()}, self._deliver, self.metrics)
+        self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self.metrics.watch_queue(self._loop.depth)
+        for info in self.models():
+            labels = (info.name, info.kind, info.dtype, info.device, info.path, info.weights_version)
+            self.metrics.set("guerdon_model_info", 1, *labels)
+
+    def start(self) -> None:
+        """Begins to serve; call it on the asyncio loop that will call `score`."""
+        self._asyncio = asyncio.get_running_loop()
+        self._loop.start()
+        self.ready = True
+
+    def stop(self) -> None:
+        """Finishes what is queued and ends the worker; blocks until then."""
+        self.ready = False
+        self._loop.stop()
+        self._tokenisers.shutdown()
+
+    def models(self) -> list[ModelInfo]:
+        """All served models."""
+        return [served.info for _, served in self._models.values()]
+
+    def model(self, name: str, version: str = "") -> ModelInfo:
+        """The model of that name; raises UnknownModel, which names those that are served."""
+        if name not in self._models or version not in ("", "1"):
+            asked = f"{name!r} version {version}" if version else repr(name)
+            raise UnknownModel(f"unknown model {asked}; served here: {', '.join(sorted(self._models))} (version 1)")
+        return self._models[name][1].info
+
+    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+        """One result a sample, in order; cancelling the call drops what has not started.
+
+        Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
+        DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
+        """
+        started = time.monotonic()
+        outcome = "ok"
+        try:
+            return await self._score(name, request, started)
+        except asyncio.CancelledError:
+            outcome = Cancelled.__name__
+            raise
+        except GuerdonError as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            label = name if name in self._models else "unknown"
+            self.metrics.add("guerdon_requests", 1, label, outcome)
+            self.metrics.observe("guerdon_request_seconds", time.monotonic() - started, label)
+
+    async def _score(self, name: str, request: ScoreRequest, started: float) -> ScoreReply:
+        info = self.model(name)
+        model, served = self._models[name]
+        sequences = await self._sequences(served, request)
+        results: list[Result | None] = [_wrong(s, info) for s in sequences]
+        if model.truncation != "error" and info.max_length is not None:
+            for i, s in enumerate(sequences):
+                if len(s.tokens) > info.max_length:
+                    sequences[i], results[i] = _truncated(s, info.max_length, model.truncation), None
+        accepted = [i for i, r in enumerate(results) if r is None]
+        job = Job([sequences[i] for i in accepted], request.priority, started)
+        if accepted:
+            await self._answered(name, job, request.timeout_s)
+            for i, result in zip(accepted, job.results, strict=True):
+                results[i] = result
+        failed = sum(isinstance(r, GuerdonError) for r in results)
+        self.metrics.add("guerdon_sequences", len(results) - failed, name, "ok")
+        if failed:
+            self.metrics.add("guerdon_sequences", failed, name, "failed")
+        self.metrics.add("guerdon_tokens_received", sum(s.num_tokens for s in job.sequences), name)
+        queue_s = max(0.0, job.taken - started) if accepted else 0.0
+        self.metrics.observe("guerdon_queue_seconds", queue_s, name)
+        done: list[Score | GuerdonError] = [r for r in results if r is not None]
+        lengths = [len(s.tokens) for s in sequences]
+        return ScoreReply(done, lengths, info.weights_version, queue_s, job.compute_s)
+
+    async def _answered(self, name: str, job: Job, timeout_s: float | None) -> None:
+        """Returns when every sequence of the job has its result."""
+        assert self._asyncio is not None, "start() comes first"
+        allowed = min(timeout_s or self._config.request_timeout_s, self._config.request_timeout_s)
+        job.owner = future = self._asyncio.create_future()
+        self._loop.submit(name, job)
+        expiry = self._asyncio.call_later(allowed, _expire, future, allowed)
+        try:
+            await future
+        except (asyncio.CancelledError, DeadlineExceeded):
+            self._loop.cancel(name, job)
+            raise
+        finally:
+            expiry.cancel()
+
+    def _deliver(self, jobs: list[Job]) -> None:
+        """Called on the loop's thread; a batch wakes the asyncio loop once."""
+        assert self._asyncio is not None
+        self._asyncio.call_soon_threadsafe(_resolve, jobs)
+
+    async def _sequences(self, served: Served, request: ScoreRequest) -> list[Sequence]:
+        info = served.info
+        if not len(request):
+            raise InvalidRequest("the request has no samples; send at least one")
+        if request.tokens is not None:
+            if not info.takes_tokens:
+                raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
+            return [_sequence(t, request, i) for i, t in enumerate(request.tokens)]
+        if request.messages is not None and not info.takes_messages:
+            raise InvalidRequest(f"{info.name} has no chat template; send sentences or tokens, formatted for it")
+        if request.texts is not None and not info.takes_text:
+            raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
+        if served.encoder is None:
+            empty = np.empty(0, dtype=np.int64)
+            return [_sequence(empty, request, i, text) for i, text in enumerate(request.texts or [])]
+        run = asyncio.get_running_loop().run_in_executor
+        if request.texts is not None:
+            rows = await run(self._tokenisers, served.encoder.encode, request.texts)
+        else:
+            rows = await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
+        return [_sequence(row, request, i) for i, row in enumerate(rows)]
+
+
+def _limits(model: ModelConfig, served: Served) -> Limits:
+    return Limits(
+        max_batch_tokens=served.max_batch_tokens,
+        max_queue_tokens=model.max_queue_tokens,
+        max_queue_sequences=model.max_queue_sequences,
+        shares=served.info.path == "packed+shared",
+    )
+
+
+def _sequence(tokens: np.ndarray, request: ScoreRequest, i: int, text: str | None = None) -> Sequence:
+    return Sequence(
+        tokens,
+        text,
+        None if request.groups is None else int(request.groups[i]),
+        None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
+        None if request.steps is None else request.steps[i],
+    )
+
+
+def _truncated(s: Sequence, max_length: int, side: str) -> Sequence:
+    """The sequence without its surplus at that side; what was said about its positions moves along."""
+    if side == "right":
+        steps = None if s.steps is None else s.steps[s.steps < max_length]
+        return Sequence(s.tokens[:max_length], s.text, s.group, s.prompt_length, steps)
+    surplus = len(s.tokens) - max_length
+    steps = None if s.steps is None else s.steps[s.steps >= surplus] - surplus
+    prompt = None if s.prompt_length is None else max(0, s.prompt_length - surplus)
+    return Sequence(s.tokens[surplus:], s.text, s.group, prompt, steps)
+
+
+def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
+    """What is wrong with one sequence, if anything."""
+    if s.text is not None:
+        return None
+    tokens = s.tokens
+    if not len(tokens):
+        return InvalidRequest("the sample has no tokens; send at least one")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (info.vocab_size is not None and high >= info.vocab_size):
+        return InvalidRequest(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {info.name} (0 to "
+            f"{(info.vocab_size or 0) - 1}); was it tokenised for another model?"
+        )
+    if s.steps is not None and len(s.steps) and (s.steps.min() < 0 or s.steps.max() >= len(tokens)):
+        return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
+    if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
+        return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
+    if info.max_length is not None and len(tokens) > info.max_length:
+        return InvalidRequest(
+            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it, or "
+            "start the server with --truncation left or right"
+        )
+    return None
+
+
+def _expire(future: asyncio.Future, allowed_s: float) -> None:
+    if not future.done():
+        future.set_exception(DeadlineExceeded(f"not scored within the {allowed_s:g} s that the request allowed"))
+
+
+def _resolve(jobs: list[Job]) -> None:
+    for job in jobs:
+        future = job.owner
+        assert isinstance(future, asyncio.Future)
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,250 @@
+"""Loading: whoever saved the checkpoint, trunk, head and rules give what plain transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from guerdon.config import ModelConfig
+from guerdon.core import Score, Sequence
+from guerdon.engine.heads import pool_positions, to_scores
+from guerdon.engine.loading import LoadedModel, load
+
+ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def score(loaded: LoadedModel, rows: list[np.ndarray], **more: Any) -> list[Score]:
+    """The scores of each sequence by itself: plain trunk, pooling, head, `to_scores`."""
+    sequences = [Sequence(row, **more) for row in rows]
+    states = [loaded.trunk(input_ids=torch.from_numpy(row)[None]).last_hidden_state[0] for row in rows]
+    if loaded.head.per_token:
+        return to_scores(loaded.head, None, [loaded.head(h) for h in states], sequences)
+    if loaded.head.pooling == "mean":
+        pooled = torch.stack([h.float().mean(0) for h in states])
+    else:
+        positions = pool_positions(loaded.head.pooling, sequences, loaded.head.eos_token_id)
+        pooled = torch.stack([h[i] for h, i in zip(states, positions, strict=True)])
+    return to_scores(loaded.head, loaded.head(pooled), None, sequences)
+
+
+def assert_equals_reference(scores: list[Score], reference: np.ndarray) -> None:
+    np.testing.assert_allclose([s.reward for s in scores], reference, atol=1e-4 * reference.std(), rtol=0)
+
+
+def edit_config(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_architecture_scores_as_transformers_does(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    loaded = load(ModelConfig(model=str(folder), name="rm"))
+    assert_equals_reference(score(loaded, ROWS), zoo.reference(folder, ROWS))
+    assert loaded.causal == (name not in zoo.ENCODERS)
+    assert loaded.head.pooling == ("last" if loaded.causal else "first")
+    info = loaded.info
+    assert (info.name, info.outputs, info.vocab_size, info.dtype) == ("rm", ("rewards",), zoo.VOCAB_SIZE, "float32")
+    assert info.max_length == {"falcon": 2048, "mamba": None}.get(name, zoo.MAX_LENGTH)
+
+
+@pytest.mark.parametrize("kind", ["trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic"])
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "gptj"])
+def test_value_heads_of_every_library(name: str, kind: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path, kind)
+    loaded = load(ModelConfig(model=str(folder)))
+    scores = score(loaded, ROWS)
+    assert_equals_reference(scores, zoo.reference(folder, ROWS))
+    assert loaded.info.kind == "value-head"
+    if kind in ("trlx", "openrlhf"):
+        assert loaded.info.outputs == ("rewards",)
+        return
+    assert loaded.info.outputs == ("rewards", "values")
+    for made, expected in zip(scores, zoo.reference_tokens(folder, ROWS), strict=True):
+        np.testing.assert_allclose(made.values, expected[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "bert", "roberta", "modernbert", "deberta-v2"])
+def test_token_classification_with_one_label_gives_values(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path, "tokcls")
+    loaded = load(ModelConfig(model=str(folder)))
+    assert (loaded.info.kind, loaded.info.outputs) == ("token-classification", ("rewards", "values"))
+    for made, expected in zip(score(loaded, ROWS), zoo.reference_tokens(folder, ROWS), strict=True):
+        np.testing.assert_allclose(made.values, expected[:, 0], atol=1e-5)
+        assert made.reward == made.values[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deberta-v2"])
+def test_token_classification_with_two_labels_rewards_steps(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path, "tokcls", num_labels=2)
+    loaded = load(ModelConfig(model=str(folder), step_reduction="last"))
+    assert (loaded.info.kind, loaded.info.outputs) == ("process-reward", ("rewards", "step_rewards"))
+    assert loaded.info.attribute_names == ()
+    steps = np.array([3, 0, 7])
+    for made, logits in zip(
+        score(loaded, ROWS, steps=steps), zoo.reference_tokens(folder, ROWS, torch.float32), strict=True
+    ):
+        expected = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
+        np.testing.assert_allclose(made.steps, expected[steps], atol=1e-5)
+        assert made.reward == pytest.approx(expected[7], abs=1e-5)
+
+
+def test_step_separators_are_trls_qwens_or_the_settings(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("qwen2", tmp_path, "tokcls", num_labels=2))
+    encoder = load(ModelConfig(model=str(folder))).encoder
+    assert load(ModelConfig(model=str(folder))).head.steps.separator == "<extra_0>"
+    named = load(ModelConfig(model=str(folder), step_separator="\n")).head.steps
+    assert named.separator_ids == encoder.separator_ids("\n")
+    (tokens,) = encoder.encode(["ab\nxyz\nc"])
+    assert named.positions(Sequence(tokens)).tolist() == [2, 6]
+
+
+def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("qwen2", tmp_path)
+    state = load_file(folder / "model.safetensors")
+    del state["score.weight"]
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(zoo.HIDDEN, zoo.HIDDEN), torch.nn.ReLU(), torch.nn.Linear(zoo.HIDDEN, 2)
+    )
+    save_file(state | {f"score.{n}": t for n, t in layers.state_dict().items()}, folder / "model.safetensors")
+    # Its own class comes as code in the repository, which is neither needed nor run.
+    edit_config(
+        folder,
+        architectures=["Qwen2ForProcessRewardModel"],
+        auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
+    )
+    loaded = load(ModelConfig(model=str(folder)))
+    assert loaded.info.outputs == ("rewards", "step_rewards")
+    (made,) = score(loaded, ROWS[:1], steps=np.array([4]))
+    with torch.no_grad():
+        hidden = loaded.trunk(input_ids=torch.from_numpy(ROWS[0])[None]).last_hidden_state[0, 4]
+        assert made.reward == pytest.approx(torch.softmax(layers(hidden), 0)[1].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Path) -> None:
+    labels = {0: "helpfulness", 1: "verbosity", 2: "safety"}
+    folder = zoo.checkpoint(name, tmp_path, id2label=labels, num_labels=3)
+    loaded = load(ModelConfig(model=str(folder), attribute_weights=[1.0, -0.5, 0.0], mean=0.25, std=2.0))
+    assert loaded.info.outputs == ("rewards", "attributes")
+    assert loaded.info.attribute_names == ("helpfulness", "verbosity", "safety")
+    expected = zoo.reference_outputs(folder, ROWS)
+    for made, outputs in zip(score(loaded, ROWS), expected, strict=True):
+        np.testing.assert_allclose(made.attributes, outputs, atol=2e-5)
+        assert made.reward == pytest.approx((outputs[0] - 0.5 * outputs[1] - 0.25) / 2, abs=2e-5)
+
+
+def test_modernbert_pools_as_its_config_says_unless_told_otherwise(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("modernbert", tmp_path, classifier_pooling="mean")
+    loaded = load(ModelConfig(model=str(folder)))
+    assert loaded.head.pooling == "mean"
+    assert_equals_reference(score(loaded, ROWS), zoo.reference(folder, ROWS))
+    assert load(ModelConfig(model=str(folder), pooling="first")).head.pooling == "first"
+
+
+def test_openrlhfs_own_head_name_and_its_standardisation(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path, "openrlhf", value_head_prefix="reward_head")
+    reference = zoo.reference(folder, ROWS)
+    # Every checkpoint it evaluated has these two; its server uses them when told to normalise.
+    edit_config(folder, mean=0.5, std=4.0)
+    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    edit_config(folder, normalize_reward=True)
+    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), (reference - 0.5) / 4)
+    assert_equals_reference(score(load(ModelConfig(model=str(folder), mean=0.0, std=1.0)), ROWS), reference)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_head_stays_in_float32_with_all_its_digits(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    loaded = load(ModelConfig(model=str(folder), dtype="bfloat16"))
+    assert {p.dtype for p in loaded.trunk.parameters()} == {torch.bfloat16}
+    stored = zoo.tensors(folder)
+    own = [p for n, p in stored.items() if n.startswith(("score", "classifier", "bert.pooler"))]
+    held = list(loaded.head.parameters())
+    assert {p.dtype for p in held} == {torch.float32}
+    assert sorted(p.double().sum().item() for p in held) == sorted(p.double().sum().item() for p in own)
+    reference, half = zoo.reference(folder, ROWS), zoo.reference(folder, ROWS, torch.bfloat16)
+    made = np.array([s.reward for s in score(loaded, ROWS)])
+    assert np.abs(made - reference).max() <= 1.5 * np.abs(half - reference).max()
+
+
+def test_shards_and_other_file_names_are_read(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    reference = zoo.reference(folder, ROWS)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map = {n: f"model-{i % 2 + 1:05}-of-00002.safetensors" for i, n in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({n: state[n] for n in names if weight_map[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(state, folder / "hf_ckpt.pt")
+    torch.save({"not": "weights"}, folder / "optimizer.pt")
+    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+
+
+def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path)
+    reference = zoo.reference(folder, ROWS)
+    extra = {"lm_head.weight": torch.zeros(3, 3), "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
+    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+
+
+def test_the_version_follows_the_weights(tmp_path: Path) -> None:
+    first = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "a")))).info.weights_version
+    again = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "b")))).info.weights_version
+    other = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "c", seed=1)))).info.weights_version
+    assert first == again != other
+    assert len(first) == 12
+
+
+@pytest.mark.parametrize(("kind", "file"), [("seqcls", "model.safetensors"), ("trlx", "pytorch_model.bin")])
+def test_a_served_model_does_not_change_when_its_files_are_overwritten(kind: str, file: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path, kind)
+    loaded = load(ModelConfig(model=str(folder)))
+    before = [s.reward for s in score(loaded, ROWS)]
+    size = (folder / file).stat().st_size
+    with (folder / file).open("r+b") as opened:
+        opened.seek(size // 2)
+        opened.write(b"\x11" * (size // 4))
+    assert [s.reward for s in score(loaded, ROWS)] == before
+
+
+def test_text_needs_a_tokenizer_and_messages_a_template(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    bare = load(ModelConfig(model=str(folder)))
+    assert bare.encoder is None
+    assert (bare.info.takes_text, bare.info.takes_messages, bare.info.takes_tokens) == (False, False, True)
+    zoo.tokenizer(folder)
+    loaded = load(ModelConfig(model=str(folder)))
+    assert (loaded.info.takes_text, loaded.info.takes_messages) == (True, True)
+    assert (loaded.info.eos_token_id, loaded.pad_token_id) == (zoo.EOS, zoo.PAD)
+    zoo.tokenizer(folder, chat_template=None)
+    for stale in folder.glob("chat_template*"):
+        stale.unlink()
+    assert not load(ModelConfig(model=str(folder))).info.takes_messages
+
+
+def test_max_length_is_the_models_own_or_the_settings(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    assert load(ModelConfig(model=str(folder), max_length=100)).info.max_length == 100
+    # Rotary positions have no end, a table has one (see the errors).
+    assert load(ModelConfig(model=str(folder), max_length=1000)).info.max_length == 1000

@@ -1,0 +1,255 @@
+"""Loading what cannot be served: each is one line that says what is wrong, and one that says what to do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config
+
+import zoo
+from guerdon.config import ModelConfig
+from guerdon.engine.loading import load
+from guerdon.errors import CheckpointError, ConfigError, StartError
+
+
+def refused(folder: Path | str, kind: type[StartError] = CheckpointError, **settings: object) -> str:
+    """The message of the error that loading must end in: one line, with help of one line."""
+    with pytest.raises(kind) as caught:
+        load(ModelConfig(model=str(folder), **settings))
+    assert caught.value.help
+    assert "\n" not in str(caught.value) + caught.value.help
+    return str(caught.value)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Changes the tensors of a safetensors checkpoint."""
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def edit_config(folder: Path, **settings: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return zoo.checkpoint("llama", tmp_path / "llama")
+
+
+def test_a_missing_folder() -> None:
+    assert "there is no folder ./nowhere/at/all" in refused("./nowhere/at/all")
+
+
+def test_a_file_instead_of_a_folder(llama: Path) -> None:
+    assert "is a file" in refused(llama / "config.json")
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "nobody/nothing is neither a folder here nor" in refused("nobody/nothing")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    assert "no config.json" in refused(tmp_path)
+
+
+def test_a_broken_config(llama: Path) -> None:
+    (llama / "config.json").write_text("{")
+    assert "not valid JSON" in refused(llama)
+
+
+def test_no_weights(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    assert "no weights" in refused(llama)
+
+
+@pytest.mark.parametrize("size", [4, 1000, -1000])
+def test_truncated_safetensors(llama: Path, size: int) -> None:
+    data = (llama / "model.safetensors").read_bytes()
+    (llama / "model.safetensors").write_bytes(data[:size])
+    assert "model.safetensors cannot be read" in refused(llama)
+
+
+def test_a_missing_shard(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "model-00001-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "lacks 1 of 2 weight files: model-00002-of-00002.safetensors" in refused(llama)
+
+
+@pytest.mark.parametrize("keep", [3, 500, -500])
+def test_a_truncated_bin_file(tmp_path: Path, keep: int) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path, "trlx")
+    data = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(data[:keep])
+    assert "not a plain file of tensors" in refused(folder)
+
+
+class Trap:
+    """Unpickling this would run code."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("trapped"),)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_pickled_objects_are_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path, "trlx")
+    monkeypatch.chdir(tmp_path)
+    if legacy:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"v_head.weight": Trap()}, protocol=2))
+    else:
+        torch.save({"v_head.weight": Trap()}, folder / "pytorch_model.bin")
+    assert "not a plain file of tensors" in refused(folder)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_bin_file_that_is_no_state_dict(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path, "trlx")
+    torch.save({"epoch": 3}, folder / "pytorch_model.bin")
+    assert "not a state dict" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "roberta", "modernbert"])
+def test_a_missing_head_is_never_made_up(tmp_path: Path, name: str) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+
+    def drop(state: dict[str, torch.Tensor]) -> None:
+        for key in [k for k in state if k.startswith(("score", "classifier"))]:
+            del state[key]
+
+    message = refused(rewrite(folder, drop))
+    assert "classifier" in message or "without a reward head" in message
+
+
+def test_a_missing_trunk_weight_is_named(llama: Path) -> None:
+    rewrite(llama, lambda state: state.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "lack layers.1.mlp.up_proj.weight" in refused(llama)
+
+
+def test_weights_of_a_larger_model_are_refused(llama: Path) -> None:
+    assert "hold model.layers.1." in refused(edit_config(llama, num_hidden_layers=1))
+
+
+def test_a_config_of_another_shape_is_refused(llama: Path) -> None:
+    message = refused(edit_config(llama, intermediate_size=128))
+    assert "mlp.down_proj.weight has shape [32, 64] in the files, [32, 128] by config.json" in message
+
+
+def test_labels_that_disagree_with_the_head(llama: Path) -> None:
+    assert "1 outputs, config.json says 2 labels" in refused(edit_config(llama, id2label={"0": "a", "1": "b"}))
+
+
+def test_a_head_of_another_width(llama: Path) -> None:
+    rewrite(llama, lambda state: state.update({"score.weight": torch.zeros(1, 48)}))
+    assert "takes 48 features, the model gives 32" in refused(llama)
+
+
+def test_a_head_of_an_unknown_form(llama: Path) -> None:
+    rewrite(llama, lambda state: state.update({"score.gate.weight": torch.zeros(1, 32)}))
+    assert "unknown form: gate.weight, weight" in refused(llama)
+
+
+def test_named_entities_are_no_rewards(tmp_path: Path) -> None:
+    assert "5 labels a token" in refused(zoo.checkpoint("llama", tmp_path / "a", "tokcls", num_labels=5))
+    assert "5 labels a token" in refused(zoo.checkpoint("bert", tmp_path / "b", "tokcls", num_labels=5))
+
+
+def test_a_plain_causal_model(tmp_path: Path) -> None:
+    model_type, settings = zoo.ARCHITECTURES["gpt2"]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).save_pretrained(tmp_path)
+    assert "GPT2LMHeadModel without a reward head" in refused(tmp_path)
+
+
+def test_a_plain_encoder(tmp_path: Path) -> None:
+    folder = edit_config(zoo.checkpoint("bert", tmp_path), architectures=["BertForMaskedLM"])
+    assert "BertForMaskedLM without a reward head" in refused(folder)
+
+
+def test_a_sequence_to_sequence_model(llama: Path) -> None:
+    T5Config(d_model=8).save_pretrained(llama)
+    assert "sequence-to-sequence" in refused(llama)
+
+
+def test_a_diffusion_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    assert "diffusion" in refused(tmp_path)
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "only an adapter" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "big_bird", "clip"])
+def test_other_kinds_of_model(llama: Path, model_type: str) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(llama)
+    assert f"holds a {model_type}" in refused(llama)
+
+
+def test_code_in_the_checkpoint_is_never_run(llama: Path) -> None:
+    (llama / "own.py").write_text("raise SystemExit('run')")
+    edit_config(llama, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    assert "brings its own Python code" in refused(llama)
+
+
+def test_an_unknown_model_type(llama: Path) -> None:
+    assert "model_type 'own'" in refused(edit_config(llama, model_type="own"))
+
+
+def test_quantised_weights(llama: Path) -> None:
+    assert "quantised" in refused(edit_config(llama, quantization_config={"quant_method": "gptq"}))
+
+
+def claim(folder: Path, dtype: str, itemsize: int, num_bytes: int) -> None:
+    """A sparse file: its header claims so many bytes, the disk holds none of them."""
+    shape = [num_bytes // itemsize // 1024, 1024]
+    tensor = {"dtype": dtype, "shape": shape, "data_offsets": [0, shape[0] * 1024 * itemsize]}
+    header = json.dumps({"score.weight": tensor}).encode()
+    path = folder / "model.safetensors"
+    try:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + tensor["data_offsets"][1])
+    except OSError:
+        pytest.skip("this file system has no sparse files of that size")
+
+
+def test_too_little_memory_for_the_weights_in_their_dtype(llama: Path) -> None:
+    # Bytes that can be mapped, but would be four times as many in float32.
+    claim(llama, "I8", 1, psutil.virtual_memory().total // 2)
+    message = refused(llama, dtype="float32")
+    (llama / "model.safetensors").unlink()
+    assert re.search(r"needs about \d+\.\d GiB in float32, \d+\.\d GiB are free on this machine", message)
+
+
+def test_a_file_beyond_what_memory_can_map(llama: Path) -> None:
+    claim(llama, "F32", 4, 4 << 40)
+    message = refused(llama)
+    (llama / "model.safetensors").unlink()
+    assert re.search(r"\(4096\.0 GiB\) is more than|needs about 4096\.0 GiB", message)
+
+
+def test_settings_that_do_not_fit_the_model(tmp_path: Path, llama: Path) -> None:
+    assert "2 numbers, the model has 1 outputs" in refused(llama, ConfigError, attribute_weights=[0.5, 0.5])
+    assert "std 0.0" in refused(llama, ConfigError, std=0.0)
+    assert "no device 'abacus'" in refused(llama, ConfigError, device="abacus")
+    assert "max_length is 0" in refused(llama, ConfigError, max_length=0)
+    gpt2 = zoo.checkpoint("gpt2", tmp_path / "gpt2")
+    assert "the model has 256 positions" in refused(gpt2, ConfigError, max_length=257)
+    edit_config(gpt2, eos_token_id=None)
+    assert "needs an EOS" in refused(gpt2, ConfigError, pooling="first_eos")

@@ -1,0 +1,75 @@
+"""Packed batches hold exactly the rows they were given, and store what rows share once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from guerdon.core import MIN_SHARED
+from guerdon.engine.packing import MAX_DEPTH, PackedBatch, pack
+
+
+def rows_of(rng: np.random.Generator, prompts: int, responses: int, prompt: int = 40) -> list[np.ndarray]:
+    rows = []
+    for _ in range(prompts):
+        start = rng.integers(0, 100, prompt)
+        rows += [np.concatenate([start, rng.integers(0, 100, rng.integers(1, 50))]) for _ in range(responses)]
+    return rows
+
+
+def contents(batches: list[PackedBatch]) -> dict[int, list[int]]:
+    return {row: b.tokens[b.gather(i)].tolist() for b in batches for i, row in enumerate(b.rows)}
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("budget", [64, 200, 10_000])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_is_there_whole_with_its_positions(share: bool, budget: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rows_of(rng, 3, 5) + rows_of(rng, 4, 1, prompt=3)
+    rows += [rows[0], rows[1][:30], rows[2][:1]]
+    batches = list(pack(rows, budget=budget, share=share))
+    assert contents(batches) == {i: row.tolist() for i, row in enumerate(rows)}
+    for b in batches:
+        for i, row in enumerate(b.rows):
+            assert b.positions[b.gather(i)].tolist() == list(range(len(rows[row])))
+            assert b.last[i] == b.gather(i)[-1]
+        assert b.num_tokens <= budget + (MIN_SHARED * len(b.rows) if share else 0) or len(b.rows) == 1
+        assert b.max_length == max(len(rows[r]) for r in b.rows)
+
+
+def test_a_prompt_is_stored_once_and_its_descendants_follow_it() -> None:
+    prompt = np.arange(20)
+    rows = [np.concatenate([prompt, [100 + i, 7, 8]]) for i in range(4)]
+    (batch,) = pack(rows, budget=1000, share=True)
+    assert batch.num_tokens == 20 + 4 * 3
+    root, *leaves = batch.segments
+    assert (root.start, root.stop, root.end) == (0, 20, 32)
+    assert all(leaf.ancestors == ((0, 20),) and leaf.position == 20 for leaf in leaves)
+
+
+def test_a_short_common_beginning_is_not_shared() -> None:
+    rows = [np.concatenate([np.arange(MIN_SHARED - 1), [50 + i]]) for i in range(3)]
+    (batch,) = pack(rows, budget=1000, share=True)
+    assert batch.num_tokens == sum(map(len, rows)) and not batch.shared
+
+
+def test_sharing_ends_at_the_prompt_length_where_it_is_given() -> None:
+    rows = [np.arange(40), np.concatenate([np.arange(30), [99]])]
+    (batch,) = pack(rows, budget=1000, share=True, limits=[20, None])
+    assert batch.num_tokens == 20 + 20 + 11
+
+
+def test_a_group_that_the_budget_cuts_stores_its_prompt_in_each_part() -> None:
+    rows = [np.concatenate([np.arange(50), np.full(10, 60 + i)]) for i in range(6)]
+    batches = list(pack(rows, budget=80, share=True))
+    assert [b.num_tokens for b in batches] == [80, 80]
+    assert all(b.shared for b in batches)
+
+
+def test_deeply_nested_prefixes_stay_within_the_depth_limit() -> None:
+    long = np.arange(4000)
+    rows = [long[: MIN_SHARED * (i + 1)] for i in range(200)]
+    batches = list(pack(rows, budget=10**9, share=True))
+    assert contents(batches) == {i: row.tolist() for i, row in enumerate(rows)}
+    assert max(len(s.ancestors) for b in batches for s in b.segments) <= MAX_DEPTH
