@@ -1,0 +1,39 @@
+"""What a server tells about itself, the same over every transport."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from guerdon.server.service import Service
+from guerdon.wire import signature
+
+
+def _version() -> str:
+    try:
+        return metadata.version("guerdon")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0"
+
+
+_VERSION = _version()
+
+
+def server() -> dict[str, Any]:
+    """KServe v2's server metadata."""
+    return {
+        "name": "guerdon",
+        "version": _VERSION,
+        "extensions": ["binary_tensor_data", "model_configuration", "model_repository"],
+    }
+
+
+def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]:
+    """Every model with its version and state."""
+    if only_ready and not service.ready:
+        return []
+    state = "READY" if service.ready else "UNAVAILABLE"
+    return [
+        {"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": ""}
+        for info in service.models()
+    ]

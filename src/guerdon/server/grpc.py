@@ -1,0 +1,144 @@
+"""gRPC: KServe v2's service over the same data plane as HTTP's."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from tritonclient.grpc import service_pb2 as pb
+
+from guerdon.config import ServerConfig
+from guerdon.errors import GuerdonError, ServerFault, StartError, Unavailable
+from guerdon.server import about
+from guerdon.server.gate import Gate
+from guerdon.server.service import Service
+from guerdon.wire import kserve_grpc, reward_model, signature
+
+logger = logging.getLogger("guerdon.grpc")
+
+SERVICE = "inference.GRPCInferenceService"
+
+_HEADROOM_BYTES = 65_536
+
+
+def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> tuple[grpc.aio.Server, int]:
+    """A bound, not yet started gRPC server and its port; raises StartError where the port cannot be had."""
+    address = f"[{config.host}]" if ":" in config.host else config.host
+    grpc_server = grpc.aio.server(
+        options=(
+            # The default of 4 MiB is less than what clients send; the default of sharing ports hides a second server.
+            ("grpc.max_receive_message_length", (config.max_body_mb << 20) + _HEADROOM_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+        )
+    )
+    front = _Front(service, gate or Gate(config.max_requests))
+    grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, front.handlers()),))
+    try:
+        port = grpc_server.add_insecure_port(f"{address}:{config.grpc_port}")
+    except RuntimeError as e:
+        raise StartError(
+            f"cannot listen for gRPC on {address}:{config.grpc_port}: in use, or not an address of this machine",
+            "stop what uses the port, choose another with --grpc-port, or turn gRPC off with --no-grpc",
+        ) from e
+    return grpc_server, port
+
+
+class _Front:
+    """The methods of the service; those that the protocol has beyond these answer UNIMPLEMENTED."""
+
+    def __init__(self, service: Service, gate: Gate) -> None:
+        self._service = service
+        self._gate = gate
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        methods = (
+            (self.ServerLive, pb.ServerLiveRequest),
+            (self.ServerReady, pb.ServerReadyRequest),
+            (self.ModelReady, pb.ModelReadyRequest),
+            (self.ServerMetadata, pb.ServerMetadataRequest),
+            (self.ModelMetadata, pb.ModelMetadataRequest),
+            (self.ModelConfig, pb.ModelConfigRequest),
+            (self.ModelInfer, pb.ModelInferRequest),
+            (self.RepositoryIndex, pb.RepositoryIndexRequest),
+        )
+        return {
+            method.__name__: grpc.unary_unary_rpc_method_handler(
+                _answering(method), request.FromString, lambda reply: reply.SerializeToString()
+            )
+            for method, request in methods
+        }
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, _: Any) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, _: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._service.ready)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, _: Any) -> pb.ModelReadyResponse:
+        self._service.model(request.name, request.version)
+        return pb.ModelReadyResponse(ready=self._service.ready)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, _: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(**about.server())
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, _: Any) -> pb.ModelMetadataResponse:
+        return pb.ModelMetadataResponse(**signature.metadata(self._service.model(request.name, request.version)))
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, _: Any) -> pb.ModelConfigResponse:
+        config = signature.config(self._service.model(request.name, request.version))
+        return json_format.ParseDict({"config": config}, pb.ModelConfigResponse())
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, _: Any) -> pb.RepositoryIndexResponse:
+        return pb.RepositoryIndexResponse(models=about.repository_index(self._service, request.ready))
+
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ModelInferResponse:
+        service = self._service
+        with self._gate:
+            info = service.model(request.model_name, request.model_version)
+            if not service.ready:
+                raise Unavailable("the server is not ready: it is starting or stopping")
+            decoded = kserve_grpc.decode(request)
+            asked = reward_model.to_score_request(decoded, info)
+            remaining_s = context.time_remaining()
+            if remaining_s is not None:
+                asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
+            reply = await service.score(info.name, asked)
+            answer = kserve_grpc.encode(reward_model.to_infer_reply(reply, decoded, info))
+        context.set_trailing_metadata(
+            (
+                ("guerdon-queue-ms", f"{reply.queue_s * 1e3:.3f}"),
+                ("guerdon-compute-ms", f"{reply.compute_s * 1e3:.3f}"),
+                ("guerdon-weights-version", reply.weights_version),
+            )
+        )
+        return answer
+
+
+def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """`method`, with what it raises told in gRPC's way."""
+
+    @functools.wraps(method)
+    async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(request, context)
+        except GuerdonError as e:
+            error = e
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("unexpected error in %s", method.__name__)
+            error = ServerFault("internal error; the server's log has the details")
+        retry = () if error.retry_after_s is None else (("retry-after", str(math.ceil(error.retry_after_s))),)
+        await context.abort(grpc.StatusCode[error.grpc], str(error), retry)
+        raise error  # abort has raised already
+
+    return answer

@@ -1,0 +1,230 @@
+"""HTTP: the routes of KServe v2 and the metrics, and the one place where an error becomes a status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from guerdon.config import ServerConfig
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import (
+    Cancelled,
+    GuerdonError,
+    MethodNotAllowed,
+    PayloadTooLarge,
+    RouteNotFound,
+    ServerFault,
+    Unavailable,
+)
+from guerdon.server import about
+from guerdon.server.body import read_body
+from guerdon.server.gate import Gate
+from guerdon.server.service import Service
+from guerdon.wire import kserve, reward_model, signature
+
+logger = logging.getLogger("guerdon.http")
+
+Headers = list[tuple[bytes, bytes]]
+Reply = tuple[int, Headers, bytes]
+Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+
+_JSON = (b"content-type", b"application/json")
+_BINARY = (b"content-type", b"application/octet-stream")
+_TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+
+_WATCH_AFTER_S = 0.01
+_LINGER_S = 1.0
+
+
+def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASGIApp:
+    """The ASGI application over `service`; `gate` counts requests together with other transports."""
+    front = _Front(service, config.max_body_mb << 20, gate or Gate(config.max_requests))
+    get, post = ("GET", "HEAD"), ("POST",)
+    model = "/v2/models/{name}"
+    infer = _Endpoint(post, front.infer)
+    routes = [
+        Route(model + "/infer", infer),
+        Route(model + "/versions/{version}/infer", infer),
+        Route("/v2/health/live", _Endpoint(get, front.live)),
+        Route("/v2/health/ready", _Endpoint(get, front.ready)),
+        Route("/v2", _Endpoint(get, front.server)),
+        Route("/v2/repository/index", _Endpoint(post, front.index)),
+        Route("/metrics", _Endpoint(get, front.metrics)),
+    ]
+    for path, handler in (("/ready", front.model_ready), ("", front.model_metadata), ("/config", front.model_config)):
+        routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
+    return _Errors(Router(routes, redirect_slashes=False, default=_unknown))
+
+
+class _Front:
+    """The routes' handlers."""
+
+    def __init__(self, service: Service, max_body_bytes: int, gate: Gate) -> None:
+        self._service = service
+        self._max_body_bytes = max_body_bytes
+        self._gate = gate
+
+    async def infer(self, scope: Scope, receive: Receive) -> Reply:
+        service = self._service
+        with self._gate:
+            info = self._model(scope)
+            if not service.ready:
+                raise Unavailable("the server is not ready: it is starting or stopping")
+            header_length, body = await read_body(scope, receive, self._max_body_bytes)
+            request = kserve.decode(body, header_length)
+            asked = reward_model.to_score_request(request, info)
+            reply = await _score(service, info.name, asked, receive)
+            payload, header_length = kserve.encode(reward_model.to_infer_reply(reply, request, info), request)
+        headers = [
+            (b"guerdon-queue-ms", b"%.3f" % (reply.queue_s * 1e3)),
+            (b"guerdon-compute-ms", b"%.3f" % (reply.compute_s * 1e3)),
+            (b"guerdon-weights-version", reply.weights_version.encode("latin-1", "replace")),
+        ]
+        if header_length is None:
+            headers.append(_JSON)
+        else:
+            headers += (_BINARY, (b"inference-header-content-length", b"%d" % header_length))
+        return 200, headers, payload
+
+    async def live(self, scope: Scope, receive: Receive) -> Reply:
+        return 200, [], b""
+
+    async def ready(self, scope: Scope, receive: Receive) -> Reply:
+        return _readiness(self._service.ready)
+
+    async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
+        self._model(scope)
+        return _readiness(self._service.ready)
+
+    async def server(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(about.server())
+
+    async def model_metadata(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(signature.metadata(self._model(scope)))
+
+    async def model_config(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(signature.config(self._model(scope)))
+
+    async def index(self, scope: Scope, receive: Receive) -> Reply:
+        _, body = await read_body(scope, receive, self._max_body_bytes)
+        only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
+        return _json(about.repository_index(self._service, only_ready))
+
+    async def metrics(self, scope: Scope, receive: Receive) -> Reply:
+        return 200, [_TEXT], self._service.metrics.render()
+
+    def _model(self, scope: Scope) -> ModelInfo:
+        path = scope["path_params"]
+        return self._service.model(path["name"], path.get("version", ""))
+
+
+class _Endpoint:
+    """An ASGI application of one handler; an instance, since Starlette wraps plain functions."""
+
+    def __init__(self, methods: tuple[str, ...], handler: Handler) -> None:
+        self._methods = methods
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in self._methods:
+            raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(self._methods)}, not {scope['method']}")
+        await _send(send, await self._handler(scope, receive))
+
+
+class _Errors:
+    """Turns whatever `inner` raises into its status and `{"error": text}`."""
+
+    def __init__(self, inner: ASGIApp) -> None:
+        self._inner = inner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._inner(scope, receive, send)
+            return
+        except Cancelled:
+            return
+        except GuerdonError as e:
+            error = e
+        except asyncio.CancelledError:
+            error = Unavailable("the server is stopping")
+        except Exception:
+            logger.exception("unexpected error in %s %s", scope["method"], scope["path"])
+            error = ServerFault("internal error; the server's log has the details")
+        headers: Headers = [_JSON]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
+        refused = isinstance(error, PayloadTooLarge)
+        if refused:
+            headers.append((b"connection", b"close"))
+        await _send(send, (error.http, headers, orjson.dumps({"error": str(error)})), more_body=refused)
+        if refused:
+            await _linger(receive, send)
+
+
+async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RouteNotFound(f"no such path: {scope['path']}; this server speaks KServe v2 under /v2")
+
+
+def _readiness(is_ready: bool) -> Reply:
+    return (200, [], b"") if is_ready else (400, [_JSON], b'{"error":"not ready"}')
+
+
+def _json(value: Any) -> Reply:
+    return 200, [_JSON], orjson.dumps(value)
+
+
+async def _send(send: Send, reply: Reply, *, more_body: bool = False) -> None:
+    status, headers, body = reply
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def _linger(receive: Receive, send: Send) -> None:
+    """Discards what still comes for a moment, then closes: an earlier close would take the answer from the client."""
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _score(service: Service, name: str, asked: ScoreRequest, receive: Receive) -> ScoreReply:
+    """`service.score`, cancelled where the client leaves; then raises Cancelled.
+
+    The connection is only watched once the score takes longer than a moment, which costs a quick one nothing.
+    """
+    loop = asyncio.get_running_loop()
+    scoring = asyncio.current_task()
+    assert scoring is not None
+    watches: list[asyncio.Task[None]] = []
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        scoring.cancel()
+
+    timer = loop.call_later(_WATCH_AFTER_S, lambda: watches.append(loop.create_task(watch())))
+    try:
+        return await service.score(name, asked)
+    except asyncio.CancelledError:
+        if not has_left:
+            raise
+        scoring.uncancel()
+        raise Cancelled("the client left") from None
+    finally:
+        timer.cancel()
+        for task in watches:
+            task.cancel()

@@ -1,0 +1,226 @@
+"""Running a service: its sockets, its signals, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import orjson
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from guerdon.config import ServerConfig
+from guerdon.errors import StartError
+from guerdon.server import http
+from guerdon.server.gate import Gate
+from guerdon.server.service import Service
+
+GRACE_S = 30.0
+"""How long accepted work may take after the signal to stop."""
+
+_KEEP_ALIVE_S = 3600
+"""A trainer's idle connections outlive its generation phase; a shorter time would race with its next request."""
+
+OnStarted = Callable[[str, str | None], None]
+"""Called with the HTTP URL and the gRPC URL (None without gRPC) once both accept connections."""
+
+
+def run(
+    service: Service, config: ServerConfig, *, on_started: OnStarted | None = None, grace_s: float = GRACE_S
+) -> None:
+    """Runs `serve` on an event loop of its own until SIGTERM or SIGINT."""
+    _allow_many_connections()
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(serve(service, config, on_started=on_started, grace_s=grace_s))
+
+
+async def serve(
+    service: Service,
+    config: ServerConfig,
+    *,
+    on_started: OnStarted | None = None,
+    stop: asyncio.Event | None = None,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Starts the service and its transports, and returns when `stop` is set or SIGTERM or SIGINT has come.
+
+    From then on the server is not ready: it refuses new work with 503, finishes what it has accepted within
+    `grace_s` seconds, and cancels the rest. Raises StartError where an address cannot be had.
+    """
+    stop = stop or asyncio.Event()
+    gate = Gate(config.max_requests)
+    listener = _listen(config)
+    http_url = _url("http", config.host, listener.getsockname()[1])
+    http_server = _HttpServer(_uvicorn_config(service, config, gate))
+    try:
+        grpc_server, grpc_url = None, None
+        if config.grpc_port is not None:
+            from guerdon.server import grpc  # only here: gRPC is optional
+
+            grpc_server, grpc_port = grpc.server(service, config, gate)
+            grpc_url = _url("grpc", config.host, grpc_port)
+    except BaseException:
+        listener.close()
+        raise
+    service.start()
+    try:
+        with _stopping(stop):
+            serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+            if grpc_server is not None:
+                await grpc_server.start()
+            while not http_server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells it no other way
+                await asyncio.sleep(0.001)
+            if on_started is not None:
+                on_started(http_url, grpc_url)
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((stopped, serving), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            service.ready = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    while gate.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
+                        await asyncio.sleep(0.01)
+            http_server.should_exit = True
+            if grpc_server is not None:
+                await grpc_server.stop(grace=1.0)
+            await serving
+    finally:
+        await asyncio.to_thread(service.stop)
+
+
+class RunningServer:
+    """A server in a background thread, for tests and notebooks: ready when constructed, gone after `close`.
+
+    `http_url` and `grpc_url` (None without gRPC) are its addresses. The constructor raises what `serve` raises.
+    """
+
+    http_url: str
+    grpc_url: str | None
+    _error: BaseException | None = None
+
+    def __init__(self, service: Service, config: ServerConfig, *, grace_s: float = GRACE_S) -> None:
+        self._loop = _new_event_loop()
+        self._stop = asyncio.Event()
+        self._is_started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(service, replace(config), grace_s), name="guerdon-server", daemon=True
+        )
+        self._thread.start()
+        self._is_started.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def close(self) -> None:
+        """Stops as on SIGTERM, and returns when the server has stopped."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has just closed by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, service: Service, config: ServerConfig, grace_s: float) -> None:
+        serving = serve(service, config, on_started=self._started, stop=self._stop, grace_s=grace_s)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(serving)
+        except BaseException as e:
+            self._error = e
+        finally:
+            self._is_started.set()
+
+    def _started(self, http_url: str, grpc_url: str | None) -> None:
+        self.http_url, self.grpc_url = http_url, grpc_url
+        self._is_started.set()
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP in the form that all other errors have."""
+        body = orjson.dumps({"error": msg})
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+        self.transport.close()
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to `serve`, which ends both transports."""
+        yield
+
+
+def _uvicorn_config(service: Service, config: ServerConfig, gate: Gate) -> uvicorn.Config:
+    return uvicorn.Config(
+        http.app(service, config, gate),
+        http=_HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=4096)
+    except (OSError, OverflowError) as e:
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise StartError(
+            f"cannot listen for HTTP on {config.host}:{config.port}: {reason}",
+            "stop what uses the port, or choose another with --port (0: any free one) or --host",
+        ) from e
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _stopping(stop: asyncio.Event) -> Iterator[None]:
+    """Sets `stop` on SIGTERM and SIGINT, where this is the main thread, which alone can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _allow_many_connections() -> None:
+    """Raises the soft limit on open files, often 1,024, to the hard one: every connection takes a file."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,25 @@
+"""A user's scorer, served as module:function, whose token ids make it misbehave."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+
+NAN, RAISES, WAITS = 13, 66, 77
+
+calls: list[int] = []
+"""The number of sequences of every call."""
+hold = threading.Event()
+"""What a sequence with WAITS waits for."""
+
+
+def score(tokens: list[np.ndarray]) -> list[float]:
+    """The sum of each sequence's ids."""
+    calls.append(len(tokens))
+    if any(RAISES in t for t in tokens):
+        raise ValueError("a bug in the user's function")
+    if any(WAITS in t for t in tokens):
+        hold.wait(10)
+    return [math.nan if NAN in t else float(t.sum()) for t in tokens]

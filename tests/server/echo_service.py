@@ -1,0 +1,108 @@
+"""The real service over a model that computes by simple arithmetic, so that every value on the wire can be foretold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.distributed.group import Group
+from guerdon.distributed.worker import Worker
+from guerdon.errors import GuerdonError, Overloaded, SampleFailed
+from guerdon.server.service import Service
+
+EOS = 2
+VOCAB_SIZE = 100_000
+MAX_LENGTH = 4096
+
+TEXT_TOKEN = 555
+NAN_TOKEN = 666
+SLOW_TOKEN = 777
+CRASH_TOKEN = 888
+BUSY_TOKEN = 999
+
+
+def reward_of(tokens: list[int]) -> float:
+    """The reward that the echo service gives a sequence."""
+    return float(sum(tokens) % 1000)
+
+
+def reward_of_text(text: str) -> float:
+    """The reward that the echo service gives a text."""
+    return float(len(text))
+
+
+class EchoScorer:
+    """Rewards by arithmetic; a text is its characters. A first token can make it slow or fail its sample."""
+
+    encoder: EchoScorer
+    max_batch_tokens = 1_000_000
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self.encoder = self
+        self.slow_s = 1.0
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.full(len(text), TEXT_TOKEN) for text in texts]
+
+    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
+        return self.encode([str(conversation) for conversation in conversations])
+
+    def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
+        if any(s.tokens[0] == SLOW_TOKEN for s in sequences):
+            time.sleep(self.slow_s)
+        return [self._score(s) for s in sequences]
+
+    def _score(self, s: Sequence) -> Score | GuerdonError:
+        row = s.tokens
+        if row[0] == NAN_TOKEN:
+            return SampleFailed("the reward is not finite")
+        if row[0] == TEXT_TOKEN:
+            return Score(float(len(row)))
+        score = Score(reward_of(row.tolist()))
+        if "values" in self.info.outputs:
+            score.attributes = np.array([len(row), row[0]], np.float32)
+            score.values = row.astype(np.float32)
+            score.steps = None if s.steps is None else row[s.steps].astype(np.float32)
+        return score
+
+
+class EchoService(Service):
+    """The service, which also keeps what it was asked; some first tokens make it crash or refuse."""
+
+    def __init__(self) -> None:
+        common = {"vocab_size": VOCAB_SIZE, "max_length": MAX_LENGTH, "eos_token_id": EOS, "takes_messages": True}
+        infos = [
+            ModelInfo(name="reward_model", kind="echo", **common),
+            ModelInfo(
+                name="many",
+                kind="echo",
+                outputs=("rewards", "attributes", "values", "step_rewards"),
+                attribute_names=("length", "first"),
+                weights_version="7",
+                **common,
+            ),
+        ]
+        scorers = {info.name: EchoScorer(info) for info in infos}
+        self.scorer = scorers["reward_model"]
+        self.cancelled = 0
+        self.requests: list[ScoreRequest] = []
+        models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
+        super().__init__(Group(Worker(scorers)), models, ServerConfig())
+
+    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+        self.requests = [*self.requests[-9:], request]
+        marks = {int(row[0]) for row in request.tokens or [] if len(row)}
+        if CRASH_TOKEN in marks:
+            raise RuntimeError("a secret of the server")
+        if BUSY_TOKEN in marks:
+            raise Overloaded("the queue is full", 2.5)
+        try:
+            return await super().score(name, request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise

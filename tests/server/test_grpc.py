@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from guerdon.config import ServerConfig
+from guerdon.server.runtime import RunningServer
+from guerdon.wire import kserve_grpc
+from guerdon.wire.kserve import InferRequest
+from guerdon.wire.tensors import Tensor
+from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def stub(service: EchoService) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    config = ServerConfig(port=0, grpc_port=0, max_body_mb=8, max_requests=4)
+    with RunningServer(service, config) as server:
+        address = (server.grpc_url or "").removeprefix("grpc://")
+        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def message(tokens: list[int], model: str = "reward_model", outputs: list[str] | None = None) -> pb.ModelInferRequest:
+    ids = Tensor.of("input_ids", np.array([tokens], np.int32))
+    return kserve_grpc.encode_request(InferRequest({"input_ids": ids}, dict.fromkeys(outputs or [])), model)
+
+
+def failure(call, *arguments, **options) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **options)
+    assert "Traceback" not in caught.value.details()
+    return caught.value
+
+
+def test_typed_contents_and_metadata(stub):
+    request = pb.ModelInferRequest(model_name="reward_model", model_version="1", id="t")
+    request.inputs.add(
+        name="tokens", datatype="INT64", shape=[1, 3], contents=pb.InferTensorContents(int64_contents=[5, 6, 7])
+    )
+    request.inputs.add(
+        name="sequence_lengths", datatype="INT32", shape=[1], contents=pb.InferTensorContents(int_contents=[2])
+    )
+    reply, call = stub.ModelInfer.with_call(request)
+    assert np.frombuffer(reply.raw_output_contents[0], np.float32).tolist() == [11]
+    assert reply.id == "t"
+    trailing = dict(call.trailing_metadata())
+    assert float(trailing["guerdon-queue-ms"]) >= 0
+    assert float(trailing["guerdon-compute-ms"]) > 0
+    assert trailing["guerdon-weights-version"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "text"),
+    [
+        (message([5], model="nobody"), "NOT_FOUND", "unknown model 'nobody'"),
+        (message([5], outputs=["nonsense"]), "INVALID_ARGUMENT", "unknown output 'nonsense'"),
+        (message([-5]), "INVALID_ARGUMENT", "row 0: token id -5"),
+        (message([NAN_TOKEN]), "INTERNAL", "row 0: the reward is not finite"),
+        (message([CRASH_TOKEN]), "INTERNAL", "internal error; the server's log has the details"),
+        (pb.ModelInferRequest(model_name="reward_model"), "INVALID_ARGUMENT", "no inputs"),
+    ],
+)
+def test_each_error_has_its_code_and_text(stub, request_, code, text):
+    error = failure(stub.ModelInfer, request_)
+    assert error.code().name == code
+    assert text in error.details()
+    assert stub.ModelInfer(message([5])).outputs[0].shape == [1]
+
+
+def test_descriptions_of_unknown_models_are_not_found(stub):
+    for call, request in (
+        (stub.ModelReady, pb.ModelReadyRequest(name="nobody")),
+        (stub.ModelMetadata, pb.ModelMetadataRequest(name="nobody")),
+        (stub.ModelConfig, pb.ModelConfigRequest(name="reward_model", version="9")),
+    ):
+        assert failure(call, request).code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_what_the_protocol_has_beyond_this_is_unimplemented(stub):
+    assert failure(stub.ModelStatistics, pb.ModelStatisticsRequest()).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_not_ready(stub, service):
+    service.ready = False
+    try:
+        assert stub.ServerLive(pb.ServerLiveRequest()).live
+        assert not stub.ServerReady(pb.ServerReadyRequest()).ready
+        assert not stub.ModelReady(pb.ModelReadyRequest(name="reward_model")).ready
+        assert failure(stub.ModelInfer, message([5])).code() is grpc.StatusCode.UNAVAILABLE
+        assert not stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True)).models
+    finally:
+        service.ready = True
+
+
+def test_overload_carries_retry_after(stub):
+    error = failure(stub.ModelInfer, message([BUSY_TOKEN]))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(error.trailing_metadata())["retry-after"] == "3"
+
+
+def test_requests_beyond_the_limit_are_refused_at_once(stub):
+    calls = [stub.ModelInfer.future(message([SLOW_TOKEN])) for _ in range(10)]
+    codes = [call.code() for call in calls]
+    assert codes.count(grpc.StatusCode.OK) == 4
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 6
+
+
+def test_the_deadline_becomes_the_requests_timeout(stub, service):
+    stub.ModelInfer(message([5]), timeout=30)
+    assert 25 < service.requests[-1].timeout_s < 31
+    timed = message([5])
+    timed.parameters["timeout"].int64_param = 2_000_000
+    stub.ModelInfer(timed, timeout=30)
+    assert service.requests[-1].timeout_s == 2
+    stub.ModelInfer(message([5]))
+    assert service.requests[-1].timeout_s is None
+    assert failure(stub.ModelInfer, message([SLOW_TOKEN]), timeout=0.2).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_client_that_leaves_cancels_its_work(stub, service):
+    time.sleep(0.2)  # the deadline's own cancellation, above, has come by now
+    before = service.cancelled
+    call = stub.ModelInfer.future(message([SLOW_TOKEN]))
+    time.sleep(0.2)
+    call.cancel()
+    end = time.monotonic() + 0.6
+    while service.cancelled == before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert service.cancelled == before + 1
+
+
+def test_message_sizes(stub):
+    large = kserve_grpc.encode_request(
+        InferRequest({"input_ids": Tensor.of("input_ids", np.full((500, 4096), 3, np.int32))}), "reward_model"
+    )
+    assert large.ByteSize() > 4 << 20
+    assert stub.ModelInfer(large).outputs[0].shape == [500]
+    beyond = kserve_grpc.encode_request(
+        InferRequest({"input_ids": Tensor.of("input_ids", np.full((600, 4096), 3, np.int32))}), "reward_model"
+    )
+    assert failure(stub.ModelInfer, beyond).code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import gzip
+import socket
+import time
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.server.runtime import RunningServer
+from guerdon.wire import kserve
+from guerdon.wire.tensors import Tensor
+from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
+from server.helpers import INFER, body_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def running_server(service: EchoService) -> Iterator[RunningServer]:
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=4)
+    with RunningServer(service, config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running_server.http_url, timeout=10) as client:
+        yield client
+
+
+def error_of(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
+    assert "Traceback" not in response.text
+    return response.json()["error"]
+
+
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.http_url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_json_without_any_content_type(client):
+    response = client.post(INFER, content=body_of([[5, 6, 7], [1]], id="q"))
+    assert response.json() == {
+        "id": "q",
+        "model_name": "reward_model",
+        "model_version": "1",
+        "parameters": {"weights_version": "1"},
+        "outputs": [
+            {"name": "rewards", "datatype": "FP32", "shape": [2, 1], "data": [18.0, 1.0]},
+            {"name": "exceeded", "datatype": "INT32", "shape": [2, 1], "data": [0, 0]},
+        ],
+    }
+    assert "inference-header-content-length" not in response.headers
+    assert "content-encoding" not in response.headers
+    assert float(response.headers["guerdon-queue-ms"]) >= 0
+    assert float(response.headers["guerdon-compute-ms"]) > 0
+    assert response.headers["guerdon-weights-version"] == "1"
+
+
+def test_binary_body_in_one_piece_in_chunks_and_by_version(client):
+    tensors = [Tensor.of("tokens", np.arange(512)[np.newaxis]), Tensor.of("sequence_lengths", np.array([[512]]))]
+    body, length = kserve.encode_request(kserve.InferRequest({t.name: t for t in tensors}, {"rewards": True}))
+    headers = {"Inference-Header-Content-Length": str(length)}
+
+    def pieces() -> Iterator[bytes]:
+        for i in range(0, len(body), 1000):
+            yield body[i : i + 1000]
+
+    for path in (INFER, "/v2/models/reward_model/versions/1/infer"):
+        for content in (body, pieces()):
+            response = client.post(path, content=content, headers=headers)
+            reply = kserve.decode_reply(response.content, int(response.headers["inference-header-content-length"]))
+            assert reply.outputs[0].data.tolist() == [[sum(range(512)) % 1000]]
+
+
+def test_raw_text(client):
+    response = client.post(INFER, content="Grüße".encode(), headers={"Inference-Header-Content-Length": "0"})
+    reply = kserve.decode_reply(response.content, int(response.headers["inference-header-content-length"]))
+    assert reply.outputs[0].data.tolist() == [[5]]
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_compressed_bodies_and_bombs(client, encoding, compress):
+    headers = {"Content-Encoding": encoding}
+    for rows in ([[5, 6, 7]], [np.random.default_rng(0).integers(0, 9999, 4000).tolist()] * 40):
+        response = client.post(INFER, content=compress(body_of(rows)), headers=headers)
+        assert response.json()["outputs"][0]["data"] == [sum(row) % 1000 for row in rows]
+    bomb = compress(b" " * (64 << 20))
+    tracemalloc.start()
+    text = error_of(client.post(INFER, content=bomb, headers=headers), 413)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "decompressed body is larger than the 1 MiB" in text
+    assert peak < 8 << 20
+    broken = compress(body_of([[5]]))
+    assert "cut off" in error_of(client.post(INFER, content=broken[:-3], headers=headers), 400)
+    assert "Content-Encoding" in error_of(client.post(INFER, content=b"{}", headers=headers), 400)
+
+
+def test_an_unknown_encoding_is_named(client):
+    text = error_of(client.post(INFER, content=b"{}", headers={"Content-Encoding": "br"}), 400)
+    assert text == "Content-Encoding 'br' is not known here: use gzip or deflate"
+
+
+def test_health_and_descriptions(client, service):
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/many/ready", "/v2/models/many/versions/1/ready"):
+        assert client.get(path).status_code == 200
+        assert client.head(path).status_code == 200
+    assert client.get("/v2").json()["name"] == "guerdon"
+    assert client.get("/v2/models/many").json()["name"] == "many"
+    assert client.get("/v2/models/many/versions/1/config").json()["max_batch_size"] > 0
+    assert "guerdon_requests" in client.get("/metrics").text
+    index = client.post("/v2/repository/index").json()
+    assert index[0] == {"name": "reward_model", "version": "1", "state": "READY", "reason": ""}
+    service.ready = False
+    try:
+        assert client.get("/v2/health/live").status_code == 200
+        error_of(client.get("/v2/health/ready"), 400)
+        error_of(client.get("/v2/models/many/ready"), 400)
+        assert "not ready" in error_of(client.post(INFER, content=body_of([[5]])), 503)
+        assert client.post("/v2/repository/index").json()[0]["state"] == "UNAVAILABLE"
+        assert client.post("/v2/repository/index", content=b'{"ready": true}').json() == []
+    finally:
+        service.ready = True
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "text"),
+    [
+        ("GET", "/nowhere", None, 404, "no such path: /nowhere"),
+        ("POST", "/v2/models/reward_model/infer/", b"{}", 404, "no such path"),
+        ("GET", INFER, None, 405, "takes POST, not GET"),
+        ("DELETE", "/v2/health/live", None, 405, "takes GET and HEAD, not DELETE"),
+        ("POST", "/v2/models/nobody/infer", b"{}", 400, "unknown model 'nobody'"),
+        ("POST", "/v2/models/reward_model/versions/3/infer", b"{}", 400, "unknown model 'reward_model' version 3"),
+        ("GET", "/v2/models/nobody/config", None, 400, "unknown model 'nobody'"),
+        ("POST", INFER, b"not json", 400, "not valid JSON"),
+        ("POST", INFER, b"", 400, "not valid JSON"),
+        ("POST", INFER, b'{"inputs": []}', 400, "no inputs"),
+        ("POST", INFER, body_of([[5]], outputs=[{"name": "nonsense"}]), 400, "unknown output 'nonsense'"),
+        ("POST", INFER, body_of([[5], []]), 400, "row 1: the sample has no tokens"),
+        ("POST", INFER, body_of([[5], [-1]]), 400, "row 1: token id -1"),
+        ("POST", INFER, body_of([[5], [NAN_TOKEN]]), 500, "row 1: the reward is not finite"),
+        ("POST", INFER, body_of([[CRASH_TOKEN]]), 500, "internal error; the server's log has the details"),
+        ("POST", "/v2/repository/index", b"[]", 400, "must be a JSON object"),
+    ],
+)
+def test_each_error_has_its_status_and_text(client, method, path, content, status, text):
+    assert text in error_of(client.request(method, path, content=content), status)
+    assert client.post(INFER, content=body_of([[5]])).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "1.5", "", "9" * 30, "999"])
+def test_a_wrong_header_length_is_refused(client, value):
+    headers = {"Inference-Header-Content-Length": value}
+    assert "Inference-Header-Content-Length" in error_of(
+        client.post(INFER, content=body_of([[5]]), headers=headers), 400
+    )
+
+
+def test_one_failed_row_leaves_its_neighbours(client):
+    outputs = [{"name": "rewards"}, {"name": "errors"}]
+    reply = client.post(INFER, content=body_of([[5], [NAN_TOKEN], [7], []], outputs=outputs))
+    rewards, errors = reply.json()["outputs"]
+    assert rewards["data"] == [5.0, None, 7.0, None]
+    assert errors["data"] == ["", "the reward is not finite", "", "the sample has no tokens; send at least one"]
+
+
+def test_overload_says_when_to_come_back(client):
+    response = client.post(INFER, content=body_of([[BUSY_TOKEN]]))
+    assert error_of(response, 503) == "the queue is full"
+    assert response.headers["retry-after"] == "3"
+
+
+def test_requests_beyond_the_limit_are_refused_at_once(client):
+    with ThreadPoolExecutor(12) as pool:
+        started = time.monotonic()
+        slow = body_of([[SLOW_TOKEN]])
+        responses = list(pool.map(lambda _: client.post(INFER, content=slow), range(12)))
+    assert time.monotonic() - started < 3
+    refused = [response for response in responses if response.status_code == 503]
+    assert len(refused) == 8
+    assert {response.headers["retry-after"] for response in refused} == {"1"}
+    assert client.post(INFER, content=body_of([[5]])).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_a_body_too_large_is_refused_before_it_is_read(running_server, client, where):
+    """1 GiB is announced, or sent in chunks; the answer is there long before the end, then the connection closes."""
+    with connect(running_server) as connection:
+        kind = "Content-Length: 1073741824" if where == "before" else "Transfer-Encoding: chunked"
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n".encode())
+        for _ in range(20 if where == "within" else 0):
+            connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in answer
+        assert b'{"error":"the body' in answer
+        started = time.monotonic()
+        while connection.recv(65536):
+            pass
+        assert time.monotonic() - started < 5
+    assert client.post(INFER, content=body_of([[5]])).status_code == 200
+
+
+def test_a_client_that_sends_all_of_a_large_body_still_reads_the_answer(client):
+    assert "larger than the 1 MiB" in error_of(client.post(INFER, content=b" " * (8 << 20)), 413)
+
+
+def test_a_client_that_leaves_cancels_its_work(running_server, client, service):
+    before = service.cancelled
+    body = body_of([[SLOW_TOKEN]])
+    with connect(running_server) as connection:
+        connection.sendall(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body)) + body)
+        time.sleep(0.1)
+    wait_until(lambda: service.cancelled == before + 1, 0.6)
+    with connect(running_server) as connection:  # leaves in the middle of the body
+        connection.sendall(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body)) + body[:9])
+    slow = [client.post(INFER, content=body).status_code for _ in range(2)]
+    assert slow == [200, 200]
+    assert service.cancelled == before + 1
+
+
+def test_what_is_not_http_gets_a_400(running_server, client):
+    with connect(running_server) as connection:
+        connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error":' in answer
+    assert client.get("/v2/health/live").status_code == 200

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.errors import StartError
+from guerdon.server.runtime import RunningServer
+from server.echo_service import SLOW_TOKEN, EchoService
+from server.helpers import INFER, body_of, wait_until
+
+
+def test_free_ports_are_reported_and_used():
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
+        assert server.grpc_url is None
+        assert httpx.get(server.http_url + "/v2/health/ready").status_code == 200
+        url = server.http_url
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/v2/health/live")
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_a_port_in_use_says_what_to_do(transport):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ServerConfig(port=port, grpc_port=0) if transport == "http" else ServerConfig(port=0, grpc_port=port)
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}") as caught:
+            RunningServer(EchoService(), config)
+    assert ("--port" if transport == "http" else "--grpc-port") in caught.value.help
+
+
+def test_two_servers_cannot_share_a_grpc_port():
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+        port = int((server.grpc_url or "").rsplit(":", 1)[1])
+        with pytest.raises(StartError, match="gRPC"):
+            RunningServer(EchoService(), ServerConfig(port=0, grpc_port=port))
+
+
+def test_a_host_that_is_not_here_is_refused():
+    with pytest.raises(StartError, match=r"203\.0\.113\.7"):
+        RunningServer(EchoService(), ServerConfig(host="203.0.113.7", port=0, grpc_port=None))
+
+
+def test_close_finishes_accepted_work_and_refuses_new():
+    service = EchoService()
+    service.scorer.slow_s = 2.0
+    server = RunningServer(service, ServerConfig(port=0, grpc_port=0))
+    with httpx.Client(base_url=server.http_url, timeout=10) as client, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]))
+        wait_until(lambda: bool(service.requests))
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        wait_until(lambda: not service.ready)
+        assert client.post(INFER, content=body_of([[5]])).status_code == 503
+        assert accepted.result().status_code == 200
+        closing.join(5)
+    assert not closing.is_alive()
+
+
+def test_close_gives_up_on_work_beyond_the_grace_time():
+    service = EchoService()
+    server = RunningServer(service, ServerConfig(port=0, grpc_port=None), grace_s=0.05)
+    is_reached = threading.Event()
+
+    async def endless(*_):
+        is_reached.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            service.cancelled += 1
+
+    service.score = endless
+    with httpx.Client(base_url=server.http_url, timeout=10) as client, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(client.post, INFER, content=body_of([[5]]))
+        assert is_reached.wait(5)
+        server.close()
+        response = accepted.result(timeout=5)
+    assert response.status_code == 503
+    assert response.json() == {"error": "the server is stopping"}
+    assert service.cancelled == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_in_order(number):
+    program = """
+        from guerdon.config import ServerConfig
+        from guerdon.server.runtime import run
+        from server.echo_service import EchoService
+        config = ServerConfig(port=0, grpc_port=0)
+        run(EchoService(), config, on_started=lambda http, grpc: print(http, grpc, flush=True))
+        print("ended", flush=True)
+    """
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))}
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        with httpx.Client(base_url=url) as client, ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]))
+            assert client.post(INFER, content=body_of([[5]])).status_code == 200
+            time.sleep(0.2)
+            process.send_signal(number)
+            assert accepted.result().status_code == 200
+        assert process.stdout.readline() == "ended\n"
+        assert process.wait(10) == 0

@@ -1,0 +1,147 @@
+"""Which sequences make the next batch; no clock and no thread, so every case is a few literals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from guerdon.core import Sequence
+from guerdon.errors import Overloaded
+from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
+
+
+def seq(start: int, length: int, **kw: int) -> Sequence:
+    return Sequence(np.arange(start, start + length), **kw)
+
+
+def job(*lengths: int, start: int = 0, **kw: float) -> Job:
+    return Job([seq(start + 10_000 * i, n) for i, n in enumerate(lengths)], **kw)  # type: ignore[arg-type]
+
+
+def taken(batch: Batch | None) -> list[int]:
+    assert batch is not None
+    return [len(s.tokens) for s in batch.sequences]
+
+
+def scheduler(**kw: object) -> Scheduler:
+    return Scheduler(Limits(**{"max_batch_tokens": 100, **kw}))  # type: ignore[arg-type]
+
+
+def test_whatever_waits_is_taken_at_once_up_to_the_budget() -> None:
+    s = scheduler()
+    assert s.take(0.0) is None
+    s.add(job(40))
+    s.add(job(50, start=1_000_000))
+    s.add(job(60, start=2_000_000))
+    assert taken(s.take(0.0)) == [40, 50]
+    assert taken(s.take(0.0)) == [60]
+    assert s.take(0.0) is None and s.num_tokens == s.num_sequences == 0
+
+
+def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
+    s = scheduler()
+    s.add(job(500, 10))
+    assert taken(s.take(0.0)) == [500]
+    assert taken(s.take(0.0)) == [10]
+
+
+def test_a_big_request_gives_way_to_a_small_one() -> None:
+    s = scheduler()
+    s.add(job(*[60] * 10))
+    s.add(job(30, start=5_000_000))
+    assert taken(s.take(0.0)) == [60, 30]
+
+
+def test_all_of_a_small_request_joins_although_everything_begins_alike() -> None:
+    s = scheduler()
+    big = Job([Sequence(np.concatenate([np.arange(20), np.full(30, 100 + i)])) for i in range(50)])
+    small = Job([Sequence(np.concatenate([np.arange(20), np.full(10, 900 + i)])) for i in range(4)])
+    s.add(big)
+    s.add(small)
+    s.take(0.0)
+    batch = s.take(0.0)
+    assert batch is not None and batch.jobs()[small] == 4
+
+
+def test_a_shared_beginning_costs_once() -> None:
+    s = scheduler()
+    rows = [Sequence(np.concatenate([np.arange(60), np.full(10, 100 + i)])) for i in range(6)]
+    s.add(Job(rows))
+    batch = s.take(0.0)
+    assert batch is not None and len(batch.entries) == 4 and batch.num_tokens == 60 + 4 * 10
+
+
+def test_sequences_of_one_group_come_together_from_different_requests() -> None:
+    s = scheduler()
+    s.add(Job([seq(0, 40, group=1)]))
+    s.add(Job([seq(50_000, 50, group=2)]))
+    s.add(Job([seq(0, 45, group=1)]))
+    batch = s.take(0.0)
+    assert batch is not None and [x.group for x in batch.sequences] == [1, 1, 2]
+
+
+def test_a_group_waits_for_a_batch_that_holds_it_whole() -> None:
+    s = scheduler()
+    s.add(job(70))
+    group = Job([Sequence(np.concatenate([np.arange(500, 540), np.full(10, 900 + i)])) for i in range(4)])
+    s.add(group)
+    assert taken(s.take(0.0)) == [70]
+    assert taken(s.take(0.0)) == [50] * 4
+
+
+def test_higher_priority_goes_first() -> None:
+    s = scheduler()
+    s.add(job(80))
+    s.add(job(90, start=5_000_000, priority=1))
+    assert taken(s.take(0.0)) == [90]
+
+
+def test_a_cancelled_request_costs_nothing_more() -> None:
+    s = scheduler()
+    gone, stays = job(60, 60, 60), job(50, start=7_000_000)
+    s.add(gone)
+    s.add(stays)
+    assert taken(s.take(0.0)) == [60]
+    s.cancel(gone)
+    assert s.num_sequences == 1 and s.num_tokens == 50
+    assert taken(s.take(0.0)) == [50]
+    assert s.take(0.0) is None
+
+
+def test_a_full_queue_refuses_with_the_time_to_wait() -> None:
+    s = scheduler(max_queue_tokens=200)
+    s.add(job(150))
+    s.observe(num_tokens=10, seconds=1.0)
+    with pytest.raises(Overloaded) as refused:
+        s.add(job(60))
+    assert refused.value.retry_after_s == pytest.approx(7.5)
+    s.take(0.0)
+    s.add(job(1000))  # an empty queue takes anything
+
+
+def test_the_number_of_waiting_sequences_is_bounded_too() -> None:
+    s = scheduler(max_queue_sequences=3)
+    s.add(job(1, 1))
+    with pytest.raises(Overloaded):
+        s.add(job(1, 1))
+
+
+def test_a_job_knows_when_its_last_sequence_was_taken() -> None:
+    s = scheduler()
+    first = job(80, 80)
+    s.add(first)
+    s.take(1.0)
+    assert first.taken == 0.0
+    s.take(2.0)
+    assert first.taken == 2.0
+
+
+def test_preferred_sizes_wait_for_company_but_no_longer_than_the_delay() -> None:
+    s = scheduler(shares=False, batch_sizes=(4, 8), max_delay_s=0.5)
+    s.add(job(5, 5, 5, arrived=10.0))
+    assert s.starts_at() == 10.5 and s.take(10.4) is None
+    assert taken(s.take(10.5)) == [5, 5, 5]
+    s.add(job(*[5] * 9, arrived=20.0))
+    assert len(taken(s.take(20.0))) == 8
+    assert s.take(20.0) is None
+    assert len(taken(s.take(20.0, hurry=True))) == 1

@@ -1,0 +1,210 @@
+"""The data plane over real models and functions: checks, failures that stay alone, limits, deadlines, truncation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import scorers
+import zoo
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.core import ScoreRequest
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    SampleFailed,
+    ServerFault,
+    Unavailable,
+    UnknownModel,
+)
+from guerdon.server.service import Service
+
+
+@contextlib.asynccontextmanager
+async def running(**config: object) -> AsyncIterator[Service]:
+    config = {"model": "scorers:score", **config}
+    service = build_service(ServerConfig(models=[ModelConfig(**config)]))  # type: ignore[arg-type]
+    service.start()
+    try:
+        yield service
+    finally:
+        scorers.hold.set()
+        await asyncio.to_thread(service.stop)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    scorers.calls.clear()
+    scorers.hold.clear()
+
+
+def request(*rows: list[int], **kw: object) -> ScoreRequest:
+    return ScoreRequest(tokens=[np.array(row, dtype=np.int64) for row in rows], **kw)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_scores_come_in_the_order_of_the_samples() -> None:
+    async with running(max_batch_tokens=4) as service:
+        reply = await service.score("reward_model", request([1, 2], [3], [4, 5, 6], [7, 8, 9, 10, 11]))
+    assert [r.reward for r in reply.results] == [3, 3, 15, 45]  # type: ignore[union-attr]
+    assert reply.lengths == [2, 1, 3, 5] and reply.compute_s > 0
+
+
+async def test_one_bad_sample_fails_alone_in_its_request_and_its_batch() -> None:
+    async with running() as service:
+        replies = await asyncio.gather(
+            service.score("reward_model", request([1], [13], [2])),
+            service.score("reward_model", request([66], [3])),
+            service.score("reward_model", request([4])),
+        )
+    kinds = [[type(r).__name__ for r in reply.results] for reply in replies]
+    assert kinds == [["Score", "SampleFailed", "Score"], ["ServerFault", "Score"], ["Score"]]
+    failed = replies[0].results[1], replies[1].results[0]
+    assert isinstance(failed[0], SampleFailed) and isinstance(failed[1], ServerFault)
+    assert "nan" in str(failed[0]) and "a bug in the user's function" in str(failed[1])
+
+
+@pytest.mark.parametrize(
+    ("row", "steps", "says"),
+    [
+        ([], None, "no tokens"),
+        ([5, -1], None, "token id -1 is outside the vocabulary"),
+        ([5, zoo.VOCAB_SIZE], None, f"token id {zoo.VOCAB_SIZE} is outside"),
+        ([5] * (zoo.MAX_LENGTH + 1), None, f"takes at most {zoo.MAX_LENGTH}"),
+        ([5, 6], np.array([2]), "step position"),
+    ],
+)
+async def test_what_is_wrong_with_a_sample_is_said_in_its_place(
+    row: list[int], steps: np.ndarray | None, says: str, tmp_path: Path
+) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "llama")
+    async with running(model=str(folder)) as service:
+        asked = request([5, 6], row, steps=None if steps is None else [np.array([0]), steps])
+        fine, wrong = (await service.score("reward_model", asked)).results
+    assert not isinstance(fine, GuerdonError)
+    assert isinstance(wrong, InvalidRequest) and says in str(wrong)
+
+
+async def test_text_needs_a_tokenizer_and_messages_a_template(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "llama")
+    async with running(model=str(folder)) as service:
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            await service.score("reward_model", ScoreRequest(texts=["hello"]))
+    zoo.tokenizer(folder, chat_template=None)
+    async with running(model=str(folder)) as service:
+        by_text = await service.score("reward_model", ScoreRequest(texts=["hello", ""]))
+        assert isinstance(by_text.results[1], InvalidRequest)
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            await service.score("reward_model", ScoreRequest(messages=[[{"role": "user", "content": "hi"}]]))
+
+
+async def test_truncation_is_asked_for_by_side(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "llama")
+    row = zoo.rows()[0]
+    assert len(row) > 20
+    for side, kept in (("left", row[-20:]), ("right", row[:20])):
+        async with running(model=str(folder), max_length=20, truncation=side) as service:
+            (got,) = (await service.score("reward_model", request(row.tolist()))).results
+        assert got.reward == pytest.approx(zoo.reference(folder, [kept])[0], abs=1e-5)  # type: ignore[union-attr]
+
+
+async def test_an_unknown_model_and_an_empty_request_are_refused() -> None:
+    async with running() as service:
+        with pytest.raises(UnknownModel, match="served here: reward_model"):
+            await service.score("other", request([1]))
+        with pytest.raises(InvalidRequest, match="no samples"):
+            await service.score("reward_model", request())
+
+
+async def test_a_full_queue_refuses_at_once_and_answers_what_it_accepted() -> None:
+    async with running(max_queue_sequences=3, max_batch_tokens=1) as service:
+        running_now = asyncio.create_task(service.score("reward_model", request([77])))
+        await until(lambda: bool(scorers.calls))
+        waiting = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as refused:
+            await service.score("reward_model", request([4]))
+        assert refused.value.retry_after_s == 1.0
+        scorers.hold.set()
+        assert len((await waiting).results) == 3 and len((await running_now).results) == 1
+
+
+async def test_a_client_that_leaves_costs_nothing_more() -> None:
+    async with running(max_batch_tokens=1) as service:
+        first = asyncio.create_task(service.score("reward_model", request([77])))
+        await until(lambda: bool(scorers.calls))
+        gone = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        scorers.hold.set()
+        await first
+        await service.score("reward_model", request([4]))
+    assert scorers.calls == [1, 1]
+    assert b'guerdon_requests_total{model="reward_model",outcome="Cancelled"} 1.0' in service.metrics.render()
+
+
+async def test_a_request_that_waits_too_long_is_told_so_and_dropped() -> None:
+    async with running(max_batch_tokens=1) as service:
+        first = asyncio.create_task(service.score("reward_model", request([77])))
+        await until(lambda: bool(scorers.calls))
+        with pytest.raises(DeadlineExceeded, match="within the 0"):
+            await service.score("reward_model", request([1], timeout_s=0.05))
+        scorers.hold.set()
+        await first
+    assert scorers.calls == [1]
+
+
+async def test_higher_priority_is_answered_first() -> None:
+    async with running(max_batch_tokens=1) as service:
+        first = asyncio.create_task(service.score("reward_model", request([77])))
+        await until(lambda: bool(scorers.calls))
+        done: list[str] = []
+
+        async def ask(name: str, priority: int) -> None:
+            await service.score("reward_model", request([1], [2], priority=priority))
+            done.append(name)
+
+        tasks = [asyncio.create_task(ask("low", 0)), asyncio.create_task(ask("high", 5))]
+        await asyncio.sleep(0.01)
+        scorers.hold.set()
+        await asyncio.gather(first, *tasks)
+    assert done == ["high", "low"]
+
+
+async def test_stopping_answers_what_was_accepted_and_refuses_the_rest() -> None:
+    async with running(max_batch_tokens=1) as service:
+        accepted = asyncio.create_task(service.score("reward_model", request([77], [1], [2])))
+        await until(lambda: bool(scorers.calls))
+        stopping = asyncio.create_task(asyncio.to_thread(service.stop))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable):
+            await service.score("reward_model", request([3]))
+        scorers.hold.set()
+        await stopping
+        assert [r.reward for r in (await accepted).results] == [77, 1, 2]  # type: ignore[union-attr]
+
+
+async def test_metrics_tell_what_was_received_and_what_was_computed(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "llama")
+    prompt = list(range(10, 50))
+    async with running(model=str(folder)) as service:
+        await service.score("reward_model", request(*[[*prompt, i] for i in range(100, 104)]))
+        text = service.metrics.render().decode()
+    assert 'guerdon_tokens_received_total{model="reward_model"} 164.0' in text
+    assert 'guerdon_tokens_computed_total{model="reward_model"} 44.0' in text
+    assert 'path="packed+shared"' in text and 'guerdon_queue_sequences{model="reward_model"} 0.0' in text
