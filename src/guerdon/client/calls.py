@@ -1,0 +1,250 @@
+"""Requests as a model's tensors, replies as `Scores`, and statuses as errors: both clients' knowledge, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from guerdon import errors
+from guerdon.client.results import Scores
+from guerdon.core import Message, ScoreRequest
+from guerdon.errors import GuerdonError, InvalidRequest, Overloaded, ServerFault
+from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.reward_model import DEFAULT_PRIORITY_LEVEL
+from guerdon.wire.tensors import DTYPES, Tensor
+
+_WANTED = ("rewards", "attributes", "values", "step_rewards", "step_counts", "errors")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """A served model's tensors, as its metadata lists them: name to datatype."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[str, Any]) -> ModelSignature:
+        """The signature in the protocol's model metadata; raises ServerFault where that is not what it is."""
+        try:
+            return cls(
+                name=metadata["name"],
+                versions=tuple(metadata.get("versions") or ()),
+                platform=metadata.get("platform", ""),
+                inputs={tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]},
+                outputs={tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"]},
+            )
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ServerFault("the model's metadata is not the open inference protocol's") from e
+
+
+def make_request(
+    *,
+    texts: Sequence[str] | None = None,
+    messages: Sequence[Sequence[Message]] | None = None,
+    tokens: Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray | None = None,
+    groups: Sequence[int] | np.ndarray | None = None,
+    prompt_lengths: Sequence[int] | np.ndarray | None = None,
+    steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None = None,
+    priority: int = 0,
+    timeout_s: float | None = None,
+) -> ScoreRequest:
+    """The request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
+
+    `tokens` are token ids, one sequence of any length a sample; `groups`, `prompt_lengths` and `steps` have one
+    entry a sample, as in `ScoreRequest`.
+    """
+    given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
+    if len(given) != 1:
+        raise InvalidRequest(f"give exactly one of texts, messages and tokens, not {' and '.join(given) or 'none'}")
+    ((name, samples),) = given.items()
+    if isinstance(samples, str) or len(samples) == 0:
+        raise InvalidRequest(f"{name} must be a list of at least one sample, not {'a string' if samples else 'empty'}")
+    request = ScoreRequest(priority=priority, timeout_s=timeout_s)
+    for i, sample in enumerate(samples):
+        if (name == "texts") != isinstance(sample, str):
+            wanted = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
+            raise InvalidRequest(f"{name}[{i}] is a {type(sample).__name__}; each sample must be {wanted[name]}")
+    if texts is not None:
+        request.texts = list(texts)
+    elif messages is not None:
+        request.messages = [list(conversation) for conversation in messages]
+    elif tokens is not None:
+        request.tokens = [_ints("tokens", i, row) for i, row in enumerate(tokens)]
+    for name, hint in (("groups", groups), ("prompt_lengths", prompt_lengths), ("steps", steps)):
+        if hint is not None and len(hint) != len(samples):
+            raise InvalidRequest(f"{name} has {len(hint)} entries for {len(samples)} samples")
+    if groups is not None:
+        request.groups = np.asarray(groups, np.int64)
+    if prompt_lengths is not None:
+        request.prompt_lengths = np.asarray(prompt_lengths, np.int64)
+    if steps is not None:
+        request.steps = [_ints("steps", i, row) for i, row in enumerate(steps)]
+    return request
+
+
+def cost_of(request: ScoreRequest) -> int:
+    """The request's tokens; for text an estimate of four characters a token."""
+    if request.tokens is not None:
+        return sum(map(len, request.tokens))
+    texts = request.texts or [str(message.get("content")) for chat in request.messages or () for message in chat]
+    return sum(1 + len(text) // 4 for text in texts)
+
+
+def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | None = None) -> InferRequest:
+    """The request in the tensors that the model takes; `timeout_s` is the time the server is told that it has.
+
+    Hints that the model does not list are left out. Raises InvalidRequest where it lacks an input that matters.
+    """
+    listed = signature.inputs
+    inputs: list[Tensor] = []
+    if request.tokens is not None:
+        _demand(signature, "tokens", "sequence_lengths")
+        lengths = np.array([len(row) for row in request.tokens])
+        inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0))
+        inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
+    elif request.messages is not None:
+        _demand(signature, "messages")
+        inputs.append(
+            Tensor("messages", "BYTES", (len(request), 1), [_json(i, m) for i, m in enumerate(request.messages)])
+        )
+    elif request.texts is not None:
+        _demand(signature, "sentences")
+        inputs.append(Tensor.of_texts("sentences", request.texts))
+    if request.steps is not None:
+        _demand(signature, "step_positions")
+        inputs.append(_padded("step_positions", listed["step_positions"], request.steps, -1))
+    for name, hint in (("group_ids", request.groups), ("prompt_lengths", request.prompt_lengths)):
+        if hint is not None and name in listed:
+            inputs.append(_column(name, listed[name], hint))
+    parameters: dict[str, Any] = {}
+    if request.priority:
+        # Triton's levels count down from the default to 1, the first to go.
+        parameters["priority"] = max(1, DEFAULT_PRIORITY_LEVEL - request.priority)
+    if timeout_s is not None:
+        parameters["timeout"] = max(1, round(timeout_s * 1e6))
+    return InferRequest(
+        inputs={tensor.name: tensor for tensor in inputs},
+        outputs={name: True for name in _WANTED if name in signature.outputs},
+        parameters=parameters,
+    )
+
+
+def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, compute_s: float = 0.0) -> Scores:
+    """The scores in a reply; raises ServerFault where it has no rewards for these samples.
+
+    A server that gives `rewards` of several columns has them kept as attributes, their mean as the reward.
+    """
+    outputs = {tensor.name: tensor.data for tensor in reply.outputs}
+    rewards = np.asarray(outputs.get("rewards", ()), np.float32)
+    if len(rewards) != len(request):
+        raise ServerFault(f"the server sent {len(rewards)} rewards for {len(request)} samples")
+    rewards = rewards.reshape(len(request), -1)
+    attributes = np.asarray(outputs["attributes"], np.float32) if "attributes" in outputs else None
+    if rewards.shape[1] > 1 and attributes is None:
+        attributes = rewards
+    merged = rewards[:, 0].copy() if rewards.shape[1] == 1 else rewards.mean(axis=1)
+    texts = [error.decode("utf-8", "replace") for error in outputs.get("errors", [b""] * len(request))]
+    failed: list[str | None] = [text or None for text in texts]
+    for i in np.flatnonzero(~np.isfinite(merged)):
+        failed[i] = failed[i] or "the server gave no finite reward"
+    merged[[error is not None for error in failed]] = np.nan
+    return Scores(
+        rewards=merged,
+        errors=failed,
+        attributes=attributes,
+        values=_values(outputs, request),
+        steps=_steps(outputs),
+        weights_version=str(reply.parameters.get("weights_version", "")),
+        queue_s=queue_s,
+        compute_s=compute_s,
+    )
+
+
+def error_of(status: int | str, message: str, retry_after_s: float | None = None) -> GuerdonError:
+    """The error that an HTTP status or the name of a gRPC status stands for: the class that the server raised."""
+    if status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None):
+        return Overloaded(message, retry_after_s or 0.0)
+    if isinstance(status, int):
+        return _BY_HTTP.get(status, InvalidRequest if status < 500 else ServerFault)(message)
+    return _BY_GRPC.get(status, ServerFault)(message)
+
+
+_BY_HTTP: dict[int, type[GuerdonError]] = {
+    404: errors.RouteNotFound,
+    405: errors.MethodNotAllowed,
+    413: errors.PayloadTooLarge,
+    499: errors.Cancelled,
+    501: errors.Unsupported,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
+}
+_BY_GRPC: dict[str, type[GuerdonError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "NOT_FOUND": errors.UnknownModel,
+    "RESOURCE_EXHAUSTED": errors.PayloadTooLarge,
+    "UNIMPLEMENTED": errors.Unsupported,
+    "UNAVAILABLE": errors.Unavailable,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+}
+
+
+def _demand(signature: ModelSignature, *names: str) -> None:
+    for name in names:
+        if name not in signature.inputs:
+            hint = "; apply the chat template yourself and send texts" if name == "messages" else ""
+            raise InvalidRequest(
+                f"model '{signature.name}' takes no input '{name}'; it takes {', '.join(signature.inputs)}{hint}"
+            )
+
+
+def _ints(name: str, row: int, values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest(f"{name}[{row}] must be a flat list of integers")
+    return array.astype(np.int64, copy=False)
+
+
+def _json(row: int, conversation: list[Message]) -> bytes:
+    try:
+        return orjson.dumps(conversation)
+    except TypeError as e:
+        raise InvalidRequest(f"messages[{row}] cannot be written as JSON: {e}") from e
+
+
+def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:
+    return Tensor(name, datatype, (len(values), 1), values.astype(DTYPES[datatype]).reshape(-1, 1))
+
+
+def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int) -> Tensor:
+    data = np.full((len(rows), max(map(len, rows))), fill, DTYPES[datatype])
+    for i, row in enumerate(rows):
+        data[i, : len(row)] = row
+    return Tensor(name, datatype, data.shape, data)
+
+
+def _values(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
+    if "values" not in outputs:
+        return None
+    rows = list(np.asarray(outputs["values"], np.float32))
+    if request.tokens is None:
+        return rows
+    return [row[: len(tokens)] for row, tokens in zip(rows, request.tokens, strict=True)]
+
+
+def _steps(outputs: dict[str, Any]) -> list[np.ndarray] | None:
+    if "step_rewards" not in outputs:
+        return None
+    rows = list(np.asarray(outputs["step_rewards"], np.float32))
+    if "step_counts" not in outputs:
+        return [row[~np.isnan(row)] for row in rows]
+    return [row[: int(count)] for row, count in zip(rows, np.ravel(outputs["step_counts"]), strict=True)]

@@ -1,0 +1,156 @@
+"""The steps of a call over gRPC: KServe v2 in tritonclient's messages, by grpcio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from guerdon.client.calls import ModelSignature, error_of
+from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
+from guerdon.wire import kserve_grpc
+
+_BROKEN = (
+    "failed to connect", "DNS resolution failed", "Socket closed", "Connection refused", "Connection reset",
+    "Broken pipe", "GOAWAY", "recvmsg", "Stream removed", "Channel closed",
+)  # fmt: skip
+"""What grpcio says where it lost or never had a connection; a server's own UNAVAILABLE says other things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One gRPC exchange of a model at a server: what is sent for a step, and what its answer means."""
+
+    step: Ready | Describe | Infer
+    model: str
+
+    @property
+    def url(self) -> str:
+        return self.step.endpoint.url
+
+    def method(self) -> str:
+        return {Ready: "ModelReady", Describe: "ModelMetadata", Infer: "ModelInfer"}[type(self.step)]
+
+    def request(self) -> Any:
+        """The message to send."""
+        match self.step:
+            case Ready():
+                return pb.ModelReadyRequest(name=self.model)
+            case Describe():
+                return pb.ModelMetadataRequest(name=self.model)
+            case Infer(request=request):
+                return kserve_grpc.encode_request(request, self.model)
+
+    def result(self, message: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
+        """What the step asked for, from the reply's message and metadata."""
+        match self.step:
+            case Ready():
+                if not message.ready:
+                    raise Unavailable(f"model '{self.model}' at {self.url} is not ready")
+                return None
+            case Describe():
+                return ModelSignature(
+                    name=message.name,
+                    versions=tuple(message.versions),
+                    platform=message.platform,
+                    inputs={tensor.name: tensor.datatype for tensor in message.inputs},
+                    outputs={tensor.name: tensor.datatype for tensor in message.outputs},
+                )
+            case Infer():
+                try:
+                    reply = kserve_grpc.decode_reply(message)
+                except InvalidRequest as e:
+                    raise ServerFault(f"{self.url} sent a malformed reply: {e}") from e
+                return InferResult(
+                    reply,
+                    queue_s=(_number(metadata, "guerdon-queue-ms") or 0.0) / 1e3,
+                    compute_s=(_number(metadata, "guerdon-compute-ms") or 0.0) / 1e3,
+                )
+
+    def failure(self, error: Any) -> GuerdonError:
+        """The error of an exchange that ended in a status."""
+        code, details, step = error.code().name, error.details() or "", self.step
+        check = "is the server running there? Check host and port (http://host:port for an HTTP port)"
+        if code == "UNAVAILABLE" and any(text in details for text in _BROKEN):
+            if step.endpoint.seen:
+                return Unreachable(f"the connection to {self.url} broke before the answer: {details}")
+            return Unreachable(f"cannot connect to {self.url}: {details}; {check}")
+        if code == "DEADLINE_EXCEEDED" and not isinstance(step, Infer):
+            return Unreachable(f"no sign of life from {self.url} within {step.timeout_s:.3g} s; {check}")
+        if code == "DEADLINE_EXCEEDED" and details in ("", "Deadline Exceeded"):
+            return DeadlineExceeded(
+                f"no answer from {self.url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
+            )
+        return error_of(code, details, _number(error.trailing_metadata() or (), "retry-after"))
+
+
+class GrpcTransport:
+    """Performs steps over one channel; thread-safe."""
+
+    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
+        self._model = model
+        self._channel = grpc.insecure_channel(_target(url), options=_options(policy))
+        self._stub = GRPCInferenceServiceStub(self._channel)
+
+    def perform(self, step: Ready | Describe | Infer) -> Any:
+        """The step's result; raises its GuerdonError."""
+        call = Call(step, self._model)
+        try:
+            message, rpc = getattr(self._stub, call.method()).with_call(call.request(), timeout=step.timeout_s)
+        except grpc.RpcError as e:
+            raise call.failure(e) from e
+        return call.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class AsyncGrpcTransport:
+    """Performs steps over one channel, within one event loop."""
+
+    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(_target(url), options=_options(policy))
+        self._stub = GRPCInferenceServiceStub(self._channel)
+
+    async def perform(self, step: Ready | Describe | Infer) -> Any:
+        """The step's result; raises its GuerdonError."""
+        call = Call(step, self._model)
+        rpc = getattr(self._stub, call.method())(call.request(), timeout=step.timeout_s)
+        try:
+            message = await rpc
+        except grpc.RpcError as e:
+            raise call.failure(e) from e
+        return call.result(message, (*await rpc.initial_metadata(), *await rpc.trailing_metadata()))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _target(url: str) -> str:
+    return urlsplit(url).netloc
+
+
+def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        # Retries are ours, and grpcio's own pauses between reconnections grow to two minutes.
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", max(100, int(policy.connect_timeout_s * 1e3))),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def _number(metadata: Iterable[tuple[str, str | bytes]], name: str) -> float | None:
+    for key, value in metadata:
+        if key == name:
+            return float(value)
+    return None

@@ -1,0 +1,197 @@
+"""The steps of a call over HTTP: KServe v2 with binary tensors, by httpx."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import orjson
+
+from guerdon.client.calls import ModelSignature, error_of
+from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    RouteNotFound,
+    ServerFault,
+    Unavailable,
+    UnknownModel,
+    Unreachable,
+)
+from guerdon.wire import kserve
+
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_KEEP_ALIVE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP exchange of a model at a server: what is sent for a step, and what its answer means."""
+
+    step: Ready | Describe | Infer
+    model: str
+
+    @property
+    def url(self) -> str:
+        return self.step.endpoint.url
+
+    def request(self) -> dict[str, Any]:
+        """The arguments of httpx's `request`."""
+        path = f"{self.url}/v2/models/{quote(self.model, safe='')}"
+        match self.step:
+            case Ready():
+                return {"method": "GET", "url": f"{path}/ready"}
+            case Describe():
+                return {"method": "GET", "url": path}
+            case Infer(request=request):
+                body, header_length = kserve.encode_request(request)
+                headers = {"Content-Type": "application/octet-stream", _HEADER_LENGTH: str(header_length)}
+                return {"method": "POST", "url": f"{path}/infer", "content": body, "headers": headers}
+
+    def result(self, response: httpx.Response) -> Any:
+        """What the step asked for; raises the error that the status stands for."""
+        if response.status_code != 200:
+            raise self._error(response)
+        match self.step:
+            case Ready():
+                return None
+            case Describe():
+                return ModelSignature.from_metadata(_json(response))
+            case Infer():
+                length = response.headers.get(_HEADER_LENGTH)
+                try:
+                    reply = kserve.decode_reply(response.content, None if length is None else int(length))
+                except (InvalidRequest, ValueError) as e:
+                    raise ServerFault(f"{self.url} sent a malformed reply: {e}") from e
+                return InferResult(
+                    reply,
+                    queue_s=_number(response.headers, "guerdon-queue-ms", 0.0) / 1e3,
+                    compute_s=_number(response.headers, "guerdon-compute-ms", 0.0) / 1e3,
+                )
+
+    def failure(self, error: httpx.TransportError) -> GuerdonError:
+        """The error of an exchange that broke."""
+        step, url = self.step, self.url
+        check = "is the server running there? Check host and port (grpc://host:port for a gRPC port)"
+        if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
+            return Unreachable(f"cannot connect to {url}: {str(error) or 'timed out'}; {check}")
+        if isinstance(error, httpx.TimeoutException):
+            if isinstance(step, Infer):
+                return DeadlineExceeded(
+                    f"no answer from {url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
+                )
+            return Unreachable(f"{url} takes connections but said nothing within {step.timeout_s:.3g} s; {check}")
+        help = "" if step.endpoint.seen else f"; {check}"  # noqa: A001 - the word that errors use
+        return Unreachable(f"the connection to {url} broke before the answer: {error}{help}")
+
+    def _error(self, response: httpx.Response) -> GuerdonError:
+        status = response.status_code
+        body = _json(response)
+        message = body.get("error") if isinstance(body, dict) else None
+        if isinstance(self.step, Ready):
+            return Unavailable(f"model '{self.model}' at {self.url} is not ready (status {status})")
+        if not isinstance(message, str):
+            message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
+            if status == 404:
+                return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
+        elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
+            return UnknownModel(message)
+        return error_of(status, message, _number(response.headers, "Retry-After", None))
+
+
+class HttpTransport:
+    """Performs steps over pooled connections; thread-safe."""
+
+    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
+        self._model, self._policy = model, policy
+        self._options = _options(url)
+        # Each holds one connection. One httpx client with many walks through all of them at each request, and
+        # spends more time on that than on the exchange.
+        self._idle: list[httpx.Client] = []
+        self._is_closed = False
+
+    def perform(self, step: Ready | Describe | Infer) -> Any:
+        """The step's result; raises its GuerdonError."""
+        call = Call(step, self._model)
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = httpx.Client(**self._options)
+        try:
+            response = client.request(**call.request(), timeout=_timeout(step, self._policy))
+        except httpx.TransportError as e:
+            raise call.failure(e) from e
+        finally:
+            self._idle.append(client)
+            if self._is_closed:
+                self.close()
+        return call.result(response)
+
+    def close(self) -> None:
+        """Closes the idle connections now, and each other one when its exchange ends."""
+        self._is_closed = True
+        while self._idle:
+            with suppress(IndexError):  # another thread closes too
+                self._idle.pop().close()
+
+
+class AsyncHttpTransport:
+    """Performs steps over pooled connections, within one event loop."""
+
+    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
+        self._model, self._policy = model, policy
+        self._options = _options(url)
+        self._idle: list[httpx.AsyncClient] = []  # as above
+        self._is_closed = False
+
+    async def perform(self, step: Ready | Describe | Infer) -> Any:
+        """The step's result; raises its GuerdonError."""
+        call = Call(step, self._model)
+        client = self._idle.pop() if self._idle else httpx.AsyncClient(**self._options)
+        try:
+            response = await client.request(**call.request(), timeout=_timeout(step, self._policy))
+        except httpx.TransportError as e:
+            raise call.failure(e) from e
+        finally:
+            self._idle.append(client)
+            if self._is_closed:
+                await self.close()
+        return call.result(response)
+
+    async def close(self) -> None:
+        """Closes the idle connections now, and each other one when its exchange ends."""
+        self._is_closed = True
+        while self._idle:
+            await self._idle.pop().aclose()
+
+
+def _options(url: str) -> dict[str, Any]:
+    # One TLS context for all; reading the trusted certificates takes longer than many a call.
+    tls = httpx.create_ssl_context() if url.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Binary tensors hardly shrink: decompressing them would cost more than it saves.
+    headers = {"Accept-Encoding": "identity"}
+    return {"verify": tls, "headers": headers, "limits": httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)}
+
+
+def _timeout(step: Ready | Describe | Infer, policy: RetryPolicy) -> httpx.Timeout:
+    return httpx.Timeout(step.timeout_s, connect=min(policy.connect_timeout_s, step.timeout_s))
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return orjson.loads(response.content)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _number(headers: Mapping[str, str], name: str, default: Any) -> Any:
+    try:
+        return float(headers[name])
+    except (KeyError, ValueError):
+        return default

@@ -1,0 +1,197 @@
+"""The walk of one call, without I/O: which server, which step next, whether to try again and when.
+
+Each call is a generator that yields steps and is sent their results, or has their GuerdonError thrown in. The
+clients only perform the steps, one by threads and one by asyncio.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from guerdon.client import calls
+from guerdon.client.calls import ModelSignature
+from guerdon.client.endpoints import Endpoint, Endpoints
+from guerdon.client.results import Scores
+from guerdon.core import ScoreRequest
+from guerdon.errors import DeadlineExceeded, GuerdonError, Overloaded, Unavailable, Unreachable
+from guerdon.wire.kserve import InferReply, InferRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Time-outs, tries and pauses of a client's calls.
+
+    `connect_timeout_s` bounds the opening of a connection and a server's first sign of life, `timeout_s` a whole
+    call with all its tries (a call's own `timeout_s` overrides it). A call is tried at most `tries` times, where a
+    retry can help. The pauses between start at `backoff_s` and double up to `max_backoff_s`; each is shortened by
+    a random part of up to `jitter` (0 to 1), and comes on top of a server's Retry-After.
+    """
+
+    connect_timeout_s: float = 5.0
+    timeout_s: float = 600.0
+    tries: int = 10
+    backoff_s: float = 0.25
+    max_backoff_s: float = 10.0
+    jitter: float = 0.5
+
+    def next_delay(self, attempt: int, error: GuerdonError, rng: random.Random) -> float | None:
+        """Seconds to wait after the failed try number `attempt` (from 1), or None to give up."""
+        if not error.retryable or attempt >= self.tries:
+            return None
+        backoff_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
+        return (error.retry_after_s or 0.0) + backoff_s * (1.0 - self.jitter * rng.random())
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Ask whether the model is ready: nothing comes back; Unavailable or InvalidRequest where it is not."""
+
+    endpoint: Endpoint
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Fetch the model's metadata; a ModelSignature comes back."""
+
+    endpoint: Endpoint
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Infer:
+    """Send the request; an InferResult comes back."""
+
+    endpoint: Endpoint
+    request: InferRequest
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing for some seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InferResult:
+    """A server's reply, and the times that it states beside it."""
+
+    reply: InferReply
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+Step = Ready | Describe | Infer | Wait
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What all calls of one client share."""
+
+    endpoints: Endpoints
+    policy: RetryPolicy
+    clock: Clock
+    rng: random.Random
+
+    def score(self, request: ScoreRequest) -> Generator[Step, Any, Scores]:
+        """Scores the request; raises its GuerdonError after the last try.
+
+        A connection that breaks moves the request to another server, which is safe as scoring changes nothing.
+        """
+        deadline = self.clock() + (self.policy.timeout_s if request.timeout_s is None else request.timeout_s)
+
+        def send(endpoint: Endpoint) -> Generator[Step, Any, Scores]:
+            signature = yield from self._signature(endpoint, deadline)
+            left_s = max(0.001, deadline - self.clock())
+            tensors = calls.build(request, signature, None if request.timeout_s is None else left_s)
+            result: InferResult = yield Infer(endpoint, tensors, left_s)
+            return calls.parse(result.reply, request, result.queue_s, result.compute_s)
+
+        return (yield from self._try(send, calls.cost_of(request), deadline))
+
+    def describe(self) -> Generator[Step, Any, ModelSignature]:
+        """The model's signature, from the server that is up."""
+        deadline = self.clock() + self.policy.timeout_s
+        return (yield from self._try(lambda endpoint: self._signature(endpoint, deadline), 0, deadline))
+
+    def wait_ready(self, timeout_s: float) -> Generator[Step, Any, None]:
+        """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said."""
+        started = self.clock()
+        pause_s, word_after_s = min(0.1, self.policy.backoff_s), 3.0
+        while True:
+            said: list[str] = []
+            for endpoint in self.endpoints.all:
+                left_s = started + timeout_s - self.clock()
+                try:
+                    yield Ready(endpoint, max(0.1, min(left_s, self.policy.connect_timeout_s)))
+                except GuerdonError as e:
+                    said.append(str(e))
+                else:
+                    endpoint.seen = True
+                    return
+            left_s = started + timeout_s - self.clock()
+            if left_s <= 0:
+                raise DeadlineExceeded(f"no server was ready within {timeout_s:g} s: {'; '.join(said)}")
+            if self.clock() - started >= word_after_s:
+                log.warning("still waiting: %s", "; ".join(said))
+                word_after_s *= 4
+            yield Wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, 2.0)
+
+    def _signature(self, endpoint: Endpoint, deadline: float) -> Generator[Step, Any, ModelSignature]:
+        if endpoint.signature is None:
+            left_s = max(0.001, deadline - self.clock())
+            endpoint.signature = yield Describe(endpoint, min(self.policy.connect_timeout_s, left_s))
+            endpoint.seen = True
+        return endpoint.signature
+
+    def _try(
+        self, send: Callable[[Endpoint], Generator[Step, Any, Any]], cost: int, deadline: float
+    ) -> Generator[Step, Any, Any]:
+        endpoints = self.endpoints
+        attempt = 0
+        while True:
+            attempt += 1
+            endpoint = endpoints.take(cost, self.clock())
+            try:
+                result = yield from send(endpoint)
+            except Unavailable as e:
+                error = e
+            except GuerdonError as e:
+                if isinstance(e, DeadlineExceeded):
+                    endpoints.release(endpoint, cost)
+                else:
+                    endpoints.answered(endpoint, cost)
+                raise
+            except BaseException:
+                endpoints.release(endpoint, cost)
+                raise
+            else:
+                endpoints.answered(endpoint, cost)
+                return result
+
+            if isinstance(error, Overloaded):
+                endpoints.release(endpoint, cost)
+            else:
+                endpoints.lost(endpoint, cost, self.clock(), spoke=not isinstance(error, Unreachable))
+            if endpoints.none_ever_answered():
+                # Nothing runs at these addresses: trying on would only hide a mistyped port.
+                raise error if len(endpoints.all) == 1 else Unreachable(f"none of the servers answers; {error}")
+            delay_s = self.policy.next_delay(attempt, error, self.rng)
+            if delay_s is not None and not isinstance(error, Overloaded) and endpoints.any_up(self.clock()):
+                delay_s = 0.0
+            if delay_s is None or self.clock() + delay_s >= deadline:
+                if attempt > 1:
+                    error.add_note(f"gave up after {attempt} tries")
+                raise error
+            if delay_s:
+                yield Wait(delay_s)

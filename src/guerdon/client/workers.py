@@ -1,0 +1,80 @@
+"""A pool of threads that never keeps the interpreter from ending."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from guerdon.errors import Cancelled
+
+_Item = tuple[float, int, "Future[Any] | None", "Callable[[], Any] | None"]
+
+
+class Workers:
+    """Daemon threads, one more with each task up to `max_threads`; tasks of higher priority go first.
+
+    The standard library's pool runs all that is queued before the interpreter ends, which for requests that wait
+    on a slow server is a trainer that hangs at its exit.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._queue: queue.PriorityQueue[_Item] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._is_closed = False
+        self._unfinished: set[Future[Any]] = set()
+
+    def submit(self, task: Callable[[], Any], priority: int = 0) -> Future[Any]:
+        """The future of the task's result; raises Cancelled after `close`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the client is closed")
+            self._unfinished.add(future)
+            self._queue.put((-priority, next(self._numbers), future, task))
+            if self._num_threads < self._max_threads:
+                self._num_threads += 1
+                threading.Thread(target=self._work, name="guerdon-client", daemon=True).start()
+        future.add_done_callback(self._unfinished.discard)
+        return future
+
+    def close(self) -> None:
+        """Ends every unfinished future with Cancelled, and the threads as soon as they come back."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for _ in range(self._num_threads):
+                self._queue.put((-float("inf"), next(self._numbers), None, None))
+        for future in list(self._unfinished):
+            _end(future, error=Cancelled("the client was closed before the answer"))
+
+    def _work(self) -> None:
+        while True:
+            _, _, future, task = self._queue.get()
+            if future is None or task is None:
+                return
+            if future.done() or not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = task()
+            except BaseException as e:
+                _end(future, error=e)
+            else:
+                _end(future, result)
+            del future, task  # an idle thread keeps no request alive
+
+
+def _end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    with suppress(InvalidStateError):  # cancelled, or ended by `close` in the meantime
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)

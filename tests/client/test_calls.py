@@ -1,0 +1,177 @@
+"""Requests as tensors, replies as scores, statuses as errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from guerdon import errors
+from guerdon.client.calls import ModelSignature, build, cost_of, error_of, make_request, parse
+from guerdon.wire.kserve import InferReply
+from guerdon.wire.tensors import Tensor
+
+NEMO = ModelSignature(
+    "reward_model",
+    ("1",),
+    "python",
+    {"sentences": "BYTES", "tokens": "INT64", "sequence_lengths": "INT64"},
+    {"rewards": "FP32"},
+)
+FULL = ModelSignature(
+    "reward_model",
+    ("1",),
+    "guerdon",
+    {
+        **NEMO.inputs,
+        "messages": "BYTES",
+        "group_ids": "INT64",
+        "prompt_lengths": "INT32",
+        "step_positions": "INT64",
+    },
+    dict.fromkeys(("rewards", "attributes", "values", "step_rewards", "exceeded"), "FP32") | {"errors": "BYTES"},
+)
+
+
+def reply(**outputs: np.ndarray | list[bytes]) -> InferReply:
+    tensors = [
+        Tensor(name, "BYTES" if isinstance(data, list) else "FP32", (len(data), 1), data)
+        for name, data in outputs.items()
+    ]
+    return InferReply("reward_model", "1", tensors, parameters={"weights_version": "3"})
+
+
+def test_tokens_are_padded_right_with_zeros_beside_their_lengths() -> None:
+    sent = build(make_request(tokens=[[5, 6, 7], np.array([8])]), NEMO)
+    assert list(sent.inputs) == ["tokens", "sequence_lengths"]
+    np.testing.assert_array_equal(sent.inputs["tokens"].data, [[5, 6, 7], [8, 0, 0]])
+    np.testing.assert_array_equal(sent.inputs["sequence_lengths"].data, [[3], [1]])
+    assert sent.inputs["tokens"].data.dtype == np.int64
+    assert sent.outputs == {"rewards": True}
+    assert sent.parameters == {}
+
+
+def test_hints_go_only_to_a_model_that_lists_them() -> None:
+    request = make_request(texts=["ab", "ac"], groups=[4, 4], prompt_lengths=[1, 1])
+    assert list(build(request, NEMO).inputs) == ["sentences"]
+    sent = build(request, FULL)
+    assert list(sent.inputs) == ["sentences", "group_ids", "prompt_lengths"]
+    np.testing.assert_array_equal(sent.inputs["group_ids"].data, [[4], [4]])
+    assert sent.inputs["prompt_lengths"].data.dtype == np.int32
+    assert list(sent.outputs or ()) == ["rewards", "attributes", "values", "step_rewards", "errors"]
+
+
+def test_what_matters_is_never_left_out() -> None:
+    chat = make_request(messages=[[{"role": "user", "content": "hi"}]])
+    assert build(chat, FULL).inputs["messages"].data == [b'[{"role":"user","content":"hi"}]']
+    with pytest.raises(errors.InvalidRequest, match=r"takes no input 'messages'.*chat template"):
+        build(chat, NEMO)
+    steps = make_request(tokens=[[1, 2, 3], [1, 2]], steps=[[0, 2], [1]])
+    np.testing.assert_array_equal(build(steps, FULL).inputs["step_positions"].data, [[0, 2], [1, -1]])
+    with pytest.raises(errors.InvalidRequest, match="takes no input 'step_positions'"):
+        build(steps, NEMO)
+
+
+def test_time_and_priority_are_sent_as_triton_counts_them() -> None:
+    sent = build(make_request(texts=["a"], priority=3), NEMO, timeout_s=1.5)
+    assert sent.parameters == {"priority": 97, "timeout": 1_500_000}
+    assert build(make_request(texts=["a"], priority=10_000), NEMO).parameters == {"priority": 1}
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ({}, "not none"),
+        ({"texts": ["a"], "tokens": [[1]]}, "not texts and tokens"),
+        ({"texts": "abc"}, "texts must be a list .* not a string"),
+        ({"texts": []}, "not empty"),
+        ({"texts": ["a", 3]}, r"texts\[1\] is a int"),
+        ({"messages": ["hi"]}, r"messages\[0\] is a str"),
+        ({"messages": [[{"role": "user", "content": object()}]]}, r"messages\[0\] cannot be written"),
+        ({"tokens": [[1], [2.5]]}, r"tokens\[1\] must be a flat list of integers"),
+        ({"tokens": [[1], [[2]]]}, r"tokens\[1\] must be a flat list of integers"),
+        ({"texts": ["a", "b"], "groups": [1]}, "groups has 1 entries for 2 samples"),
+        ({"tokens": [[1, 2]], "steps": [[0], [1]]}, "steps has 2 entries for 1 samples"),
+    ],
+)
+def test_a_malformed_call_says_which_argument_and_row(samples: dict, message: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=message):
+        build(make_request(**samples), FULL)
+
+
+def test_cost_is_tokens_or_a_quarter_of_the_characters() -> None:
+    assert cost_of(make_request(tokens=[[1, 2, 3], [4]])) == 4
+    assert cost_of(make_request(texts=["x" * 400, ""])) == 102
+    assert cost_of(make_request(messages=[[{"role": "user", "content": "x" * 40}] * 2])) == 22
+
+
+def test_a_failed_sample_is_nan_with_its_error_and_never_zero() -> None:
+    request = make_request(tokens=[[1], [2], [3]])
+    rewards = np.array([[1.5], [0.0], [np.inf]], np.float32)
+    scores = parse(reply(rewards=rewards, errors=[b"", b"too long", b""]), request)
+    np.testing.assert_array_equal(scores.rewards, np.array([1.5, np.nan, np.nan], np.float32))
+    assert scores.errors == [None, "too long", "the server gave no finite reward"]
+    assert scores.weights_version == "3"
+    assert [len(scores), next(iter(scores))] == [3, 1.5]
+    with pytest.raises(errors.SampleFailed, match="2 of 3 samples failed; row 1: too long"):
+        scores.raise_for_failed()
+    assert parse(reply(rewards=rewards[:1]), make_request(tokens=[[1]])).raise_for_failed().errors == [None]
+
+
+def test_values_and_steps_come_without_their_padding() -> None:
+    request = make_request(tokens=[[1, 2, 3], [4]], steps=[[0, 2], [0]])
+    tables = {
+        "rewards": np.ones((2, 1), np.float32),
+        "values": np.array([[1, 2, 3], [4, 0, 0]], np.float32),
+        "step_rewards": np.array([[1, 3], [4, np.nan]], np.float32),
+    }
+    scores = parse(reply(**tables), request)
+    assert [row.tolist() for row in scores.values or []] == [[1, 2, 3], [4]]
+    assert [row.tolist() for row in scores.steps or []] == [[1, 3], [4]]
+    assert scores.attributes is None
+
+
+def test_rewards_of_several_columns_are_attributes_and_their_mean() -> None:
+    scores = parse(reply(rewards=np.array([[1, 2], [3, 5]], np.float32)), make_request(texts=["a", "b"]))
+    np.testing.assert_array_equal(scores.rewards, np.array([1.5, 4], np.float32))
+    np.testing.assert_array_equal(scores.attributes, np.array([[1, 2], [3, 5]], np.float32))
+
+
+def test_a_reply_of_another_length_is_the_servers_fault() -> None:
+    with pytest.raises(errors.ServerFault, match="2 rewards for 1 samples"):
+        parse(reply(rewards=np.ones((2, 1), np.float32)), make_request(texts=["a"]))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest("x"),
+        errors.RouteNotFound("x"),
+        errors.MethodNotAllowed("x"),
+        errors.PayloadTooLarge("x"),
+        errors.ServerFault("x"),
+        errors.Unsupported("x"),
+        errors.Unavailable("x"),
+        errors.Overloaded("x", 2.5),
+        errors.DeadlineExceeded("x"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_the_client_raises_the_class_that_the_server_raised(error: errors.GuerdonError) -> None:
+    seen = error_of(error.http, "x", error.retry_after_s)
+    assert type(seen) is type(error)
+    assert seen.retry_after_s == error.retry_after_s
+    if type(error) not in (errors.RouteNotFound, errors.MethodNotAllowed):  # HTTP's own
+        assert type(error_of(error.grpc, "x", error.retry_after_s)) is type(error)
+
+
+def test_statuses_that_others_send() -> None:
+    assert type(error_of("NOT_FOUND", "x")) is errors.UnknownModel
+    assert type(error_of(429, "x")) is errors.Overloaded
+    assert type(error_of(502, "x")) is errors.Unavailable
+    assert type(error_of(401, "x")) is errors.InvalidRequest
+    assert type(error_of(507, "x")) is errors.ServerFault
+
+
+def test_metadata_of_something_else_is_refused() -> None:
+    with pytest.raises(errors.ServerFault, match="not the open inference protocol"):
+        ModelSignature.from_metadata({"name": "x"})

@@ -1,0 +1,269 @@
+"""Both clients against a real server, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
+from guerdon.config import ServerConfig
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, UnknownModel
+from guerdon.server.runtime import RunningServer
+from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
+
+
+class ScriptedService(EchoService):
+    """The echo service, which first raises what stands in `script`, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script: list[GuerdonError] = []
+        self.num_scored = 0
+        self.in_progress = 0
+        self.most_in_progress = 0
+        self.num_looked_up = 0
+
+    def model(self, name: str, version: str = "") -> ModelInfo:
+        self.num_looked_up += 1
+        return super().model(name, version)
+
+    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+        self.num_scored += 1
+        self.in_progress += 1
+        self.most_in_progress = max(self.most_in_progress, self.in_progress)
+        try:
+            await asyncio.sleep(0.03)
+            if self.script:
+                raise self.script.pop(0)
+            return await super().score(name, request)
+        finally:
+            self.in_progress -= 1
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[ScriptedService, RunningServer]]:
+    service = ScriptedService()
+    with RunningServer(service, ServerConfig(port=0, grpc_port=0), grace_s=0.1) as server:
+        yield service, server
+
+
+@pytest.fixture
+def service(running: tuple[ScriptedService, RunningServer]) -> ScriptedService:
+    while running[0].in_progress:  # what an earlier test left behind
+        time.sleep(0.01)
+    running[0].script.clear()
+    running[0].num_scored = running[0].most_in_progress = running[0].num_looked_up = 0
+    return running[0]
+
+
+@pytest.fixture(params=["http", "grpc"])
+def url(request: pytest.FixtureRequest, running: tuple[ScriptedService, RunningServer]) -> str:
+    return running[1].http_url if request.param == "http" else str(running[1].grpc_url)
+
+
+QUICK = RetryPolicy(backoff_s=0.02, max_backoff_s=0.1)
+
+
+def test_tokens_texts_and_messages(url: str) -> None:
+    with RewardClient(url) as client:
+        client.wait_ready(5.0)
+        scores = client.score(tokens=[[1, 2, 3], np.array([700, 700])], groups=[0, 1], prompt_lengths=[1, 0])
+        assert scores.rewards.tolist() == [6.0, 400.0]
+        assert scores.rewards.dtype == np.float32
+        assert (scores.errors, scores.weights_version) == ([None, None], "1")
+        assert scores.queue_s > 0
+        assert scores.compute_s > 0
+        assert list(client.score(texts=["four", "größe 🎉"])) == [4.0, 7.0]
+        assert len(client.score(messages=[[{"role": "user", "content": "hi"}]])) == 1
+        assert "group_ids" in client.info().inputs
+
+
+def test_all_outputs_arrive_without_padding(url: str) -> None:
+    with RewardClient(url, "many") as client:
+        scores = client.score(tokens=[[10, 11, 12], [7]], steps=[[0, 2], [0]])
+    np.testing.assert_array_equal(scores.attributes, np.array([[3, 10], [1, 7]], np.float32))
+    assert [row.tolist() for row in scores.values or []] == [[10, 11, 12], [7]]
+    assert [row.tolist() for row in scores.steps or []] == [[10, 12], [7]]
+    assert scores.weights_version == "7"
+
+
+def test_hints_reach_the_server(url: str, service: ScriptedService) -> None:
+    with RewardClient(url) as client:
+        client.score(tokens=[[1, 2], [1, 3]], groups=[5, 5], prompt_lengths=[1, 1], priority=7, timeout_s=9.0)
+    got = service.requests[-1]
+    assert got.groups is not None
+    assert got.prompt_lengths is not None
+    assert (got.groups.tolist(), got.prompt_lengths.tolist(), got.priority) == ([5, 5], [1, 1], 7)
+    assert got.timeout_s == pytest.approx(9.0, abs=0.5)
+
+
+def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
+    with RewardClient(url) as client:
+        scores = client.score(tokens=[[NAN_TOKEN, 1], [3, 4], [-5]])
+    assert scores.rewards[1] == 7.0
+    assert np.isnan(scores.rewards[[0, 2]]).all()
+    assert scores.errors[:2] == ["the reward is not finite", None]
+    assert "token id -5 is outside the vocabulary" in scores.errors[2]
+
+
+@pytest.mark.parametrize("message", ["the request is wrong", "größe"])
+def test_a_4xx_is_raised_as_it_was_and_sent_once(url: str, service: ScriptedService, message: str) -> None:
+    service.script = [InvalidRequest(message)]
+    with RewardClient(url, policy=QUICK) as client:
+        with pytest.raises(InvalidRequest, match=message):
+            client.score(texts=["a"])
+        assert service.num_scored == 1
+        assert list(client.score(texts=["a"])) == [1.0]
+
+
+def test_an_unknown_model_is_named(url: str) -> None:
+    with RewardClient(url, "no such model") as client, pytest.raises(UnknownModel, match="no such model"):
+        client.score(texts=["a"])
+
+
+def test_a_full_queue_is_waited_for(url: str, service: ScriptedService) -> None:
+    service.script = [Overloaded("full", 1.0), Overloaded("full", 0.0)]
+    with RewardClient(url, policy=QUICK) as client:
+        scores = client.submit(texts=["abc"])
+        with pytest.raises(TimeoutError):
+            scores.result(timeout=0.8)  # Retry-After
+        assert list(scores.result(timeout=5.0)) == [3.0]
+    assert service.num_scored == 3
+
+
+def test_a_queue_that_stays_full_is_an_error_in_the_end(url: str) -> None:
+    policy = RetryPolicy(tries=1)
+    with RewardClient(url, policy=policy) as client, pytest.raises(Overloaded) as raised:
+        client.score(tokens=[[BUSY_TOKEN]])
+    assert raised.value.retry_after_s == 3.0  # 2.5, in the whole seconds of the header
+
+
+def test_a_deadline_is_kept(url: str) -> None:
+    with RewardClient(url) as client, pytest.raises(DeadlineExceeded):
+        client.score(tokens=[[SLOW_TOKEN]], timeout_s=0.2)
+
+
+def test_two_thousand_submits_at_once(url: str, service: ScriptedService) -> None:
+    with RewardClient(url) as other:
+        other.info()
+        other.score(texts=["a"])
+    lookups_of_a_score = service.num_looked_up - 1
+    service.num_scored = service.num_looked_up = 0
+    with RewardClient(url, max_in_flight=64) as client:
+        futures = [client.submit(tokens=[[1000 + i, 5]]) for i in range(2000)]
+        assert [f.result(timeout=60.0).rewards[0] for f in futures] == [reward_of([1000 + i, 5]) for i in range(2000)]
+    assert service.num_scored == 2000
+    assert 32 <= service.most_in_progress <= 64
+    assert service.num_looked_up == 2000 * lookups_of_a_score + 1  # the metadata was fetched once
+
+
+async def test_the_async_client_likewise(url: str, service: ScriptedService) -> None:
+    async with AsyncRewardClient(url, max_in_flight=64, policy=QUICK) as client:
+        await client.wait_ready(5.0)
+        assert "tokens" in (await client.info()).inputs
+        tasks = [client.submit(tokens=[[1000 + i, 5]]) for i in range(500)]
+        assert [s.rewards[0] for s in await asyncio.gather(*tasks)] == [reward_of([1000 + i, 5]) for i in range(500)]
+        assert 32 <= service.most_in_progress <= 64
+        service.script = [InvalidRequest("wrong"), Overloaded("full", 0.0)]
+        with pytest.raises(InvalidRequest, match="wrong"):
+            await client.score(texts=["a"])
+        assert list(await client.score(texts=["a"])) == [1.0]
+        with pytest.raises(DeadlineExceeded):
+            await client.score(tokens=[[SLOW_TOKEN]], timeout_s=0.2)
+    with pytest.raises(Cancelled):
+        await client.score(texts=["a"])
+
+
+async def test_a_cancelled_task_frees_the_server(url: str, service: ScriptedService) -> None:
+    async with AsyncRewardClient(url) as client:
+        cancelled = service.cancelled
+        task = client.submit(tokens=[[SLOW_TOKEN]])
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.2)
+        assert service.cancelled == cancelled + 1
+        assert list(await client.score(texts=["ab"])) == [2.0]
+
+
+def test_closing_ends_every_future_at_once(url: str, service: ScriptedService) -> None:
+    client = RewardClient(url, max_in_flight=2)
+    futures: list[Future] = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(6)]
+    while service.num_scored < 2:
+        threading.Event().wait(0.01)
+    futures[5].cancel()
+    client.close()
+    for future in futures[:5]:
+        with pytest.raises(Cancelled, match="closed"):
+            future.result(timeout=0.5)
+    assert futures[5].cancelled()
+    with pytest.raises(Cancelled):
+        client.submit(texts=["a"])
+    with pytest.raises(Cancelled):
+        client.score(texts=["a"])
+
+
+def test_a_future_keeps_its_client_alive(url: str) -> None:
+    future = RewardClient(url).submit(tokens=[[SLOW_TOKEN]])
+    gc.collect()
+    assert list(future.result(timeout=5.0)) == [777.0]
+
+
+def test_a_client_that_is_dropped_ends_its_threads(url: str) -> None:
+    def count() -> int:  # the server runs in this process too, and starts threads as it needs them
+        return sum(not thread.name.startswith("guerdon-tokenise") for thread in threading.enumerate())
+
+    before = count()
+    client = RewardClient(url)
+    for future in [client.submit(texts=["a"]) for _ in range(50)]:
+        future.result()
+    del client, future
+    gc.collect()
+    deadline = time.monotonic() + 5.0
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert count() <= before
+
+
+def test_higher_priority_leaves_the_clients_own_queue_first(url: str) -> None:
+    done: list[str] = []
+    with RewardClient(url, max_in_flight=1) as client:
+        first = client.submit(tokens=[[SLOW_TOKEN]])
+        futures = {name: client.submit(texts=["a"], priority=p) for name, p in (("low", 0), ("high", 5), ("mid", 3))}
+        for name, future in futures.items():
+            future.add_done_callback(lambda _, name=name: done.append(name))
+        first.result()
+        for future in futures.values():
+            future.result()
+    assert done == ["high", "mid", "low"]
+
+
+def test_clients_are_pickled_and_copied_by_their_settings(url: str) -> None:
+    policy = RetryPolicy(tries=3)
+    with RewardClient([url], policy=policy) as client, pickle.loads(pickle.dumps(client)) as other:  # noqa: S301
+        assert list(other.score(texts=["abc"])) == [3.0]
+    assert isinstance(copy.copy(AsyncRewardClient(url)), AsyncRewardClient)
+
+
+@pytest.mark.parametrize(
+    "bad", ["ftp://host:1", "http://", "grpc://host", "grpc://host:1/path", "http://host:port", []], ids=str
+)
+def test_a_malformed_url_says_what_is_wanted(bad: str) -> None:
+    with pytest.raises(InvalidRequest, match="URL"):
+        RewardClient(bad)
+
+
+def test_a_bare_address_means_http(running: tuple[ScriptedService, RunningServer]) -> None:
+    with RewardClient(running[1].http_url.removeprefix("http://")) as client:
+        assert list(client.score(texts=["abc"])) == [3.0]

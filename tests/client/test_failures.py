@@ -1,0 +1,316 @@
+"""Servers that die, lie or were never there; interpreters that end, fork, or lack a library."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from client.echo_server import ENV, EchoProcess
+from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
+from guerdon.errors import DeadlineExceeded, RouteNotFound, Unavailable, Unreachable
+from server.echo_service import SLOW_TOKEN, reward_of
+
+PATIENT = RetryPolicy(backoff_s=0.1, max_backoff_s=1.0, tries=40)
+KINDS = ["http", "grpc"]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def url_of(process: EchoProcess, kind: str) -> str:
+    return process.http_url if kind == "http" else process.grpc_url
+
+
+def run_python(code: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=timeout_s)
+
+
+# --- a server that dies -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(kind: str) -> None:
+    with EchoProcess() as first, RewardClient(url_of(first, kind), policy=PATIENT, max_in_flight=32) as client:
+        client.score(texts=["warm"])
+        futures = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(32)]
+        futures += [client.submit(tokens=[[1000, i]]) for i in range(200)]
+        time.sleep(0.3)
+        first.kill()
+        time.sleep(0.3)
+        assert not any(future.done() for future in futures)
+        with first.again():
+            rewards = [future.result(timeout=60.0).rewards[0] for future in futures]
+    assert rewards == [reward_of([SLOW_TOKEN, i]) for i in range(32)] + [reward_of([1000, i]) for i in range(200)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_async_client_outlives_it_too(kind: str) -> None:
+    with EchoProcess() as first:
+        async with AsyncRewardClient(url_of(first, kind), policy=PATIENT) as client:
+            await client.wait_ready(5.0)
+            tasks = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(32)]
+            await asyncio.sleep(0.3)
+            first.kill()
+            with await asyncio.to_thread(first.again):
+                scores = await asyncio.gather(*tasks)
+    assert [s.rewards[0] for s in scores] == [reward_of([SLOW_TOKEN, i]) for i in range(32)]
+
+
+def test_a_server_that_stays_dead_is_an_error_after_the_tries() -> None:
+    policy = RetryPolicy(tries=3, backoff_s=0.05)
+    with EchoProcess() as server, RewardClient(server.http_url, policy=policy) as client:
+        client.score(texts=["warm"])
+        server.kill()
+        with pytest.raises(Unreachable) as raised:
+            client.score(texts=["a"])
+    assert raised.value.__notes__ == ["gave up after 3 tries"]
+
+
+# --- several servers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None:
+    with EchoProcess() as dying, EchoProcess() as living:
+        urls = [url_of(dying, kind), url_of(living, kind)]
+        with RewardClient(urls, policy=PATIENT) as client:
+            for future in [client.submit(texts=["x" * 400]) for _ in range(50)]:
+                future.result(timeout=20.0)
+            books = client._session.caller.endpoints.all
+            assert all(endpoint.seen and endpoint.last_taken > 1 for endpoint in books)  # both had their share
+
+            futures = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(20)]
+            time.sleep(0.3)
+            dying.kill()
+            assert [f.result(timeout=20.0).rewards[0] for f in futures] == [
+                reward_of([SLOW_TOKEN, i]) for i in range(20)
+            ]
+            assert [endpoint.num_failures > 0 for endpoint in books] == [True, False]
+            started = time.monotonic()
+            for _ in range(50):
+                client.score(texts=["a"])
+            assert time.monotonic() - started < 5.0
+
+            with dying.again():
+                deadline = time.monotonic() + 20.0
+                while books[0].num_failures and time.monotonic() < deadline:
+                    client.score(texts=["a"])
+                    time.sleep(0.05)
+                assert books[0].num_failures == 0
+                assert [endpoint.outstanding for endpoint in books] == [0, 0]
+
+
+def test_a_server_that_was_never_there_does_not_hold_up_the_other(free_port: int) -> None:
+    with EchoProcess() as living, RewardClient([f"127.0.0.1:{free_port}", living.http_url]) as client:
+        started = time.monotonic()
+        client.wait_ready(5.0)
+        futures = [client.submit(tokens=[[1000, i]]) for i in range(200)]
+        assert [f.result(timeout=20.0).rewards[0] for f in futures] == [reward_of([1000, i]) for i in range(200)]
+        assert time.monotonic() - started < 10.0
+
+
+# --- an address that is wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_port_says_so_within_seconds(kind: str, free_port: int) -> None:
+    started = time.monotonic()
+    with RewardClient(f"{kind}://127.0.0.1:{free_port}") as client:
+        with pytest.raises(Unreachable, match=f"{free_port}.*[Rr]efused.*is the server running there.*port"):
+            client.score(texts=["a"])
+        with pytest.raises(Unreachable):
+            client.submit(texts=["a"]).result()
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_wrong_port_says_so_to_the_async_client(kind: str, free_port: int) -> None:
+    async with AsyncRewardClient(f"{kind}://127.0.0.1:{free_port}") as client:
+        with pytest.raises(Unreachable, match="is the server running there"):
+            await asyncio.wait_for(client.score(texts=["a"]), 5.0)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("http", "grpc"), ("grpc", "http")])
+def test_the_other_protocols_port_says_so(kind: str, other: str) -> None:
+    with EchoProcess() as server:
+        address = url_of(server, other).partition("://")[2]
+        started = time.monotonic()
+        with RewardClient(f"{kind}://{address}") as client, pytest.raises(Unreachable, match=f"{other}://host:port"):
+            client.score(texts=["a"])
+    assert time.monotonic() - started < 7.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_port_that_never_answers_says_so_after_the_connect_time_out(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
+        with RewardClient(url, policy=RetryPolicy(connect_timeout_s=0.5)) as client:
+            started = time.monotonic()
+            with pytest.raises(Unreachable, match=r"within 0.5 s|cannot connect"):
+                client.score(texts=["a"])
+            assert time.monotonic() - started < 3.0
+
+
+def test_a_host_that_drops_packets_says_so_after_the_connect_time_out() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        fillers = [socket.socket() for _ in range(4)]  # beyond the backlog, the kernel drops what asks to connect
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        started = time.monotonic()
+        with (
+            RewardClient(f"127.0.0.1:{address[1]}", policy=RetryPolicy(connect_timeout_s=0.5)) as client,
+            pytest.raises(Unreachable, match=r"cannot connect.*timed out"),
+        ):
+            client.score(texts=["a"])
+        assert time.monotonic() - started < 3.0
+        for filler in fillers:
+            filler.close()
+
+
+def test_a_web_server_of_another_kind_is_no_reward_server() -> None:
+    import http.server
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        with (
+            RewardClient(f"127.0.0.1:{web.server_port}") as client,
+            pytest.raises(RouteNotFound, match=r"404.*KServe v2"),
+        ):
+            client.score(texts=["a"])
+        web.shutdown()
+
+
+def test_waiting_for_a_server_that_starts_late_and_one_that_never_does(
+    free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "guerdon")
+    processes: list[EchoProcess] = []
+    timer = threading.Timer(0.5, lambda: processes.append(EchoProcess(free_port)))
+    timer.start()
+    with RewardClient(f"127.0.0.1:{free_port}") as client:
+        with pytest.raises(DeadlineExceeded, match=r"within 0.2 s: cannot connect.*refused"):
+            client.wait_ready(0.2)
+        client.wait_ready(20.0)
+        assert list(client.score(texts=["ab"])) == [2.0]
+    timer.join()
+    processes[0].kill()
+
+
+# --- the client's own process -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EchoProcess]:
+    with EchoProcess() as process:
+        yield process
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["idle", "in flight", "queued", "waiting", "exception"])
+def test_the_interpreter_ends_without_waiting_for_the_client(server: EchoProcess, kind: str, how: str) -> None:
+    work = {
+        "idle": "",
+        "in flight": "[silent.submit(texts=['a']) for _ in range(4)]; time.sleep(0.2)",
+        "queued": f"futures = [client.submit(tokens=[[{SLOW_TOKEN}]]) for _ in range(500)]; time.sleep(0.2)",
+        "waiting": "silent._session.workers.submit(silent.wait_ready); time.sleep(0.2)",
+        "exception": f"client.submit(tokens=[[{SLOW_TOKEN}]]); print('end', time.time()); raise SystemExit(0)",
+    }[how]
+    silent = socket.create_server(("127.0.0.1", 0))
+    code = f"""
+import time
+from guerdon.client import RewardClient, RetryPolicy
+silent = RewardClient("{kind}://127.0.0.1:{silent.getsockname()[1]}", policy=RetryPolicy(connect_timeout_s=60.0))
+client = RewardClient({url_of(server, kind)!r}, max_in_flight=4)
+assert list(client.score(texts=["abc"])) == [3.0]
+{work}
+print("end", time.time())
+"""
+    with silent:
+        done = run_python(code)
+    assert time.time() - float(done.stdout.split()[1]) < 5.0  # what is under way would take a minute or two
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_async_client_that_nobody_closed_does_not_hold_up_the_end(server: EchoProcess) -> None:
+    code = f"""
+import asyncio
+from guerdon.client import AsyncRewardClient
+async def main(url):
+    client = AsyncRewardClient(url)
+    assert list(await client.score(texts=["abc"])) == [3.0]
+    client.submit(tokens=[[{SLOW_TOKEN}]])
+    await asyncio.sleep(0.1)
+for url in ({server.http_url!r}, {server.grpc_url!r}):
+    asyncio.run(main(url))
+"""
+    done = run_python(code, timeout_s=30.0)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_client_still_works_after_a_fork(server: EchoProcess) -> None:
+    code = f"""
+import os
+from guerdon.client import RewardClient
+client = RewardClient({server.http_url!r}, max_in_flight=1)
+assert list(client.submit(texts=["abc"]).result()) == [3.0]
+child = os.fork()
+if child == 0:
+    ok = list(client.submit(texts=["ab"]).result(timeout=10)) == [2.0] and list(client.score(texts=["a"])) == [1.0]
+    os._exit(0 if ok else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert list(client.score(texts=["abcd"])) == [4.0]
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_client_imports_neither_torch_nor_transformers_nor_grpc_unasked(server: EchoProcess) -> None:
+    code = f"""
+import sys
+import guerdon.client.files
+from guerdon.client import RewardClient
+with RewardClient({server.http_url!r}) as client:
+    client.score(texts=["a"])
+print(*(name for name in ("torch", "transformers", "grpc", "tritonclient", "guerdon.server") if name in sys.modules))
+with RewardClient({server.grpc_url!r}) as client:
+    client.score(texts=["a"])
+print(*(name for name in ("torch", "transformers", "grpc", "guerdon.server") if name in sys.modules))
+"""
+    done = run_python(code)
+    assert done.stdout == "\ngrpc\n", done.stderr
+
+
+def test_grpc_without_its_extra_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["grpc"] = None
+from guerdon.client import RewardClient
+try:
+    RewardClient("grpc://127.0.0.1:1")
+except ImportError as e:
+    print(e)
+"""
+    assert "pip install 'guerdon[grpc]'" in run_python(code).stdout
+
+
+def test_unreachable_is_an_unavailable_that_a_retry_may_help() -> None:
+    assert issubclass(Unreachable, Unavailable)
+    assert Unreachable("x").retryable

@@ -1,0 +1,192 @@
+"""The walk of a call, step by step with a clock of its own: no server, no waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guerdon.client.calls import ModelSignature, make_request
+from guerdon.client.endpoints import Endpoints
+from guerdon.client.results import Scores
+from guerdon.client.retry import Caller, Describe, Infer, InferResult, Ready, RetryPolicy, Step, Wait
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    ServerFault,
+    Unavailable,
+    Unreachable,
+)
+from guerdon.wire.kserve import InferReply
+from guerdon.wire.tensors import Tensor
+
+SIGNATURE = ModelSignature("m", ("1",), "", {"sentences": "BYTES"}, {"rewards": "FP32"})
+POLICY = RetryPolicy(tries=4, backoff_s=1.0, max_backoff_s=3.0, jitter=0.0)
+ANSWER = InferResult(InferReply("m", "1", [Tensor("rewards", "FP32", (1, 1), np.ones((1, 1), np.float32))]))
+
+
+class World:
+    """Performs steps by asking `server`, and keeps the time and the steps."""
+
+    def __init__(self, server: Callable[[Any], Any], urls: list[str], policy: RetryPolicy = POLICY) -> None:
+        self.now = 0.0
+        self.steps: list[Step] = []
+        self.server = server
+        self.caller = Caller(Endpoints(urls), policy, lambda: self.now, random.Random(0))
+
+    def score(self, timeout_s: float | None = None) -> Scores:
+        return self.run(self.caller.score(make_request(texts=["a"], timeout_s=timeout_s)))
+
+    def run(self, call: Any) -> Any:
+        try:
+            step = next(call)
+            while True:
+                self.steps.append(step)
+                if isinstance(step, Wait):
+                    self.now += step.seconds
+                    step = call.send(None)
+                    continue
+                try:
+                    result = self.server(step)
+                except GuerdonError as e:
+                    step = call.throw(e)
+                else:
+                    step = call.send(result)
+        except StopIteration as done:
+            return done.value
+
+    def trace(self) -> list[str]:
+        return [
+            f"wait {s.seconds:g}" if isinstance(s, Wait) else f"{type(s).__name__} {s.endpoint.url}" for s in self.steps
+        ]
+
+    def outstanding(self) -> list[int]:
+        return [e.outstanding + e.num_requests for e in self.caller.endpoints.all]
+
+
+def answering(step: Step) -> Any:
+    return SIGNATURE if isinstance(step, Describe) else ANSWER
+
+
+def failing(*failures: GuerdonError | None) -> Callable[[Any], Any]:
+    """A server whose infer calls end so, one after the other, and then well."""
+    left = list(failures)
+
+    def server(step: Step) -> Any:
+        if isinstance(step, Infer) and left and (error := left.pop(0)) is not None:
+            raise error
+        return answering(step)
+
+    return server
+
+
+def test_delays_double_up_to_the_bound_and_end_after_the_tries() -> None:
+    delays = [POLICY.next_delay(n, Unavailable("x"), random.Random(0)) for n in (1, 2, 3, 4)]
+    assert delays == [1.0, 2.0, 3.0, None]
+    assert POLICY.next_delay(1, InvalidRequest("x"), random.Random(0)) is None
+    assert POLICY.next_delay(1, DeadlineExceeded("x"), random.Random(0)) is None
+    assert POLICY.next_delay(1, ServerFault("x"), random.Random(0)) is None
+
+
+def test_retry_after_is_a_lower_bound_and_jitter_spreads_the_rest() -> None:
+    policy = RetryPolicy(backoff_s=1.0, jitter=0.5)
+    delays = [policy.next_delay(1, Overloaded("x", 2.5), random.Random(seed)) for seed in range(50)]
+    assert all(delay is not None and 3.0 <= delay <= 3.5 for delay in delays)
+    assert len(set(delays)) == 50
+    assert policy.next_delay(9, Overloaded("x", 60.0), random.Random(0)) > 60.0  # type: ignore[operator]
+
+
+def test_metadata_is_fetched_once_and_again_after_a_loss() -> None:
+    world = World(failing(None, None, Unreachable("cut")), ["a"])
+    for _ in range(3):
+        assert world.score().rewards.tolist() == [1.0]
+    assert world.trace() == [
+        "Describe a", "Infer a", "Infer a", "Infer a", "wait 1", "Describe a", "Infer a",
+    ]  # fmt: skip
+    assert world.outstanding() == [0]
+
+
+def test_a_connection_that_breaks_moves_the_request_without_waiting() -> None:
+    world = World(failing(None, None, Unreachable("cut")), ["a", "b"])
+    for _ in range(3):
+        world.score()
+    assert world.trace()[4:] == ["Infer a", "Infer b"]
+    assert world.outstanding() == [0, 0]
+
+
+def test_a_request_that_is_wrong_is_sent_once() -> None:
+    world = World(failing(InvalidRequest("bad")), ["a", "b"])
+    with pytest.raises(InvalidRequest, match="bad"):
+        world.score()
+    assert world.trace() == ["Describe a", "Infer a"]
+    assert world.outstanding() == [0, 0]
+    assert world.caller.endpoints.all[0].num_failures == 0
+
+
+def test_an_overloaded_server_is_given_its_time_and_not_left_out() -> None:
+    world = World(failing(Overloaded("full", 2.5), Overloaded("full", 2.5)), ["a"])
+    world.score()
+    assert world.trace() == ["Describe a", "Infer a", "wait 3.5", "Infer a", "wait 4.5", "Infer a"]
+    assert world.caller.endpoints.all[0].num_failures == 0
+
+
+def test_a_server_that_is_not_ready_is_tried_until_the_tries_are_spent() -> None:
+    world = World(failing(*[Unavailable("starting")] * 9), ["a"])
+    with pytest.raises(Unavailable, match="starting") as raised:
+        world.score()
+    assert [t for t in world.trace() if t.startswith("wait")] == ["wait 1", "wait 2", "wait 3"]
+    assert raised.value.__notes__ == ["gave up after 4 tries"]
+    assert world.outstanding() == [0]
+
+
+def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
+    def refuse(step: Step) -> Any:
+        raise Unreachable(f"refused by {step.endpoint.url}")  # type: ignore[union-attr]
+
+    world = World(refuse, ["a"])
+    with pytest.raises(Unreachable, match="refused by a"):
+        world.score()
+    assert world.trace() == ["Describe a"]
+    world = World(refuse, ["a", "b"])
+    with pytest.raises(Unreachable, match="none of the servers answers; refused by b"):
+        world.score()
+    assert world.trace() == ["Describe a", "Describe b"]
+
+
+def test_no_pause_goes_beyond_the_deadline() -> None:
+    world = World(failing(*[Overloaded("full", 4.0)] * 9), ["a"])
+    with pytest.raises(Overloaded):
+        world.score(timeout_s=6.0)
+    assert world.trace() == ["Describe a", "Infer a", "wait 5", "Infer a"]
+    assert [s.timeout_s for s in world.steps if isinstance(s, Infer)] == [6.0, 1.0]
+    assert [s.request.parameters["timeout"] for s in world.steps if isinstance(s, Infer)] == [6_000_000, 1_000_000]
+
+
+def test_a_cancelled_call_gives_its_tokens_back() -> None:
+    world = World(answering, ["a"])
+    call = world.caller.score(make_request(texts=["x" * 400]))
+    next(call)
+    assert world.outstanding() == [102]
+    call.close()
+    assert world.outstanding() == [0]
+
+
+def test_waiting_asks_every_server_and_tells_what_each_said(caplog: pytest.LogCaptureFixture) -> None:
+    def starting(step: Ready) -> Any:
+        if step.endpoint.url == "b" and world.now > 5.0:
+            return None
+        raise Unavailable(f"{step.endpoint.url} is loading")
+
+    world = World(starting, ["a", "b"])
+    world.run(world.caller.wait_ready(60.0))
+    assert 5.0 < world.now < 8.0
+    assert "still waiting: a is loading; b is loading" in caplog.text
+    world = World(starting, ["a", "b"])
+    with pytest.raises(DeadlineExceeded, match=r"within 4 s: a is loading; b is loading"):
+        world.run(world.caller.wait_ready(4.0))
+    assert world.now == pytest.approx(4.0)
