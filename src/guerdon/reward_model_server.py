@@ -1,0 +1,95 @@
+"""`RewardModelServer` with NeMo-Aligner's signature: a user's padded `infer_fn` behind guerdon's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.engine.callable import PaddedScorer
+from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.server import runtime
+from guerdon.server.scheduler import Limits
+from guerdon.server.service import Service
+
+
+class RewardModelServer:
+    """Serves `infer_fn(inputs=(tokens [B,T], lengths [B])) -> rewards [B]` over KServe v2.
+
+    `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` turns text into ids. Sequences are collected into
+    batches of the preferred sizes `inference_micro_batch_size`; the first in line waits at most
+    `max_queue_delay_microseconds` for company. Batches beyond `model_forward_micro_batch_size` are filled up
+    to a multiple of it. T is the longest of the batch, rounded up to `strip_sequence_length_to_multiple`.
+    """
+
+    def __init__(
+        self,
+        infer_fn: Callable[..., Any],
+        tokenize_func: Callable[..., Any],
+        model_name: str,
+        port: int,
+        inference_micro_batch_size: int | Iterable[int],
+        model_forward_micro_batch_size: int,
+        strip_sequence_length_to_multiple: int | None = None,
+        max_queue_delay_microseconds: float = 2000,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        sizes = inference_micro_batch_size
+        self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        self.max_delay_s = max_queue_delay_microseconds / 1e6
+        self.config = ServerConfig(host=host, port=port, grpc_port=None, models=[ModelConfig(name=model_name)])
+        self.scorer = PaddedScorer(
+            infer_fn,
+            ModelInfo(model_name, "function", path="padded", why="a user's infer_fn"),
+            encoder=_Encoder(tokenize_func),
+            forward_batch_size=model_forward_micro_batch_size,
+            strip_to_multiple=strip_sequence_length_to_multiple,
+        )
+
+    def infer(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+        """Scores `sentences` (bytes `[B,1]`), or `tokens` `[B,T]` with `sequence_lengths` `[B,1]`, in this process.
+
+        Returns `rewards` float32 `[B,1]`; raises InvalidRequest for other inputs, SampleFailed where a reward
+        is not finite.
+        """
+        if set(inputs) == {"sentences"}:
+            texts = [bytes(x).decode() for x in np.asarray(inputs["sentences"], dtype=object).reshape(-1)]
+            rows = self.scorer.encoder.encode(texts)
+        elif set(inputs) == {"tokens", "sequence_lengths"}:
+            lengths = np.asarray(inputs["sequence_lengths"]).reshape(-1)
+            rows = [np.asarray(t[:n], dtype=np.int64) for t, n in zip(inputs["tokens"], lengths, strict=True)]
+        else:
+            raise InvalidRequest(f"infer takes sentences, or tokens with sequence_lengths, not {sorted(inputs)}")
+        scores = self.scorer.score([Sequence(row) for row in rows])
+        for score in scores:
+            if isinstance(score, SampleFailed):
+                raise score
+        rewards = [score.reward for score in scores if isinstance(score, Score)]
+        return {"rewards": np.array(rewards, dtype=np.float32)[:, None]}
+
+    def run_server(self) -> None:
+        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns."""
+        runtime.run(self.build_service(), self.config)
+
+    def build_service(self) -> Service:
+        """The service that `run_server` runs, for an event loop of your own."""
+        limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
+        name = self.scorer.info.name
+        return build_service(self.config, scorer=lambda _: self.scorer, limits={name: limits})
+
+
+class _Encoder:
+    """A user's `tokenize_func` as the service calls it."""
+
+    def __init__(self, tokenize_func: Callable[..., Any]) -> None:
+        self._tokenize = tokenize_func
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        tokens, lengths = self._tokenize(texts)
+        rows = np.asarray(tokens, dtype=np.int64)
+        return [row[:n] for row, n in zip(rows, np.asarray(lengths).reshape(-1), strict=True)]

@@ -1,0 +1,140 @@
+"""The command line: what it says, how flags and YAML meet, and how it ends when it cannot start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guerdon import __version__, cli
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.errors import ConfigError
+from processes import environment
+
+
+def settings(*argv: str) -> ServerConfig:
+    return cli.server_config(cli.make_parser().parse_args(["serve", *argv]))
+
+
+def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of the command in this process."""
+    try:
+        status = cli.main(argv)
+    except SystemExit as e:
+        status = e.code
+    return status, *capsys.readouterr()
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version", capsys=capsys) == (0, f"guerdon {__version__}\n", "")
+    status, out, _ = run("--help", capsys=capsys)
+    assert status == 0
+    assert "guerdon serve ./my-reward-model" in out
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "guerdon", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.split() == ["guerdon", __version__]
+
+
+def test_help_shows_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("serve", "--help", capsys=capsys)
+    text = " ".join(out.split())
+    assert "HTTP port (0: any free one) (default: 5555)" in text
+    assert "--truncation {error,left,right}" in text
+    assert "--deterministic, --no-deterministic" in text
+    assert "--models" not in text
+
+
+def test_flags_become_settings() -> None:
+    config = settings(
+        "m", "--port", "0", "--no-grpc", "--dtype", "bfloat16", "--attribute-weights", "0.7,-0.3", "--deterministic",
+        "--max-length", "512", "--mean", "-1.5",
+    )  # fmt: skip
+    model = ModelConfig(
+        model="m", dtype="bfloat16", attribute_weights=[0.7, -0.3], deterministic=True, max_length=512, mean=-1.5
+    )
+    assert config == ServerConfig(port=0, grpc_port=None, models=[model])
+
+
+def test_without_flags_all_are_defaults() -> None:
+    assert settings("m") == ServerConfig(models=[ModelConfig(model="m")])
+
+
+def test_flags_go_before_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "port: 1000\nhost: 0.0.0.0\nmodels:\n  - {model: m, dtype: float16, name: a, deterministic: true}\n"
+    )
+    config = settings("--config", str(file), "--port", "2000", "--name", "b", "--no-deterministic")
+    assert (config.port, config.host) == (2000, "0.0.0.0")
+    assert config.models == [ModelConfig(model="m", dtype="float16", name="b")]
+
+
+def test_model_of_the_command_line_with_a_yaml_of_server_settings(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 1000\n")
+    assert settings("m", "--config", str(file)) == ServerConfig(port=1000, models=[ModelConfig(model="m")])
+
+
+@pytest.mark.parametrize(
+    ("yaml", "argv", "message"),
+    [
+        ("models: [{model: a}]", ["m"], "MODEL is given as m"),
+        ("models: [{model: a}, {model: b, name: b}]", ["--dtype", "float16"], "--dtype is given, but"),
+        ("models: [{name: a}]", [], r"models\[0\] names no model"),
+        ("models: [{model: a, max_length: 0}]", [], "max_length is 0"),
+        ("ports: 1", ["m"], "unknown setting ports"),
+    ],
+)
+def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], message: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(yaml)
+    with pytest.raises(ConfigError, match=message):
+        settings("--config", str(file), *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "m", "--prot", "1"], "unrecognized arguments: --prot"),
+        (["serve", "m", "--port", "http"], "argument --port: invalid int value: 'http'"),
+        (["serve", "m", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["serve", "m", "--attribute-weights", "a"], "'a' is not a list of numbers"),
+        (["serve", "m", "--config", "absent.yaml"], "cannot read absent.yaml: No such file"),
+        (["serve", "m", "--std", "0"], "std is 0"),
+        (["serve", "./absent-folder"], "absent-folder"),
+        (["serve"], "no model to serve"),
+        (["score", "in.jsonl", "-o", "out.jsonl"], "one of the arguments --server --model is required"),
+        (
+            ["score", "--server", "h:1", "--dtype", "float16", "in", "-o", "out"],
+            "--dtype is given, but the model runs at",
+        ),
+        (["score", "--server", "127.0.0.1:1", "absent.jsonl", "-o", "out.jsonl"], "cannot read absent.jsonl"),
+        (["demo", "--data", "absent.jsonl", "--out", "demo"], "cannot read absent.jsonl"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_what_cannot_start_says_what_to_do(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(*argv, capsys=capsys)
+    first, *_, last = err.splitlines()
+    assert status == 2
+    assert first.startswith("guerdon: ")
+    assert message in first
+    assert last.startswith("help: ")
+
+
+def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "hello"}\n')
+    argv = ["score", "--server", "http://127.0.0.1:9", str(source), "-o", str(tmp_path / "out.jsonl"), "--no-progress"]
+    status, _, err = run(*argv, capsys=capsys)
+    assert status == 1
+    assert "127.0.0.1:9" in err
+    assert "Traceback" not in err

@@ -1,0 +1,33 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import guerdon
+from processes import environment
+
+
+def test_public_names_are_these() -> None:
+    assert guerdon.__all__ == [
+        "AsyncRewardClient",
+        "GuerdonError",
+        "RetryPolicy",
+        "RewardClient",
+        "RewardModelServer",
+        "Scores",
+        "__version__",
+    ]
+
+
+def test_each_public_name_loads() -> None:
+    for name in guerdon.__all__:
+        assert getattr(guerdon, name) is not None
+
+
+def test_the_client_needs_neither_torch_nor_the_server() -> None:
+    heavy = ("torch", "transformers", "starlette", "uvicorn", "grpc", "matplotlib")
+    code = f"import sys, guerdon; guerdon.RewardClient; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.strip() == "[]"
