@@ -12,6 +12,7 @@ import zoo
 from guerdon.assembly import build_scorer
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
+from guerdon.engine import attention
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, SampleFailed
 
@@ -60,6 +61,17 @@ def test_rewards_equal_transformers_one_by_one_whatever_the_batch(name: str, tmp
     order = np.random.default_rng(1).permutation(len(rows))
     assert_close(rewards(engine, [rows[i] for i in order]), want[order])
     assert_close(np.concatenate([rewards(engine, [row]) for row in rows]), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "gpt2"])
+def test_rows_of_several_query_blocks_and_long_prompts(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path / name)
+    rows = zoo.rows(5, groups=((attention.QUERY_BLOCK + 60, 4), (2 * attention.QUERY_BLOCK - 31, 2)))
+    assert_close(rewards(build(folder), rows), zoo.reference(folder, rows))
+    want = zoo.reference(folder, rows)
+    own = zoo.reference(folder, rows, dtype=torch.bfloat16)
+    got = rewards(build(folder, dtype="bfloat16"), rows)
+    assert np.abs(got - want).mean() <= 1.5 * np.abs(own - want).mean()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bert", "modernbert", "mamba", "falcon"])

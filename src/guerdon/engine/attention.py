@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from guerdon.engine.packing import PackedBatch, Segment
 
 NAME = "guerdon_packed"
+QUERY_BLOCK = 128
+"""Queries of one kernel call on a CPU: the kernel computes what a causal mask hides within 512 keys, too."""
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _batch: ContextVar[PackedBatch] = ContextVar("guerdon_packed_batch")
 
 
@@ -82,7 +85,7 @@ def packed_attention(
     if pattern is not None and causal and pattern.window and pattern.window >= batch.max_length:
         pattern = None
     plain = pattern is None and not softcap and s_aux is None and query.shape[-1] == value.shape[-1]
-    if plain and causal and batch.shared and query.device.type == "cpu":
+    if plain and causal and query.device.type == "cpu" and not torch.is_grad_enabled():
         out = cascade(batch, query, key, value, scale)
     else:
         out = by_segment(batch, query, key, value, scale, causal, pattern, softcap, s_aux)
@@ -177,24 +180,38 @@ def cascade(
 
     The parts are merged by their log-sum-exp; `[1,H,T,D]`. CPU only, and not differentiable.
     """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
     for s in batch.segments:
-        own = slice(s.start, s.stop)
-        o, weight = flash(query[:, :, own], key[:, :, own], value[:, :, own], 0.0, True, scale=scale)
-        out[:, :, own], lse[:, :, own] = o, weight
+        for start in range(s.start, s.stop, QUERY_BLOCK):
+            block, seen = (
+                slice(start, min(start + QUERY_BLOCK, s.stop)),
+                slice(s.start, min(start + QUERY_BLOCK, s.stop)),
+            )
+            mask = None if start == s.start else _diagonal(batch, block.stop - start, start - s.start, query.dtype)
+            out[:, :, block], lse[:, :, block] = _flash(
+                query[:, :, block], key[:, :, seen], value[:, :, seen], 0.0, mask is None, attn_mask=mask, scale=scale
+            )
     for s in batch.segments:
         if s.end == s.stop:
             continue
         below, own = slice(s.stop, s.end), slice(s.start, s.stop)
-        o, weight = flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
+        o, weight = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
         before = lse[:, :, below]
         both = torch.logaddexp(before, weight)
         share = torch.exp(weight - both)[..., None]
         out[:, :, below] = torch.lerp(out[:, :, below].float(), o.float(), share).to(out.dtype)
         lse[:, :, below] = both
     return out
+
+
+def _diagonal(batch: PackedBatch, rows: int, before: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask `[rows, before + rows]` of queries that follow `before` keys, 0 where seen and else -inf."""
+    key = (rows, before, dtype)
+    if key not in batch.cache:
+        hidden = torch.full((rows, before + rows), float("-inf"), dtype=dtype)
+        batch.cache[key] = hidden.triu_(before + 1)
+    return batch.cache[key]
 
 
 def register() -> None:
