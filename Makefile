@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 DATA   ?=
 LIMIT  ?=

@@ -208,7 +208,7 @@ class Engine:
             finally:
                 self._use("single")
             if difference <= TOLERANCE.get(self.dtype, 5e-2):
-                agreed = f"differs from the plain forward by {difference:.1e}"
+                agreed = f"agrees with the plain forward within {difference:.1e}"
                 return path, "; ".join([*reasons, agreed])
             reasons.append(f"{path}: differs from the plain forward by {difference:.1e}")
         return "single", "; ".join(reasons)
