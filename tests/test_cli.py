@@ -60,6 +60,18 @@ def test_flags_become_settings() -> None:
     assert config == ServerConfig(port=0, grpc_port=None, models=[model])
 
 
+def test_auto_may_be_written_out(tmp_path: Path) -> None:
+    (model,) = settings("m", "--max-batch-tokens", "auto", "--max-length", "512").models
+    assert (model.max_batch_tokens, model.max_length) == (None, 512)
+    file = tmp_path / "server.yaml"
+    file.write_text("models: [{model: m, max_batch_tokens: auto, std: auto}]\n")
+    (model,) = settings("--config", str(file)).models
+    assert (model.max_batch_tokens, model.std) == (None, None)
+    file.write_text("grpc_port: auto\n")
+    with pytest.raises(ConfigError, match="grpc_port is 'auto'"):
+        settings("m", "--config", str(file))
+
+
 def test_without_flags_all_are_defaults() -> None:
     assert settings("m") == ServerConfig(models=[ModelConfig(model="m")])
 

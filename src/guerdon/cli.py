@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from guerdon import __version__
-from guerdon.config import ModelConfig, ServerConfig, check, from_mapping, read_yaml
+from guerdon.config import ModelConfig, ServerConfig, check, from_mapping, read_yaml, takes_auto
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, GuerdonError, StartError
 
@@ -109,14 +110,16 @@ def add_settings(group: argparse._ArgumentGroup, cls: type) -> None:
         if hint is bool:
             group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
             continue
-        if default is not None:
-            text += f" (default: {default})"
+        automatic = takes_auto(field, hints[field.name])
+        if default is not None or automatic:
+            text += f" (default: {'auto' if automatic else default})"
         if typing.get_origin(hint) is Literal:
             group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
         elif typing.get_origin(hint) is list:
             group.add_argument(flag, help=text + "; write them as 0.7,0.3", type=_numbers, metavar="X,Y", **options)
         else:
-            group.add_argument(flag, help=text, type=hint, metavar=_METAVARS[hint], **options)
+            kind = functools.partial(_number_or_auto, hint) if automatic else hint
+            group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
     if cls is ServerConfig:
         group.add_argument("--no-grpc", dest="grpc_port", action="store_const", const=None, default=argparse.SUPPRESS)
 
@@ -232,6 +235,13 @@ def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The flags of `cls` that stood on the command line."""
     names = [field.name for field in dataclasses.fields(cls) if field.metadata["flag"]]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def _number_or_auto(kind: type, text: str) -> Any:
+    try:
+        return None if text == "auto" else kind(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from e
 
 
 def _numbers(text: str) -> list[float]:

@@ -30,10 +30,10 @@ class ModelConfig:
     )
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, ...")
     max_batch_tokens: int | None = setting(
-        None, "tokens computed in one forward, after sharing; default: chosen for the device", least=1
+        None, "tokens computed in one forward, after sharing; auto: chosen for the device", least=1
     )
     max_length: int | None = setting(
-        None, "longest accepted sequence in tokens; default: the model's own maximum", least=1
+        None, "longest accepted sequence in tokens; auto: the model's own maximum", least=1
     )
     truncation: Literal["error", "left", "right"] = setting(
         "error", "a longer sequence is refused, or loses tokens at this side"
@@ -44,8 +44,8 @@ class ModelConfig:
     attribute_weights: list[float] | None = setting(
         None, "weights that merge several attributes into the reward; default: the plain mean"
     )
-    mean: float | None = setting(None, "subtracted from every reward; default: the checkpoint's own")
-    std: float | None = setting(None, "divides every reward after the mean; default: the checkpoint's own")
+    mean: float | None = setting(None, "subtracted from every reward; auto: the checkpoint's own")
+    std: float | None = setting(None, "divides every reward after the mean; auto: the checkpoint's own")
     step_separator: str | None = setting(None, "text whose last token ends a step (process reward models)")
     step_reduction: Literal["min", "mean", "last", "product"] = setting(
         "min", "how step rewards make the reward of the whole sequence"
@@ -88,7 +88,14 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
         raise ConfigError(
             f"unknown setting {where}{'.' if where else ''}{unknown[0]}", f"known here: {', '.join(sorted(hints))}"
         )
-    return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in data.items()})
+    automatic = {f.name for f in dataclasses.fields(cls) if takes_auto(f, hints[f.name])}
+    given = {k: None if v == "auto" and k in automatic else v for k, v in data.items()}
+    return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in given.items()})
+
+
+def takes_auto(item: dataclasses.Field[Any], hint: Any) -> bool:
+    """Whether `auto` may be written for the setting: for a number whose default is found out at start."""
+    return item.default is None and bool({int, float} & set(typing.get_args(hint)))
 
 
 def check(settings: ModelConfig | ServerConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -145,3 +147,16 @@ def test_preferred_sizes_wait_for_company_but_no_longer_than_the_delay() -> None
     assert len(taken(s.take(20.0))) == 8
     assert s.take(20.0) is None
     assert len(taken(s.take(20.0, hurry=True))) == 1
+
+
+def test_a_huge_request_of_many_prompts_is_taken_apart_quickly() -> None:
+    s = scheduler(max_batch_tokens=4096, max_queue_sequences=100_000, max_queue_tokens=10**9)
+    prompts = [np.arange(40) + 100 * p for p in range(2_000)]
+    s.add(Job([Sequence(np.concatenate([p, [7, r]])) for p in prompts for r in range(8)]))
+    started = time.perf_counter()
+    sizes = []
+    while (batch := s.take(0.0)) is not None:
+        sizes.append(len(batch.entries))
+    assert sum(sizes) == 16_000
+    assert min(sizes[:-1]) % 8 == 0  # no prompt's group was cut
+    assert time.perf_counter() - started < 5  # it takes half a second; scanning the rest for each prompt takes minutes

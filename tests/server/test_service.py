@@ -121,6 +121,22 @@ async def test_truncation_is_asked_for_by_side(tmp_path: Path) -> None:
         assert got.reward == pytest.approx(zoo.reference(folder, [kept])[0], abs=1e-5)  # type: ignore[union-attr]
 
 
+async def test_truncation_moves_positions_along_and_hides_no_error(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "llama", "tokcls", num_labels=2)
+    row = zoo.rows()[0][:40]
+    outputs = zoo.reference_tokens(folder, [row[-20:], row[:20]])
+    steps = np.array([5, 25, 39])
+    for side, want, kept in (("left", outputs[0], [5, 19]), ("right", outputs[1], [5])):
+        async with running(model=str(folder), max_length=20, truncation=side) as service:
+            asked = request(
+                row.tolist(), [zoo.VOCAB_SIZE] * 40, steps=[steps, steps], prompt_lengths=np.array([30, 30])
+            )
+            fine, wrong = (await service.score("reward_model", asked)).results
+        right = np.exp(want[kept, 1]) / np.exp(want[kept]).sum(1)
+        np.testing.assert_allclose(fine.steps, right, atol=1e-5)  # type: ignore[union-attr]
+        assert isinstance(wrong, InvalidRequest)
+
+
 async def test_an_unknown_model_and_an_empty_request_are_refused() -> None:
     async with running() as service:
         with pytest.raises(UnknownModel, match="served here: reward_model"):

@@ -189,9 +189,9 @@ class Scheduler:
         first = job.sequences[job.waiting[0]]
         if not self.limits.shares:
             return [(job, job.waiting[0], first.num_tokens)]
-        key = _group(first)
-        own = ((job, i) for i in job.waiting if job.queued[i] and _group(job.sequences[i]) == key)
-        others = ((j, i) for j, i in self._groups[key] if j is not job and j.queued[i])
+        group = self._groups[_group(first)]
+        own = ((j, i) for j, i in group if j is job and j.queued[i])
+        others = ((j, i) for j, i in group if j is not job and j.queued[i])
         members: list[tuple[Job, int, int]] = []
         total = 0
         for owner, i in itertools.chain(own, others):

@@ -109,11 +109,9 @@ class Service:
         info = self.model(name)
         model, served = self._models[name]
         sequences = await self._sequences(served, request)
-        results: list[Result | None] = [_wrong(s, info) for s in sequences]
         if model.truncation != "error" and info.max_length is not None:
-            for i, s in enumerate(sequences):
-                if len(s.tokens) > info.max_length:
-                    sequences[i], results[i] = _truncated(s, info.max_length, model.truncation), None
+            sequences = [_truncated(s, info.max_length, model.truncation) for s in sequences]
+        results: list[Result | None] = [_wrong(s, info) for s in sequences]
         accepted = [i for i, r in enumerate(results) if r is None]
         job = Job([sequences[i] for i in accepted], request.priority, started)
         if accepted:
@@ -195,13 +193,14 @@ def _sequence(tokens: np.ndarray, request: ScoreRequest, i: int, text: str | Non
 
 def _truncated(s: Sequence, max_length: int, side: str) -> Sequence:
     """The sequence without its surplus at that side; what was said about its positions moves along."""
-    if side == "right":
-        steps = None if s.steps is None else s.steps[s.steps < max_length]
-        return Sequence(s.tokens[:max_length], s.text, s.group, s.prompt_length, steps)
     surplus = len(s.tokens) - max_length
-    steps = None if s.steps is None else s.steps[s.steps >= surplus] - surplus
-    prompt = None if s.prompt_length is None else max(0, s.prompt_length - surplus)
-    return Sequence(s.tokens[surplus:], s.text, s.group, prompt, steps)
+    if surplus <= 0:
+        return s
+    first = surplus if side == "left" else 0
+    tokens = s.tokens[first : first + max_length]
+    steps = None if s.steps is None else s.steps[(s.steps >= first) & (s.steps < first + max_length)] - first
+    prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
+    return Sequence(tokens, s.text, s.group, prompt, steps)
 
 
 def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:

@@ -1,0 +1,48 @@
+"""What the documentation names exists: functions of the walk, files, links, flags, metrics."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from guerdon import cli
+from guerdon.metrics import TABLE
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUEUE_GAUGES = {"guerdon_queue_sequences", "guerdon_queue_tokens"}
+
+
+def test_the_walk_has_eight_functions_that_exist() -> None:
+    steps = re.findall(r"^ (\d)  (\S+)\.py +(\S+)", (ROOT / "docs/walk.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, *_ in steps] == list(range(1, 9))
+    for _, path, name in steps:
+        found = importlib.import_module("guerdon." + path.replace("/", "."))
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./]+|(?:server|wire|engine|client)/\w+\.py)`", text):
+        assert (ROOT / path).exists() or (ROOT / "src/guerdon" / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_and_metrics_exist(page: Path) -> None:
+    text = page.read_text()
+    helps = [cli.make_parser().format_help()]
+    for action in cli.make_parser()._subparsers._group_actions:  # type: ignore[union-attr]
+        helps += [parser.format_help() for parser in action.choices.values()]  # type: ignore[union-attr]
+    for flag in re.findall(r"`[^`]*?(--[a-z][a-z-]+)", text):
+        assert any(flag in text for text in helps), flag
+    for metric in re.findall(r"guerdon_[a-z]+_?[a-z_]*[a-z]", text):
+        assert metric.removesuffix("_total") in {*TABLE, *QUEUE_GAUGES}, metric
