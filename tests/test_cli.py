@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,49 @@ def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert status == 1
     assert "127.0.0.1:9" in err
     assert "Traceback" not in err
+
+
+SCORER = """
+import sys, time
+def score(texts):
+    time.sleep(0.05 * len(texts))
+    print("scoring", file=sys.stderr, flush=True)
+    return [float("nan") if text == "bad" else 1.0 for text in texts]
+"""
+
+
+def start_score(folder: Path, num_rows: int) -> subprocess.Popen[str]:
+    (folder / "scorer_here.py").write_text(SCORER)
+    rows = [json.dumps({"text": "bad" if i == 1 else "fine"}) for i in range(num_rows)]
+    (folder / "in.jsonl").write_text("\n".join(rows))
+    command = [sys.executable, "-m", "guerdon", "score", "--model", "scorer_here:score", "in.jsonl", "-o", "out.jsonl"]
+    return subprocess.Popen(
+        [*command, "--no-progress"], cwd=folder, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+
+
+def test_the_status_tells_of_failed_samples(tmp_path: Path) -> None:
+    process = start_score(tmp_path, 3)
+    _, err = process.communicate(timeout=60)
+    assert "1 failed, the first:" in err
+    assert process.returncode == 1
+    assert [json.loads(line)["rewards"] for line in (tmp_path / "out.jsonl").open()] == [[1.0], [None], [1.0]]
+
+
+def test_ctrl_c_ends_a_run_soon(tmp_path: Path) -> None:
+    process = start_score(tmp_path, 2000)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "scoring" in line:
+            break
+    time.sleep(0.3)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert time.monotonic() - started < 4.0
+    assert process.returncode == 130
+
+
+def test_weights_with_a_leading_minus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--attribute-weights=-0.5,1" in " ".join(run("serve", "--help", capsys=capsys)[1].split())
+    assert settings("m", "--attribute-weights=-0.5,1").models[0].attribute_weights == [-0.5, 1.0]

@@ -42,6 +42,7 @@ def test_what_is_wrong_is_named(data: Any, message: str, help_text: str) -> None
     ("settings", "message"),
     [
         (ServerConfig(port=-1), "port is -1"),
+        (ServerConfig(grpc_port=65536), "grpc_port is 65536"),
         (ServerConfig(max_requests=0), "max_requests is 0"),
         (ModelConfig(max_length=0), "max_length is 0"),
         (ModelConfig(max_batch_tokens=-5), "max_batch_tokens is -5"),

@@ -42,7 +42,8 @@ A YAML file has the same settings; flags go before it:
 SCORE_EXAMPLES = """\
 Each line of IN is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"},
 {"text"}; a name in .gz is read compressed. OUT gets the same lines with "rewards" added, in the same order. The same
-command again continues where it stopped.
+command again continues where it stopped, with the same weights. A sample that fails has null for its reward, "errors"
+says why, and the exit status is 1.
 """
 
 
@@ -85,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--model", metavar="MODEL", help="load this model here instead: folder, hub id, module:function")
     score.add_argument("--template", action="store_true", help="put prompt and response through the chat template")
+    score.add_argument("--retry-failed", action="store_true", help="score rows of OUT with failed samples again")
     score.add_argument("--no-progress", action="store_true", help="no progress bar")
     add_settings(score.add_argument_group("model", "--name goes with both; the others only with --model"), ModelConfig)
 
@@ -116,7 +118,8 @@ def add_settings(group: argparse._ArgumentGroup, cls: type) -> None:
         if typing.get_origin(hint) is Literal:
             group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
         elif typing.get_origin(hint) is list:
-            group.add_argument(flag, help=text + "; write them as 0.7,0.3", type=_numbers, metavar="X,Y", **options)
+            text += f"; write them as 0.7,0.3, and with a leading minus as {flag}=-0.5,1"
+            group.add_argument(flag, help=text, type=_numbers, metavar="X,Y", **options)
         else:
             kind = functools.partial(_number_or_auto, hint) if automatic else hint
             group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
@@ -159,6 +162,7 @@ def run_serve(args: argparse.Namespace) -> None:
     from guerdon import assembly
     from guerdon.server import runtime
 
+    runtime.check_addresses(config)  # before models are loaded, which may take minutes
     service = assembly.build_service(config)
     for info in service.models():
         _say(_described(info))
@@ -169,18 +173,29 @@ def run_serve(args: argparse.Namespace) -> None:
     runtime.run(service, config, on_started=on_started)
 
 
-def run_score(args: argparse.Namespace) -> None:
-    """`guerdon score`: through servers that run, or through one in this process that only it can reach."""
+def run_score(args: argparse.Namespace) -> int:
+    """`guerdon score`: through servers that run, or through one in this process that only it can reach.
+
+    Returns 1 where samples failed.
+    """
     from guerdon.client import RewardClient
     from guerdon.client.files import score_file
 
     flags = _given(args, ModelConfig)
     name = flags.get("name", ModelConfig.name)
 
-    def score(urls: Sequence[str]) -> None:
+    def score(urls: Sequence[str]) -> int:
         with RewardClient(urls, model=name) as client:
-            summary = score_file(client, args.IN, args.out, template=args.template, progress=not args.no_progress)
+            summary = score_file(
+                client,
+                args.IN,
+                args.out,
+                template=args.template,
+                retry_failed=args.retry_failed,
+                progress=not args.no_progress,
+            )
         print(summary, file=sys.stderr)
+        return 1 if summary.num_failed else 0
 
     if args.server:
         unused = next((flag for flag in flags if flag != "name"), None)
@@ -188,8 +203,7 @@ def run_score(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{unused.replace('_', '-')} is given, but the model runs at {args.server[0]}", "leave it out"
             )
-        score(args.server)
-        return
+        return score(args.server)
     _set_up("warning")
     _need("torch", "starlette", "uvicorn")
     from guerdon import assembly
@@ -198,8 +212,9 @@ def run_score(args: argparse.Namespace) -> None:
     model = ModelConfig(model=args.model, **flags)
     check(model)
     config = ServerConfig(port=0, grpc_port=None, models=[model])
-    with RunningServer(assembly.build_service(config), config) as server:
-        score([server.http_url])
+    # Nothing is left to wait for: the rows are all written, or Ctrl-C was pressed.
+    with RunningServer(assembly.build_service(config), config, grace_s=0) as server:
+        return score([server.http_url])
 
 
 def run_demo(args: argparse.Namespace) -> None:

@@ -12,10 +12,17 @@ from typing import Any, Literal
 from guerdon.errors import ConfigError
 
 
-def setting(default: Any, help: str, *, flag: bool = True, least: float | None = None) -> Any:  # noqa: A002 - the word argparse uses
-    """A dataclass field with the help text that `--help` and the documentation show; `least` is its smallest value."""
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 - the word argparse uses
+    *,
+    flag: bool = True,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values."""
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help, "flag": flag, "least": least}, **factory)
+    return field(metadata={"help": help, "flag": flag, "least": least, "most": most}, **factory)
 
 
 @dataclass
@@ -65,10 +72,13 @@ class ServerConfig:
     """One server: its sockets, its limits and its models."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(5555, "HTTP port (0: any free one)", least=0)
-    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0)
+    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
+    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0, most=65_535)
     max_body_mb: int = setting(256, "largest request body in MiB; a larger one is refused before it is read", least=1)
     max_requests: int = setting(4096, "requests in progress at once; beyond it 503", least=1)
+    max_bodies_mb: int = setting(
+        2048, "MiB that the bodies of the requests in progress may have together; beyond it 503", least=1
+    )
     request_timeout_s: float = setting(
         600.0, "longest time a request may wait when it sets no time-out itself", least=0
     )
@@ -99,11 +109,13 @@ def takes_auto(item: dataclasses.Field[Any], hint: Any) -> bool:
 
 
 def check(settings: ModelConfig | ServerConfig) -> None:
-    """Raises ConfigError for the first setting that is below its smallest value, or a `std` that is not positive."""
+    """Raises ConfigError for the first setting that is out of its bounds, or a `std` that is not positive."""
     for item in dataclasses.fields(settings):
-        value, least = getattr(settings, item.name), item.metadata["least"]
+        value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
         if value is not None and least is not None and value < least:
             raise ConfigError(f"{item.name} is {value}", f"give at least {least:g}")
+        if value is not None and most is not None and value > most:
+            raise ConfigError(f"{item.name} is {value}", f"give at most {most:.0f}")
     if isinstance(settings, ModelConfig) and settings.std is not None and not settings.std > 0:
         raise ConfigError(f"std is {settings.std:g}", "rewards are divided by it: give a number above 0")
 

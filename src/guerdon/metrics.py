@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from guerdon.errors import Cancelled, GuerdonError, ServerFault
+
+UNKNOWN = "unknown"
+"""Stands for every model that is not served: clients may ask for any number of names."""
+
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
-    "guerdon_requests": (Counter, "Requests answered, by outcome: ok or the error's class.", ("model", "outcome"), ()),
+    "guerdon_requests": (Counter, "Requests to score, by outcome: ok or the error's class.", ("model", "outcome"), ()),
     "guerdon_sequences": (Counter, "Sequences scored, by outcome: ok or failed.", ("model", "outcome"), ()),
     "guerdon_tokens_received": (Counter, "Tokens of accepted sequences.", ("model",), ()),
-    "guerdon_tokens_computed": (Counter, "Tokens computed, shared beginnings counted once.", ("model",), ()),
+    "guerdon_tokens_computed": (Counter, "Tokens computed, as the scheduler estimates them.", ("model",), ()),
     "guerdon_request_seconds": (Histogram, "From arrival to answer, in seconds.", ("model",), SECONDS),
     "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
     "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
@@ -48,6 +55,10 @@ class Metrics:
         """Sets a gauge."""
         self._child(name, labels).set(value)
 
+    def request(self, model: str) -> _Request:
+        """A context that counts the request to score that is handled in it, by how it ends, and times it."""
+        return _Request(self, model)
+
     def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Records one executed batch."""
         self.observe("guerdon_batch_seconds", seconds, model)
@@ -68,6 +79,27 @@ class Metrics:
         if child is None:
             child = self._children[key] = self._metrics[name].labels(*labels)
         return child
+
+
+class _Request:
+    __slots__ = ("_metrics", "_model", "_started")
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            outcome = "ok"
+        elif issubclass(kind, GuerdonError):
+            outcome = kind.__name__
+        else:
+            outcome = (Cancelled if issubclass(kind, asyncio.CancelledError) else ServerFault).__name__
+        self._metrics.add("guerdon_requests", 1, self._model, outcome)
+        self._metrics.observe("guerdon_request_seconds", time.monotonic() - self._started, self._model)
 
 
 class _QueueDepth:

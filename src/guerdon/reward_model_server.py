@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.engine.callable import PaddedScorer
-from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server import runtime
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
@@ -41,6 +42,8 @@ class RewardModelServer:
     ) -> None:
         sizes = inference_micro_batch_size
         self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        if not self.batch_sizes or min(*self.batch_sizes, model_forward_micro_batch_size) < 1:
+            raise ConfigError("a micro batch size is below 1", "give sizes of at least 1")
         self.max_delay_s = max_queue_delay_microseconds / 1e6
         self.config = ServerConfig(host=host, port=port, grpc_port=None, models=[ModelConfig(name=model_name)])
         self.scorer = PaddedScorer(
@@ -88,8 +91,10 @@ class _Encoder:
 
     def __init__(self, tokenize_func: Callable[..., Any]) -> None:
         self._tokenize = tokenize_func
+        self._lock = threading.Lock()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        tokens, lengths = self._tokenize(texts)
+        with self._lock:  # a user's function need not be thread-safe
+            tokens, lengths = self._tokenize(texts)
         rows = np.asarray(tokens, dtype=np.int64)
         return [row[:n] for row, n in zip(rows, np.asarray(lengths).reshape(-1), strict=True)]

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
@@ -113,7 +113,7 @@ def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
     assert scores.rewards[1] == 7.0
     assert np.isnan(scores.rewards[[0, 2]]).all()
     assert scores.errors[:2] == ["the reward is not finite", None]
-    assert "token id -5 is outside the vocabulary" in scores.errors[2]
+    assert "token id -5" in scores.errors[2]
 
 
 @pytest.mark.parametrize("message", ["the request is wrong", "größe"])
@@ -212,6 +212,76 @@ def test_closing_ends_every_future_at_once(url: str, service: ScriptedService) -
         client.submit(texts=["a"])
     with pytest.raises(Cancelled):
         client.score(texts=["a"])
+
+
+def test_closing_ends_a_blocking_call_and_the_threads(url: str, service: ScriptedService) -> None:
+    client = RewardClient(url, max_in_flight=2)
+    client.score(texts=["a"])
+    service.num_scored = 0
+    ended: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            client.score(tokens=[[SLOW_TOKEN]])
+        except Cancelled as e:
+            ended.append(e)
+
+    threads = [threading.Thread(target=score) for _ in range(3)]  # the third waits for a slot
+    service.scorer.slow_s = 2.5
+    try:
+        for thread in threads:
+            thread.start()
+        while service.num_scored < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        started = time.monotonic()
+        client.close()
+        for thread in threads:
+            thread.join(timeout=5.0)
+        assert time.monotonic() - started < 1.0
+        assert len(ended) == 3
+    finally:
+        service.scorer.slow_s = 1.0
+
+
+def test_waiting_for_cancelled_futures_ends(url: str) -> None:
+    client = RewardClient(url, max_in_flight=1)
+    first, *others = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(4)]
+    assert others[0].cancel()
+    assert list(first.result(timeout=5.0)) == [777.0]
+    assert wait(others[:1], timeout=5.0).done
+    assert others[2].cancel()
+    client.close()
+    assert not wait(others, timeout=5.0).not_done
+
+
+def test_text_that_is_no_unicode_names_its_row(url: str) -> None:
+    with RewardClient(url) as client, pytest.raises(InvalidRequest, match=r"texts\[1\].*surrogates"):
+        client.score(texts=["a", "\ud800"])
+    with RewardClient(url) as client, pytest.raises(InvalidRequest, match=r"messages\[0\]"):
+        client.score(messages=[[{"role": "user", "content": "\ud800"}]])
+
+
+def test_waiting_for_a_model_that_is_not_served_fails_at_once(url: str) -> None:
+    started = time.monotonic()
+    with (
+        RewardClient(url, "other") as client,
+        pytest.raises(UnknownModel, match=r"unknown model 'other'; served here: many, reward_model"),
+    ):
+        client.wait_ready(60.0)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: ScriptedService) -> None:
+    service.ready = False
+    try:
+        with RewardClient(url) as client:
+            with pytest.raises(DeadlineExceeded, match="not ready"):
+                client.wait_ready(0.3)
+            threading.Timer(0.3, setattr, (service, "ready", True)).start()
+            client.wait_ready(10.0)
+    finally:
+        service.ready = True
 
 
 def test_a_future_keeps_its_client_alive(url: str) -> None:

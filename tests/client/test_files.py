@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,11 +13,22 @@ from typing import Any
 
 import pytest
 
-from guerdon.client import RewardClient, Scores
+from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client.files import score_file
+from guerdon.client.rows import ADDED
 from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.errors import InvalidRequest, SampleFailed, StartError, Unavailable, Unreachable
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    SampleFailed,
+    ServerFault,
+    StartError,
+    Unavailable,
+    Unreachable,
+)
 from guerdon.server.runtime import RunningServer
 from server.echo_service import EchoService
 
@@ -26,12 +39,28 @@ class Service(EchoService):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[ScoreRequest] = []
+        self.failures: list[GuerdonError] = []
+        self.weights_version = "1"
+        self.room = 1_000_000
+        self.in_progress = self.num_refused = 0
 
     async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
         self.seen.append(request)
         if any("wrong" in text for text in request.texts or ()):
             raise InvalidRequest("this is wrong")
-        reply = await super().score(name, request)
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.in_progress and self.in_progress + len(request) > self.room:
+            self.num_refused += 1
+            raise Overloaded("full", 0.0)
+        self.in_progress += len(request)
+        try:
+            if self.room < 1_000_000:
+                await asyncio.sleep(0.005)
+            reply = await super().score(name, request)
+        finally:
+            self.in_progress -= len(request)
+        reply.weights_version = self.weights_version
         for i, text in enumerate(request.texts or ()):
             if "bad" in text:
                 reply.results[i] = SampleFailed("not finite")
@@ -50,8 +79,10 @@ def running() -> Iterator[tuple[Service, RewardClient]]:
 
 @pytest.fixture
 def service(running: tuple[Service, RewardClient]) -> Service:
-    running[0].seen.clear()
-    return running[0]
+    service = running[0]
+    service.seen.clear()
+    service.failures, service.weights_version, service.room = [], "1", 1_000_000
+    return service
 
 
 @pytest.fixture
@@ -63,6 +94,10 @@ def write(path: Path, rows: list[Any]) -> Path:
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def orjson_line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -95,10 +130,10 @@ def test_every_form_of_row(
     summary = score_file(client, source, target, template=template, progress=False)
     (request,) = service.seen
     assert (request.texts or request.messages) == sent
-    assert request.groups is not None
-    assert request.groups.tolist() == [0] * len(sent)
+    assert request.groups is None  # the server finds shared prefixes by itself
     rewards = [float(len(sample if isinstance(sample, str) else str(sample))) for sample in sent]
-    assert read(target) == [{"id": 7, **row, "rewards": rewards}]
+    added = {"rewards": rewards, "weights_version": "1"} | ({"template": True} if template else {})
+    assert read(target) == [{"id": 7, **row, **added}]
     assert (summary.num_rows, summary.num_samples, summary.num_failed) == (1, len(sent), 0)
     assert summary.mean == sum(rewards) / len(rewards)
 
@@ -111,7 +146,7 @@ def test_rows_come_out_in_order_and_failures_are_null(tmp_path: Path, client: Re
     target = tmp_path / "out.jsonl"
     summary = score_file(client, write(tmp_path / "in.jsonl.gz", rows), target, progress=False)
     out = read(target)
-    assert [{k: v for k, v in row.items() if k not in ("rewards", "errors")} for row in out] == rows
+    assert [{k: v for k, v in row.items() if k not in ADDED} for row in out] == rows
     assert out[499]["rewards"] == [4.0 + 499 % 9, 5.0]
     assert (out[3]["rewards"], out[3]["errors"]) == ([None, 6.0], ["not finite", None])
     assert out[4]["rewards"] == []
@@ -150,6 +185,12 @@ def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Servi
     for content, line in (
         ('{"text":"a","rewards":[1.0]}\n{"text":"x","rewards":[1.0]}\n', 2),
         ('{"text":"a"}\n', 1),
+        ('{"text":"a","rewards":1.0}\n', 1),
+        ('{"text":"a","rewards":[1.0,2.0]}\n', 1),
+        ('{"text":"a","rewards":["x"]}\n', 1),
+        ("notes without a newline", 1),
+        ('{"text":"a"}', 1),
+        ('{"text":"a","rewards":[1.0]}\n{"text":"a","rew', 2),
         ("hello\n", 1),
         ('{"text":"a","rewards":[1]}\n{"text":"b","rewards":[1]}\n{"text":"c","rewards":[1]}\n', 3),
     ):
@@ -191,9 +232,116 @@ def test_paths_that_cannot_be(tmp_path: Path, client: RewardClient) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
     with pytest.raises(StartError, match="cannot read"):
         score_file(client, tmp_path / "cut.jsonl.gz", tmp_path / "out.jsonl")
-    for target in (source, tmp_path / "out.jsonl.gz"):
+    for target in (source, tmp_path / "out.jsonl.gz", tmp_path / "no folder" / "out.jsonl", tmp_path):
         with pytest.raises(StartError, match="cannot write to"):
             score_file(client, source, target)
+
+
+def test_the_input_is_never_the_output(tmp_path: Path, client: RewardClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text":"a"}')
+    (tmp_path / "symbolic.jsonl").symlink_to(source)
+    os.link(source, tmp_path / "hard.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for target in ("in.jsonl", "symbolic.jsonl", "hard.jsonl", f"../{tmp_path.name}/in.jsonl"):
+        with pytest.raises(StartError, match="cannot write to"):
+            score_file(client, source, target, progress=False)
+        assert source.read_text() == '{"text":"a"}'
+
+
+def test_a_pipe_is_no_input(tmp_path: Path, client: RewardClient) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(StartError, match="is not a regular file"):
+        score_file(client, tmp_path / "pipe.jsonl", tmp_path / "out.jsonl", progress=False)
+
+
+@pytest.mark.parametrize("room", [8, 40])
+def test_a_full_queue_slows_the_run_down_and_never_ends_it(
+    tmp_path: Path, service: Service, client: RewardClient, room: int
+) -> None:
+    service.room, service.num_refused = room, 0
+    rows = [{"prompt": f"p{i}", "responses": ["x" * (i % 7)] * 4} for i in range(150)]
+    with RewardClient(client._arguments[0], policy=RetryPolicy(tries=1)) as hasty:
+        summary = score_file(hasty, write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", progress=False)
+    assert service.num_refused > 0
+    assert (summary.num_samples, summary.num_failed) == (600, 0)
+    assert [row["rewards"] for row in read(tmp_path / "out.jsonl")] == [
+        [float(len(f"p{i}") + i % 7)] * 4 for i in range(150)
+    ]
+
+
+def test_samples_on_their_way_are_bounded(tmp_path: Path, client: RewardClient) -> None:
+    pending: list[Future[Scores]] = []
+
+    class Counting:
+        most = 0
+
+        def submit(self, **samples: Any) -> Future[Scores]:
+            future = client.submit(**samples)
+            pending.append(future)
+            self.most = max(self.most, sum(not f.done() for f in pending))
+            return future
+
+    counting = Counting()
+    source = write(tmp_path / "in.jsonl", [{"text": f"t{i}"} for i in range(300)])
+    score_file(counting, source, tmp_path / "out.jsonl", progress=False, max_in_flight=10)
+    assert len(pending) == 300
+    assert 1 < counting.most <= 10
+
+
+@pytest.mark.parametrize("error", [ServerFault("a bug"), DeadlineExceeded("late")])
+def test_what_is_not_of_the_row_ends_the_run_and_is_not_written(
+    tmp_path: Path, service: Service, client: RewardClient, error: GuerdonError
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}]), tmp_path / "out.jsonl"
+    service.failures = [error]
+    with pytest.raises(type(error), match=str(error)):
+        score_file(client, source, target, progress=False)
+    score_file(client, source, target, progress=False)
+    assert [row["rewards"] for row in read(target)] == [[1.0], [1.0]]
+
+
+def test_failed_rows_stay_until_they_are_to_be_retried(tmp_path: Path, service: Service, client: RewardClient) -> None:
+    rows = [{"prompt": f"p{i}", "responses": ["a", "bc"]} for i in range(9)]
+    source, target, whole = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    score_file(client, source, whole, progress=False)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    lines[2] = orjson_line(rows[2] | {"rewards": [None, 4.0], "errors": ["not finite", None]})
+    lines[5] = orjson_line(rows[5] | {"rewards": [None, None], "errors": ["wrong", "wrong"]})
+    target.write_bytes(b"".join(lines[:7]))
+    assert score_file(client, source, target, progress=False).num_failed == 3
+    service.seen.clear()
+    service.failures = [ServerFault("a bug")]
+    before = target.read_bytes()
+    with pytest.raises(ServerFault):
+        score_file(client, source, target, progress=False, retry_failed=True)
+    assert target.read_bytes() == before
+    service.seen.clear()
+    assert score_file(client, source, target, progress=False, retry_failed=True).num_failed == 0
+    assert len(service.seen) == 2
+    assert target.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
+
+
+def test_rows_of_other_weights_or_another_template_are_not_continued(
+    tmp_path: Path, service: Service, client: RewardClient
+) -> None:
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    score_file(client, source, target, progress=False)
+    first = target.read_bytes().splitlines(keepends=True)[0]
+    target.write_bytes(first)
+    service.weights_version = "2"
+    with pytest.raises(StartError, match="of weights 1, and the server has weights 2"):
+        score_file(client, source, target, progress=False)
+    service.weights_version = "1"
+    with pytest.raises(StartError, match="line 1: scored without --template"):
+        score_file(client, source, target, progress=False, template=True)
+    assert target.read_bytes() == first
+    target.unlink()
+    score_file(client, source, target, progress=False, template=True)
+    with pytest.raises(StartError, match="line 1: scored with --template"):
+        score_file(client, source, target, progress=False)
 
 
 def test_a_server_that_is_gone_ends_the_run_and_the_next_one_goes_on(tmp_path: Path, client: RewardClient) -> None:

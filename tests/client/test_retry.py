@@ -20,6 +20,7 @@ from guerdon.errors import (
     Overloaded,
     ServerFault,
     Unavailable,
+    UnknownModel,
     Unreachable,
 )
 from guerdon.wire.kserve import InferReply
@@ -190,3 +191,37 @@ def test_waiting_asks_every_server_and_tells_what_each_said(caplog: pytest.LogCa
     with pytest.raises(DeadlineExceeded, match=r"within 4 s: a is loading; b is loading"):
         world.run(world.caller.wait_ready(4.0))
     assert world.now == pytest.approx(4.0)
+
+
+def test_a_server_with_another_model_than_described_is_described_again() -> None:
+    other = ModelSignature("m", ("2",), "", {"sentences": "BYTES"}, {"rewards": "FP32"})
+    signatures = [SIGNATURE, other]
+    infer = failing(None, InvalidRequest("no such input"))
+    world = World(lambda step: signatures.pop(0) if isinstance(step, Describe) else infer(step), ["a"])
+    world.score()
+    world.score()
+    assert world.trace() == ["Describe a", "Infer a", "Infer a", "Describe a", "Infer a"]
+    assert world.outstanding() == [0]
+
+
+def test_a_wrong_request_to_the_model_that_was_described_is_not_sent_again() -> None:
+    world = World(failing(None, InvalidRequest("bad")), ["a"])
+    world.score()
+    with pytest.raises(InvalidRequest, match="bad"):
+        world.score()
+    assert world.trace() == ["Describe a", "Infer a", "Infer a", "Describe a"]
+
+
+def test_waiting_goes_on_while_one_server_may_yet_have_the_model() -> None:
+    def starting(step: Ready) -> Any:
+        if step.endpoint.url == "a":
+            raise UnknownModel("unknown model 'm'")
+        if world.now < 3.0:
+            raise Unavailable("loading")
+
+    world = World(starting, ["a", "b"])
+    world.run(world.caller.wait_ready(60.0))
+    world = World(starting, ["a"])
+    with pytest.raises(UnknownModel):
+        world.run(world.caller.wait_ready(60.0))
+    assert world.now == 0.0

@@ -140,6 +140,34 @@ def test_long_rope_gives_a_short_sequence_its_own_score_beside_a_long_one(tmp_pa
     assert_close(rewards(build(folder), rows), zoo.reference(folder, rows))
 
 
+def test_dynamic_rope_forgets_the_long_sequence_before(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = zoo.checkpoint("llama", tmp_path / "llama", rope_parameters=rope, max_position_embeddings=48)
+    engine = build(folder, max_length=256)
+    rows = make_rows()
+    alone = np.array([zoo.reference(folder, [row])[0] for row in rows])
+    assert max(map(len, rows)) > 48
+    assert_close(rewards(engine, rows), alone)
+    assert_close(rewards(engine, rows[::-1])[::-1], alone)
+
+
+def test_llama_4_scales_by_position_and_not_by_place_in_the_batch(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama4", tmp_path / "llama4", floor_scale=64, attn_scale=0.5, no_rope_layers=[1, 0])
+    rows = make_rows()
+    engine = build(folder)
+    assert engine.path == "packed+shared"
+    assert sum(map(len, rows)) > 4 * 64
+    assert_close(rewards(engine, rows), zoo.reference(folder, rows))
+
+
+def test_roberta_does_not_count_padding_ids_inside_a_sequence(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("roberta", tmp_path / "roberta")
+    rows = make_rows()
+    for row in rows[::2]:
+        row[len(row) // 3] = 1  # its padding id
+    assert_close(rewards(build(folder), rows), zoo.reference(folder, rows))
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_deterministic_scores_are_bitwise_the_same_whatever_shares_the_batch(name: str, tmp_path: Path) -> None:
     engine = build(zoo.checkpoint(name, tmp_path / name), deterministic=True)

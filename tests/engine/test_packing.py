@@ -51,7 +51,7 @@ def test_a_prompt_is_stored_once_and_its_descendants_follow_it() -> None:
 def test_a_short_common_beginning_is_not_shared() -> None:
     rows = [np.concatenate([np.arange(MIN_SHARED - 1), [50 + i]]) for i in range(3)]
     (batch,) = pack(rows, budget=1000, share=True)
-    assert batch.num_tokens == sum(map(len, rows)) and not batch.shared
+    assert batch.num_tokens == sum(map(len, rows)) and len(batch.segments) == 3
 
 
 def test_sharing_ends_at_the_prompt_length_where_it_is_given() -> None:
@@ -61,10 +61,10 @@ def test_sharing_ends_at_the_prompt_length_where_it_is_given() -> None:
 
 
 def test_a_group_that_the_budget_cuts_stores_its_prompt_in_each_part() -> None:
-    rows = [np.concatenate([np.arange(50), np.full(10, 60 + i)]) for i in range(6)]
+    rows = [np.concatenate([np.arange(40), np.full(10, 60 + i)]) for i in range(6)]
     batches = list(pack(rows, budget=80, share=True))
-    assert [b.num_tokens for b in batches] == [80, 80]
-    assert all(b.shared for b in batches)
+    assert [b.num_tokens for b in batches] == [80, 60]
+    assert all(b.segments[1].ancestors for b in batches)
 
 
 def test_deeply_nested_prefixes_stay_within_the_depth_limit() -> None:
@@ -73,3 +73,9 @@ def test_deeply_nested_prefixes_stay_within_the_depth_limit() -> None:
     batches = list(pack(rows, budget=10**9, share=True))
     assert contents(batches) == {i: row.tolist() for i, row in enumerate(rows)}
     assert max(len(s.ancestors) for b in batches for s in b.segments) <= MAX_DEPTH
+
+
+def test_a_prompt_longer_than_the_budget_keeps_its_responses() -> None:
+    rows = [np.concatenate([np.arange(500), np.full(20, 1000 + i)]) for i in range(8)]
+    (batch,) = pack(rows, budget=400, share=True)
+    assert batch.num_tokens == 500 + 8 * 20

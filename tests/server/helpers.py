@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
+import httpx
 import orjson
 
 INFER = "/v2/models/reward_model/infer"
@@ -26,3 +28,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
+
+
+def outcomes(url: str) -> dict[tuple[str, str], int]:
+    """How many requests the server at `url` has counted, by model and outcome."""
+    found = re.findall(
+        r'^guerdon_requests_total\{model="(.*)",outcome="(.*)"\} (.*)$', httpx.get(url + "/metrics").text, re.MULTILINE
+    )
+    return {(model, outcome): int(float(count)) for model, outcome, count in found}

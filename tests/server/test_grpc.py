@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import numpy as np
@@ -15,6 +16,7 @@ from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
+from server.helpers import outcomes, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +27,15 @@ def service() -> EchoService:
 @pytest.fixture(scope="module")
 def stub(service: EchoService) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=8, max_requests=4)
-    with RunningServer(service, config) as server:
-        address = (server.grpc_url or "").removeprefix("grpc://")
-        with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-            yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    with RunningServer(service, config) as server, stub_of(server) as stub:
+        yield stub
+
+
+@contextmanager
+def stub_of(server: RunningServer) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    address = (server.grpc_url or "").removeprefix("grpc://")
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
 def message(tokens: list[int], model: str = "reward_model", outputs: list[str] | None = None) -> pb.ModelInferRequest:
@@ -80,11 +87,16 @@ def test_each_error_has_its_code_and_text(stub, request_, code, text):
 
 def test_descriptions_of_unknown_models_are_not_found(stub):
     for call, request in (
-        (stub.ModelReady, pb.ModelReadyRequest(name="nobody")),
         (stub.ModelMetadata, pb.ModelMetadataRequest(name="nobody")),
         (stub.ModelConfig, pb.ModelConfigRequest(name="reward_model", version="9")),
     ):
         assert failure(call, request).code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_unknown_models_are_not_ready(stub):
+    assert stub.ModelReady(pb.ModelReadyRequest(name="many", version="1")).ready
+    assert not stub.ModelReady(pb.ModelReadyRequest(name="nobody")).ready
+    assert not stub.ModelReady(pb.ModelReadyRequest(name="many", version="9")).ready
 
 
 def test_what_the_protocol_has_beyond_this_is_unimplemented(stub):
@@ -150,3 +162,51 @@ def test_message_sizes(stub):
         InferRequest({"input_ids": Tensor.of("input_ids", np.full((600, 4096), 3, np.int32))}), "reward_model"
     )
     assert failure(stub.ModelInfer, beyond).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_every_request_is_counted_by_how_it_ends():
+    service = EchoService()
+    with RunningServer(service, ServerConfig(port=0, grpc_port=0, max_requests=1)) as server, stub_of(server) as stub:
+        stub.ModelInfer(message([5]))
+        for tokens in ([-5], [NAN_TOKEN], [CRASH_TOKEN]):
+            failure(stub.ModelInfer, message(tokens))
+        for name in ("nobody", "somebody"):
+            failure(stub.ModelInfer, message([5], model=name))
+        failure(stub.ModelInfer, pb.ModelInferRequest(model_name="many"))
+        slow = stub.ModelInfer.future(message([SLOW_TOKEN]))
+        wait_until(lambda: service.requests[-1].tokens[0].tolist() == [SLOW_TOKEN])
+        failure(stub.ModelInfer, message([5], model="many"))
+        slow.cancel()
+        wait_until(lambda: ("reward_model", "Cancelled") in outcomes(server.http_url))
+        assert outcomes(server.http_url) == {
+            ("reward_model", "ok"): 1,
+            ("reward_model", "InvalidRequest"): 1,
+            ("reward_model", "SampleFailed"): 1,
+            ("reward_model", "ServerFault"): 1,
+            ("reward_model", "Cancelled"): 1,
+            ("unknown", "UnknownModel"): 2,
+            ("many", "InvalidRequest"): 1,
+            ("many", "Overloaded"): 1,
+        }
+
+
+def test_bodies_in_progress_are_bounded_together():
+    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=1)
+    rows = np.full((40, 4096), SLOW_TOKEN, np.int32)
+    large = kserve_grpc.encode_request(InferRequest({"input_ids": Tensor.of("input_ids", rows)}), "reward_model")
+    assert large.ByteSize() > 1 << 19
+    service = EchoService()
+    with RunningServer(service, config) as server, stub_of(server) as stub:
+        first = stub.ModelInfer.future(large)
+        wait_until(lambda: bool(service.requests))
+        error = failure(stub.ModelInfer, large)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "bodies of the requests in progress" in error.details()
+        assert len(first.result().raw_output_contents[0]) == 4 * len(rows)
+        assert stub.ModelInfer(large).outputs[0].shape == [len(rows)]
+
+
+def test_a_message_may_be_as_large_as_grpc_can_count():
+    config = ServerConfig(port=0, grpc_port=0, max_body_mb=4096)
+    with RunningServer(EchoService(), config) as server, stub_of(server) as stub:
+        assert stub.ModelInfer(message([5])).outputs[0].shape == [1]

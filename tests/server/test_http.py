@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from guerdon.config import ServerConfig
@@ -17,7 +18,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
-from server.helpers import INFER, body_of, wait_until
+from server.helpers import INFER, body_of, outcomes, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,7 @@ def test_health_and_descriptions(client, service):
         ("POST", "/v2/models/nobody/infer", b"{}", 400, "unknown model 'nobody'"),
         ("POST", "/v2/models/reward_model/versions/3/infer", b"{}", 400, "unknown model 'reward_model' version 3"),
         ("GET", "/v2/models/nobody/config", None, 400, "unknown model 'nobody'"),
+        ("GET", "/v2/models/nobody/ready", None, 400, "unknown model 'nobody'"),
         ("POST", INFER, b"not json", 400, "not valid JSON"),
         ("POST", INFER, b"", 400, "not valid JSON"),
         ("POST", INFER, b'{"inputs": []}', 400, "no inputs"),
@@ -241,3 +243,103 @@ def test_what_is_not_http_gets_a_400(running_server, client):
     assert answer.startswith(b"HTTP/1.1 400")
     assert b'{"error":' in answer
     assert client.get("/v2/health/live").status_code == 200
+
+
+def test_every_request_is_counted_by_how_it_ends():
+    service = EchoService()
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=1)
+    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=10) as client:
+        for content in (body_of([[5]]), b"{", body_of([[5], [-1]]), body_of([[NAN_TOKEN]]), body_of([[CRASH_TOKEN]])):
+            client.post(INFER, content=content)
+        client.post(INFER, content=b" " * (2 << 20))
+        client.post(INFER, content=body_of([[BUSY_TOKEN]]))
+        for name in ("nobody", "somebody"):
+            client.post(f"/v2/models/{name}/infer", content=body_of([[5]]))
+        client.post("/v2/models/many/versions/9/infer", content=body_of([[5]]))
+        service.ready = False
+        client.post(INFER, content=body_of([[5]]))
+        service.ready = True
+        before = len(service.requests)
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]))
+            wait_until(lambda: len(service.requests) > before)
+            client.post("/v2/models/many/infer", content=body_of([[5]]))
+            slow.result()
+        body = body_of([[SLOW_TOKEN]])
+        with connect(server) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body)) + body)
+            wait_until(lambda: len(service.requests) > before + 1)
+        wait_until(lambda: ("reward_model", "Cancelled") in outcomes(server.http_url))
+        metrics = client.get("/metrics").text
+        assert outcomes(server.http_url) == {
+            ("reward_model", "ok"): 2,
+            ("reward_model", "InvalidRequest"): 2,
+            ("reward_model", "SampleFailed"): 1,
+            ("reward_model", "ServerFault"): 1,
+            ("reward_model", "PayloadTooLarge"): 1,
+            ("reward_model", "Overloaded"): 1,
+            ("reward_model", "Unavailable"): 1,
+            ("reward_model", "Cancelled"): 1,
+            ("unknown", "UnknownModel"): 2,
+            ("many", "UnknownModel"): 1,
+            ("many", "Overloaded"): 1,
+        }
+    assert 'guerdon_request_seconds_count{model="reward_model"} 10.0' in metrics
+    assert 'guerdon_request_seconds_count{model="unknown"} 2.0' in metrics
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_in_progress_are_bounded_together(chunked):
+    """Half a body waits for its rest; beside it, small ones fit and another large one does not."""
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1)
+    whole = body_of([[5] * 100_000] * 3)
+    assert 0.5 < len(whole) / (1 << 20) < 1
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=10) as client:
+        with connect(server) as connection:
+            kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(whole)
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % (INFER.encode(), kind))
+            connection.sendall(b"%x\r\n" % len(whole) + whole + b"\r\n" if chunked else whole[:-1])
+            time.sleep(0.3)
+            assert client.post(INFER, content=body_of([[5]])).status_code == 200
+            response = client.post(INFER, content=iter([whole]) if chunked else whole)
+            assert "bodies of the requests in progress would exceed 1 MiB" in error_of(response, 503)
+            assert response.headers["retry-after"] == "1"
+        time.sleep(0.1)  # the first has left, and its bytes with it
+        assert "takes at most" in error_of(client.post(INFER, content=whole), 400)
+
+
+def test_a_slow_upload_is_ended_and_gives_its_place_back():
+    config = ServerConfig(port=0, grpc_port=None, max_requests=1, request_timeout_s=0.4)
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=10) as client:
+        with connect(server) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{" % INFER.encode())
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 504")
+            assert b"the body did not come within 0.4 s" in answer
+            assert client.post(INFER, content=body_of([[5]])).status_code == 200
+            while connection.recv(65536):  # until the server closes
+                pass
+        assert outcomes(server.http_url) == {("reward_model", "UploadTooSlow"): 1, ("reward_model", "ok"): 1}
+
+
+def test_a_large_body_does_not_hold_up_the_others():
+    """Its last row is wrong, so that decoding is all that it takes."""
+    rows = ['[{"role": "user", "content": "x"}]'] * 300_000 + ["[]"]
+    inputs = [{"name": "messages", "shape": [len(rows), 1], "datatype": "BYTES", "data": rows}]
+    body = orjson.dumps({"inputs": inputs})
+    config = ServerConfig(port=0, grpc_port=None)
+    with (
+        RunningServer(EchoService(), config) as server,
+        httpx.Client(base_url=server.http_url, timeout=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        started = time.monotonic()
+        large = pool.submit(httpx.post, server.http_url + INFER, content=body, timeout=60)
+        waits = []
+        while not large.done():
+            asked = time.monotonic()
+            assert client.get("/v2/health/live").status_code == 200
+            waits.append(time.monotonic() - asked)
+        taken = time.monotonic() - started
+    assert "row 300000: must be a JSON list" in error_of(large.result(), 400)
+    assert max(waits) < 0.3 * taken

@@ -17,7 +17,7 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.errors import StartError
-from guerdon.server.runtime import RunningServer
+from guerdon.server.runtime import RunningServer, check_addresses
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, wait_until
 
@@ -38,7 +38,44 @@ def test_a_port_in_use_says_what_to_do(transport):
         config = ServerConfig(port=port, grpc_port=0) if transport == "http" else ServerConfig(port=0, grpc_port=port)
         with pytest.raises(StartError, match=f"127.0.0.1:{port}") as caught:
             RunningServer(EchoService(), config)
-    assert ("--port" if transport == "http" else "--grpc-port") in caught.value.help
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}") as early:
+            check_addresses(config)
+    flag = " --port" if transport == "http" else " --grpc-port"
+    assert flag in caught.value.help
+    assert flag in early.value.help
+
+
+def test_addresses_are_checked_and_given_back():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    for _ in range(2):
+        check_addresses(ServerConfig(port=port, grpc_port=0))
+    with pytest.raises(StartError, match=f"gRPC on 127.0.0.1:{port}"):
+        check_addresses(ServerConfig(port=port, grpc_port=port))
+
+
+@pytest.mark.parametrize("ports", [{"port": 70_000}, {"grpc_port": 70_000}])
+def test_ports_that_do_not_exist_are_refused(ports):
+    with pytest.raises(StartError, match="is 70000") as caught:
+        RunningServer(EchoService(), ServerConfig(**{"port": 0, "grpc_port": None} | ports))
+    assert caught.value.help == "give at most 65535"
+
+
+@pytest.mark.parametrize("hard", [300, None])
+def test_a_server_may_open_as_many_files_as_allowed_and_useful(hard):
+    program = f"""
+        import resource
+        from guerdon.server import runtime
+        hard = {hard} or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        runtime._allow_many_connections()
+        print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(program)], env=environment, text=True)
+    soft, after, before = map(int, out.split())
+    assert after == before
+    assert soft == (65_536 if before == -1 else min(before, 65_536))
 
 
 def test_two_servers_cannot_share_a_grpc_port():

@@ -67,10 +67,10 @@ def test_all_of_a_small_request_joins_although_everything_begins_alike() -> None
 
 def test_a_shared_beginning_costs_once() -> None:
     s = scheduler()
-    rows = [Sequence(np.concatenate([np.arange(60), np.full(10, 100 + i)])) for i in range(6)]
+    rows = [Sequence(np.concatenate([np.arange(50), np.full(10, 100 + i)])) for i in range(6)]
     s.add(Job(rows))
     batch = s.take(0.0)
-    assert batch is not None and len(batch.entries) == 4 and batch.num_tokens == 60 + 4 * 10
+    assert batch is not None and len(batch.entries) == 5 and batch.num_tokens == 50 + 5 * 10
 
 
 def test_sequences_of_one_group_come_together_from_different_requests() -> None:
@@ -160,3 +160,29 @@ def test_a_huge_request_of_many_prompts_is_taken_apart_quickly() -> None:
     assert sum(sizes) == 16_000
     assert min(sizes[:-1]) % 8 == 0  # no prompt's group was cut
     assert time.perf_counter() - started < 5  # it takes half a second; scanning the rest for each prompt takes minutes
+
+
+def test_groups_of_the_same_number_from_two_senders_keep_apart() -> None:
+    s = scheduler()
+    s.add(Job([seq(0, 40, group=0)]))
+    s.add(Job([seq(50_000, 40, group=0)]))
+    s.add(Job([seq(0, 40, group=0)]))
+    assert [x.tokens[0] for x in s.take(0.0).sequences] == [0, 0, 50_000]
+
+
+def test_a_prompt_longer_than_the_budget_keeps_its_responses() -> None:
+    s = scheduler()
+    s.add(Job([Sequence(np.concatenate([np.arange(500), np.full(5, 1000 + i)])) for i in range(8)]))
+    assert len(s.take(0.0).entries) == 8
+
+
+def test_dropped_requests_leave_even_behind_others_that_go_first() -> None:
+    s = scheduler()
+    s.add(job(90, priority=1))
+    for i in range(100):
+        dropped = job(10, start=20_000 * (i + 1))
+        s.add(dropped)
+        s.cancel(dropped)
+    assert len(s._jobs) <= 3
+    assert taken(s.take(0.0)) == [90]
+    assert s.take(0.0) is None

@@ -25,6 +25,11 @@ def wire_request(**changes) -> bytes:
     return orjson.dumps({"inputs": [{key: value for key, value in entry.items() if value is not ...}]})
 
 
+@pytest.mark.parametrize(("id_", "read"), [(None, ""), (7, "7"), ("x", "x")])
+def test_an_id_of_null_is_no_id(id_, read):
+    assert decode(orjson.dumps(orjson.loads(wire_request()) | {"id": id_}), None).id == read
+
+
 @pytest.mark.parametrize("binary", [True, False])
 def test_reads_what_tritonclient_writes(binary):
     outputs = [tritonclient.http.InferRequestedOutput("rewards", binary_data=binary)]

@@ -117,7 +117,11 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
         )
     elif request.texts is not None:
         _demand(signature, "sentences")
-        inputs.append(Tensor.of_texts("sentences", request.texts))
+        try:
+            inputs.append(Tensor.of_texts("sentences", request.texts))
+        except UnicodeEncodeError as e:
+            row = next(i for i, text in enumerate(request.texts) if text == e.object)
+            raise InvalidRequest(f"texts[{row}] cannot be written as UTF-8: {e.reason} at character {e.start}") from e
     if request.steps is not None:
         _demand(signature, "step_positions")
         inputs.append(_padded("step_positions", listed["step_positions"], request.steps, -1))

@@ -268,9 +268,12 @@ class _Session:
         if isinstance(step, Wait):
             return None
         transport = self._transports[step.endpoint.url]
-        if not isinstance(step, Describe):
-            return transport.perform(step)
-        return self._describe(step, transport)
+        try:
+            return self._describe(step, transport) if isinstance(step, Describe) else transport.perform(step)
+        except Exception as e:
+            if self._closed.is_set():  # which broke it
+                raise Cancelled("the client was closed before the answer") from e
+            raise
 
     def _describe(self, step: Describe, transport: Any) -> ModelSignature:
         """The model's signature, fetched once for all threads that ask while it is under way."""

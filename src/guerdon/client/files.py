@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
 from tqdm import tqdm
 
 from guerdon.client.results import Scores
-from guerdon.core import Message
-from guerdon.errors import (
-    DeadlineExceeded,
-    GuerdonError,
-    InvalidRequest,
-    PayloadTooLarge,
-    SampleFailed,
-    ServerFault,
-    StartError,
-    UnknownModel,
-)
-
-ADDED = ("rewards", "attributes", "errors")
-"""The fields that an output row has beyond its input row."""
-
-_FORMS = '{"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} or {"text"}'
-
-_OF_THE_ROW = (InvalidRequest, PayloadTooLarge, SampleFailed, ServerFault, DeadlineExceeded)
-"""Errors that may befall one row; any other would befall all that follow."""
-
-Sample = str | list[Message]
-_Row = tuple[dict[str, Any], int]
-"""An input row and the number of its samples."""
-
-
-class Scorer(Protocol):
-    """What scores the rows: a RewardClient, or anything that submits as it does."""
-
-    @property
-    def submit(self) -> Callable[..., Future[Scores]]: ...
+from guerdon.client.rows import Sample, bare, read_rows, samples_of
+from guerdon.client.window import Group, Scorer, Window, groups_of
+from guerdon.errors import StartError
 
 
 @dataclass(slots=True)
@@ -86,6 +57,7 @@ def score_file(
     out_path: str | Path,
     *,
     template: bool = False,
+    retry_failed: bool = False,
     max_in_flight: int = 256,
     progress: bool = True,
 ) -> FileSummary:
@@ -94,203 +66,182 @@ def score_file(
     A row is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"} (with or without a
     prompt), {"messages"} and {"text"}. Prompt and response are joined as they are; a prompt of messages, and any
     prompt with `template`, makes a conversation. `rewards` has one number a sample, null where it failed; then
-    `errors` says why. Rows that `out_path` already has are kept and not scored again.
+    `errors` says why. `weights_version` names the weights, where the server does, and `template` is true where it
+    was applied. Rows that `out_path` already has are kept; with `retry_failed`, those with failed samples are first
+    scored again. About `max_in_flight` samples are on their way at once, fewer while the server's queue is full.
 
-    Raises StartError, before anything is scored, where a row is malformed or `out_path` is of another input; and
-    the GuerdonError of a server that does not answer, after which the same call continues.
+    Raises StartError, before anything is scored, where a row is malformed or `out_path` is of another input, and
+    where its rows are of other weights than the server's; and the GuerdonError of a server that fails or does not
+    answer, after which the same call continues.
     """
     source, target = Path(in_path), Path(out_path)
-    if target.suffix == ".gz" or target == source:
-        raise StartError(f"cannot write to {target}", "give another path, ending in .jsonl")
-    num_samples = sum(len(_samples(row, source, line, template)) for line, row in _read(source))
+    _check_paths(source, target)
+    num_samples = sum(len(samples_of(row, source, line, template)) for line, row in read_rows(source))
     summary = FileSummary()
     started = time.monotonic()
-    waiting: deque[tuple[list[_Row], Future[Scores]]] = deque()
-    with open(target, "ab+") as out:
-        rows = _read(source)
-        _skip_done(rows, out, source, target, summary)
+    done = _Done(source, target, template)
+    if retry_failed and target.exists():
+        _score_again(scorer, done, max_in_flight)
+    with _open(target) as out:
+        done.keep(out, summary)
         summary.num_resumed = summary.num_rows
-        with tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar:
-            try:
-                for group in _groups(rows, source, template):
-                    waiting.append((group.rows, group.submit(scorer)))
-                    while len(waiting) >= max_in_flight or (waiting and waiting[0][1].done()):
-                        bar.update(_write(out, *waiting.popleft(), summary))
-                while waiting:
-                    bar.update(_write(out, *waiting.popleft(), summary))
-            finally:
-                for _, future in waiting:
-                    future.cancel()
+        rows = itertools.islice(read_rows(source), summary.num_resumed, None)
+        with (
+            tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
+            Window(groups_of(rows, source, template), scorer, max_in_flight, out.flush) as window,
+        ):
+            for group, scores in window:
+                for row, part in _parts(group, scores, done.weights):
+                    out.write(_line(row, part, template))
+                    summary._add(_rewards(part), part.errors)
+                    bar.update(len(part))
     summary.seconds = time.monotonic() - started
     return summary
 
 
-@dataclass(slots=True)
-class _Group:
-    """Neighbouring rows with the same prompt; they go in one request."""
-
-    prompt: Any
-    rows: list[_Row] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-    def submit(self, scorer: Scorer) -> Future[Scores]:
-        if not self.samples:
-            empty: Future[Scores] = Future()
-            empty.set_result(Scores(np.zeros(0, np.float32), []))
-            return empty
-        kind = "texts" if isinstance(self.samples[0], str) else "messages"
-        return scorer.submit(**{kind: self.samples, "groups": [0] * len(self.samples)})
-
-
-_MAX_GROUP = 64
-
-
-def _groups(rows: Iterator[tuple[int, dict[str, Any]]], source: Path, template: bool) -> Iterator[_Group]:
-    group: _Group | None = None
-    for line, row in rows:
-        samples, prompt = _samples(row, source, line, template), row.get("prompt")
-        if group is not None and not (
-            prompt is not None
-            and prompt == group.prompt
-            and len(group.samples) + len(samples) <= _MAX_GROUP
-            and {type(s) for s in samples} == {type(s) for s in group.samples}
-        ):
-            yield group
-            group = None
-        group = group or _Group(prompt)
-        group.rows.append((row, len(samples)))
-        group.samples += samples
-    if group is not None:
-        yield group
-
-
-def _write(out: BinaryIO, rows: list[_Row], future: Future[Scores], summary: FileSummary) -> int:
-    """Writes the rows with their scores; returns the number of samples."""
-    num_samples = sum(count for _, count in rows)
-    if not future.done():
-        out.flush()
-    try:
-        scores = future.result()
-    except GuerdonError as e:
-        if isinstance(e, UnknownModel) or not isinstance(e, _OF_THE_ROW):
-            raise
-        scores = Scores(np.full(num_samples, np.nan, np.float32), [str(e)] * num_samples)
+def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[dict[str, Any], Scores]]:
+    """Each row of the group with its own scores."""
+    weights.check(scores.weights_version)
     start = 0
-    for row, count in rows:
+    for row, count in group.rows:
         part = slice(start, start + count)
         start += count
-        added: dict[str, Any] = {"rewards": scores.rewards[part]}
-        if scores.attributes is not None:
-            added["attributes"] = np.ascontiguousarray(scores.attributes[part])
-        if any(scores.errors[part]):
-            added["errors"] = scores.errors[part]
-        kept = {key: value for key, value in row.items() if key not in ADDED}
-        out.write(orjson.dumps({**kept, **added}, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
-        rewards = [None if np.isnan(reward) else reward for reward in scores.rewards[part].tolist()]
-        summary._add(rewards, scores.errors[part])
-    return num_samples
+        attributes = None if scores.attributes is None else np.ascontiguousarray(scores.attributes[part])
+        yield row, Scores(scores.rewards[part], scores.errors[part], attributes, weights_version=scores.weights_version)
 
 
-def _skip_done(
-    rows: Iterator[tuple[int, dict[str, Any]]], out: BinaryIO, source: Path, target: Path, summary: FileSummary
-) -> None:
-    """Consumes the rows that `out` already holds, and drops what follows its last whole line."""
-    out.seek(0)
-    end = 0
-    for number, text in enumerate(out, 1):
-        if not text.endswith(b"\n"):
-            break
-        _, row = next(rows, (0, None))
-        try:
-            done = orjson.loads(text)
-            rewards = done["rewards"]
-            is_same = row is not None and _bare(done) == _bare(row)
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-            is_same = False
-        if not is_same:
+def _line(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
+    """The output row, with its newline."""
+    added: dict[str, Any] = {"rewards": scores.rewards}
+    if scores.attributes is not None:
+        added["attributes"] = scores.attributes
+    if any(scores.errors):
+        added["errors"] = scores.errors
+    if scores.weights_version:
+        added["weights_version"] = scores.weights_version
+    if template:
+        added["template"] = True
+    return orjson.dumps(bare(row) | added, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def _rewards(scores: Scores) -> list[float | None]:
+    return [None if np.isnan(reward) else reward for reward in scores.rewards.tolist()]
+
+
+class _Weights:
+    """The weights that made the rows of the output so far."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self.version = ""
+
+    def check(self, version: str) -> None:
+        """Raises StartError where these are others."""
+        if self.version and version and version != self.version:
             raise StartError(
-                f"{target}, line {number}: not the scored row of {source}, line {number}; it is of another input",
-                "give another output path, or delete this file",
+                f"{self._target} has rewards of weights {self.version}, and the server has weights {version}",
+                "move this file away to score all rows with the server's weights, or serve the earlier ones",
             )
-        summary._add(rewards, done.get("errors", ()))
-        end += len(text)
-    out.truncate(end)
+        self.version = version or self.version
 
 
-def _bare(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ADDED}
+class _Done:
+    """The rows that the output has already."""
+
+    def __init__(self, source: Path, target: Path, template: bool) -> None:
+        self.source, self.target, self.template = source, target, template
+        self.weights = _Weights(target)
+
+    def keep(self, out: BinaryIO, summary: FileSummary) -> None:
+        """Adds the rows that `out` already holds to the summary, and cuts off a last one that is not whole."""
+        end = 0
+        for _, done, text in self.rows(out):
+            summary._add(done["rewards"], done.get("errors", ()))
+            end += len(text)
+        out.truncate(end)
+
+    def rows(self, out: BinaryIO) -> Iterator[tuple[list[Sample], dict[str, Any], bytes]]:
+        """The samples, the output row and its line, of each whole row; raises StartError where it does not belong."""
+        rows = read_rows(self.source)
+        out.seek(0)
+        for number, text in enumerate(out, 1):
+            line, row = next(rows, (0, {}))
+            samples = samples_of(row, self.source, line, self.template) if row else []
+            if not text.endswith(b"\n"):
+                if row and _is_beginning(text, row):
+                    return
+                raise self._other(number)
+            done = _parsed(text, len(samples))
+            if done is None or bare(done) != bare(row):
+                raise self._other(number)
+            if done.get("template", False) != self.template:
+                raise StartError(
+                    f"{self.target}, line {number}: scored {'without' if self.template else 'with'} --template",
+                    f"continue it {'without' if self.template else 'with'} --template, or move this file away",
+                )
+            self.weights.check(done.get("weights_version", ""))
+            yield samples, done, text
+
+    def _other(self, number: int) -> StartError:
+        return StartError(
+            f"{self.target}, line {number}: not the scored row of {self.source}, line {number}; it is of another input",
+            "give another output path, or delete this file",
+        )
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows with their line numbers from 1; blank lines are skipped."""
+def _score_again(scorer: Scorer, done: _Done, max_in_flight: int) -> None:
+    """Puts new scores into the output rows with failed samples: into all or, where the server fails, into none."""
+    copy = done.target.with_name(done.target.name + ".part")
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, text in enumerate(file, 1):
-                if text.isspace():
-                    continue
-                try:
-                    row = orjson.loads(text)
-                except orjson.JSONDecodeError as e:
-                    raise _malformed(path, number, f"not valid JSON ({e})") from e
-                if not isinstance(row, dict):
-                    raise _malformed(path, number, "not a JSON object")
-                yield number, row
-    except (OSError, EOFError) as e:
-        raise StartError(f"cannot read {path}: {e}", "check the path, and that a .gz file is whole") from e
+        with open(done.target, "rb") as out, open(done.target, "rb") as failed, open(copy, "wb") as part:
+            groups = (
+                Group(None, [(row, len(samples))], samples)
+                for samples, row, _ in done.rows(failed)
+                if None in row["rewards"]
+            )
+            with Window(groups, scorer, max_in_flight, part.flush) as window:
+                scored = iter(window)
+                for _, row, text in done.rows(out):
+                    if None in row["rewards"]:
+                        ((_, scores),) = _parts(*next(scored), done.weights)
+                        text = _line(row, scores, done.template)
+                    part.write(text)
+        copy.replace(done.target)
+    finally:
+        copy.unlink(missing_ok=True)
 
 
-def _samples(row: dict[str, Any], path: Path, line: int, template: bool) -> list[Sample]:
-    prompt = row.get("prompt")
+def _parsed(text: bytes, num_samples: int) -> dict[str, Any] | None:
+    """The output row in a line, or None where it is not one of so many samples."""
     try:
-        if "responses" in row and prompt is not None:
-            if not isinstance(row["responses"], list):
-                raise ValueError("responses is not a list")
-            samples = [_joined(prompt, response, template) for response in row["responses"]]
-        elif "response" in row and prompt is not None:
-            samples = [_joined(prompt, row["response"], template)]
-        elif "chosen" in row and "rejected" in row:
-            samples = [_joined(prompt, row[name], template) for name in ("chosen", "rejected")]
-        elif "messages" in row:
-            samples = [_conversation(row["messages"])]
-        elif isinstance(row.get("text"), str):
-            samples = [row["text"]]
-        else:
-            raise ValueError(f"none of the forms {_FORMS}")
-    except ValueError as e:
-        raise _malformed(path, line, str(e)) from e
-    if len({type(sample) for sample in samples}) > 1:
-        raise _malformed(path, line, "its responses are both texts and messages")
-    return samples
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    rewards, errors = row.get("rewards"), row.get("errors", [])
+    if not isinstance(rewards, list) or len(rewards) != num_samples or not isinstance(errors, list):
+        return None
+    return row if all(reward is None or type(reward) in (int, float) for reward in rewards) else None
 
 
-def _joined(prompt: Any, response: Any, template: bool) -> Sample:
-    """The sample of a prompt and its response; a response that is a whole conversation stands for itself."""
-    if isinstance(response, list):
-        conversation = _conversation(response)
-        if prompt is None or conversation[0]["role"] != "assistant":
-            return conversation
-        return [*_turns(prompt), *conversation]
-    if not isinstance(response, str):
-        raise ValueError(f"a response is a {type(response).__name__}, neither text nor a list of messages")
-    if prompt is None:
-        return response
-    if isinstance(prompt, str) and not template:
-        return prompt + response
-    return [*_turns(prompt), {"role": "assistant", "content": response}]
+def _is_beginning(text: bytes, row: dict[str, Any]) -> bool:
+    """Whether an unfinished line is how the row's own output begins."""
+    start = orjson.dumps(bare(row))[:-1] + b',"rewards":['
+    return text.startswith(start) or start.startswith(text)
 
 
-def _turns(prompt: Any) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _conversation(prompt)
+def _check_paths(source: Path, target: Path) -> None:
+    if source.exists() and not source.is_file():
+        raise StartError(f"{source} is not a regular file", "write the rows to a file first: they are read twice")
+    if target.suffix == ".gz" or target == source or (target.exists() and not target.is_file()):
+        raise StartError(f"cannot write to {target}", "give another path, ending in .jsonl")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise StartError(f"cannot write to {target}: it is the same file as {source}", "give another path")
 
 
-def _conversation(messages: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of at least one {role, content}")
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise ValueError("each message must have a role and a content")
-    return messages
-
-
-def _malformed(path: Path, line: int, why: str) -> StartError:
-    return StartError(f"{path}, line {line}: {why}", f"each line is one of {_FORMS}")
+def _open(target: Path) -> BinaryIO:
+    try:
+        return open(target, "ab+")
+    except OSError as e:
+        raise StartError(f"cannot write to {target}: {e.strerror}", "check the folder and its permissions") from e

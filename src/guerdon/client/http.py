@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ import orjson
 from guerdon.client.calls import ModelSignature, error_of
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
 from guerdon.errors import (
+    Cancelled,
     DeadlineExceeded,
     GuerdonError,
     InvalidRequest,
@@ -95,7 +97,8 @@ class Call:
         body = _json(response)
         message = body.get("error") if isinstance(body, dict) else None
         if isinstance(self.step, Ready):
-            return Unavailable(f"model '{self.model}' at {self.url} is not ready (status {status})")
+            said = f": {message}" if isinstance(message, str) else ""
+            return Unavailable(f"model '{self.model}' at {self.url} is not ready (status {status}{said})")
         if not isinstance(message, str):
             message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
             if status == 404:
@@ -113,32 +116,68 @@ class HttpTransport:
         self._options = _options(url)
         # Each holds one connection. One httpx client with many walks through all of them at each request, and
         # spends more time on that than on the exchange.
-        self._idle: list[httpx.Client] = []
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
         self._is_closed = False
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         call = Call(step, self._model)
         try:
-            client = self._idle.pop()
+            connection = self._idle.pop()
         except IndexError:
-            client = httpx.Client(**self._options)
+            connection = _Connection(self._options)
+        self._busy.add(connection)
         try:
-            response = client.request(**call.request(), timeout=_timeout(step, self._policy))
+            if self._is_closed:  # asked only now that `close` finds the connection
+                raise Cancelled("the client is closed")
+            response = connection.request(**call.request(), timeout=_timeout(step, self._policy))
         except httpx.TransportError as e:
             raise call.failure(e) from e
         finally:
-            self._idle.append(client)
+            self._busy.discard(connection)
+            self._idle.append(connection)
             if self._is_closed:
                 self.close()
         return call.result(response)
 
     def close(self) -> None:
-        """Closes the idle connections now, and each other one when its exchange ends."""
+        """Closes the connections; exchanges under way break."""
         self._is_closed = True
+        for connection in list(self._busy):
+            connection.cut()
         while self._idle:
             with suppress(IndexError):  # another thread closes too
                 self._idle.pop().close()
+
+
+class _Connection:
+    """An httpx client for one request at a time, which another thread may cut short."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._client = httpx.Client(**options)
+        self._socket: socket.socket | None = None
+        self._is_cut = False
+
+    def request(self, **arguments: Any) -> httpx.Response:
+        return self._client.request(**arguments, extensions={"trace": self._trace})
+
+    def cut(self) -> None:
+        """Ends the exchange under way, if need be as soon as it is connected."""
+        self._is_cut = True
+        if self._socket is not None:
+            with suppress(OSError):  # it has just ended by itself
+                # Closing would not wake the thread that reads. A TLS socket's own method would drop what it reads by.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self._is_cut:
+                self.cut()
 
 
 class AsyncHttpTransport:

@@ -17,7 +17,15 @@ from guerdon.client.calls import ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.results import Scores
 from guerdon.core import ScoreRequest
-from guerdon.errors import DeadlineExceeded, GuerdonError, Overloaded, Unavailable, Unreachable
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    Unreachable,
+)
 from guerdon.wire.kserve import InferReply, InferRequest
 
 log = logging.getLogger(__name__)
@@ -109,12 +117,27 @@ class Caller:
         """
         deadline = self.clock() + (self.policy.timeout_s if request.timeout_s is None else request.timeout_s)
 
-        def send(endpoint: Endpoint) -> Generator[Step, Any, Scores]:
-            signature = yield from self._signature(endpoint, deadline)
+        def infer(endpoint: Endpoint, signature: ModelSignature) -> Generator[Step, Any, Scores]:
             left_s = max(0.001, deadline - self.clock())
             tensors = calls.build(request, signature, None if request.timeout_s is None else left_s)
             result: InferResult = yield Infer(endpoint, tensors, left_s)
             return calls.parse(result.reply, request, result.queue_s, result.compute_s)
+
+        def send(endpoint: Endpoint) -> Generator[Step, Any, Scores]:
+            known = endpoint.signature
+            signature = yield from self._signature(endpoint, deadline)
+            try:
+                return (yield from infer(endpoint, signature))
+            except InvalidRequest:
+                if known is None:
+                    raise
+                # Another model may have come in the place of the one that was described.
+                if endpoint.signature is known:
+                    endpoint.signature = None
+                signature = yield from self._signature(endpoint, deadline)
+                if signature == known:
+                    raise
+            return (yield from infer(endpoint, signature))
 
         return (yield from self._try(send, calls.cost_of(request), deadline))
 
@@ -124,20 +147,30 @@ class Caller:
         return (yield from self._try(lambda endpoint: self._signature(endpoint, deadline), 0, deadline))
 
     def wait_ready(self, timeout_s: float) -> Generator[Step, Any, None]:
-        """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said."""
+        """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said.
+
+        Raises UnknownModel at once where every server says that it has no such model.
+        """
         started = self.clock()
         pause_s, word_after_s = min(0.1, self.policy.backoff_s), 3.0
         while True:
             said: list[str] = []
+            num_unknown = 0
             for endpoint in self.endpoints.all:
                 left_s = started + timeout_s - self.clock()
                 try:
                     yield Ready(endpoint, max(0.1, min(left_s, self.policy.connect_timeout_s)))
                 except GuerdonError as e:
-                    said.append(str(e))
+                    unknown = None
+                    if not isinstance(e, Unreachable):
+                        unknown = yield from self._unknown(endpoint)
+                    said.append(f"{endpoint.url}: {unknown}" if unknown else str(e))
+                    num_unknown += unknown is not None
                 else:
                     endpoint.seen = True
                     return
+            if num_unknown == len(said):
+                raise UnknownModel("; ".join(said))
             left_s = started + timeout_s - self.clock()
             if left_s <= 0:
                 raise DeadlineExceeded(f"no server was ready within {timeout_s:g} s: {'; '.join(said)}")
@@ -146,6 +179,20 @@ class Caller:
                 word_after_s *= 4
             yield Wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 2.0)
+
+    def _unknown(self, endpoint: Endpoint) -> Generator[Step, Any, UnknownModel | None]:
+        """The server's error where it has no such model and will have none.
+
+        Readiness alone does not tell that from a model that is loading, and other servers of the protocol, which
+        use other words, may load it yet.
+        """
+        try:
+            yield Describe(endpoint, self.policy.connect_timeout_s)
+        except UnknownModel as e:
+            return e if str(e).startswith("unknown model ") else None
+        except GuerdonError:
+            pass
+        return None
 
     def _signature(self, endpoint: Endpoint, deadline: float) -> Generator[Step, Any, ModelSignature]:
         if endpoint.signature is None:

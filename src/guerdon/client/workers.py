@@ -29,7 +29,7 @@ class Workers:
         self._lock = threading.Lock()
         self._num_threads = 0
         self._is_closed = False
-        self._unfinished: set[Future[Any]] = set()
+        self._running: set[Future[Any]] = set()
 
     def submit(self, task: Callable[[], Any], priority: int = 0) -> Future[Any]:
         """The future of the task's result; raises Cancelled after `close`."""
@@ -37,12 +37,10 @@ class Workers:
         with self._lock:
             if self._is_closed:
                 raise Cancelled("the client is closed")
-            self._unfinished.add(future)
             self._queue.put((-priority, next(self._numbers), future, task))
             if self._num_threads < self._max_threads:
                 self._num_threads += 1
                 threading.Thread(target=self._work, name="guerdon-client", daemon=True).start()
-        future.add_done_callback(self._unfinished.discard)
         return future
 
     def close(self) -> None:
@@ -51,29 +49,37 @@ class Workers:
             if self._is_closed:
                 return
             self._is_closed = True
-            for _ in range(self._num_threads):
-                self._queue.put((-float("inf"), next(self._numbers), None, None))
-        for future in list(self._unfinished):
-            _end(future, error=Cancelled("the client was closed before the answer"))
+        error = "the client was closed before the answer"
+        with suppress(queue.Empty):
+            while True:
+                _, _, future, _ = self._queue.get_nowait()
+                if future is not None and future.set_running_or_notify_cancel():
+                    _end(future, error=Cancelled(error))
+        for _ in range(self._num_threads):
+            self._queue.put((-float("inf"), next(self._numbers), None, None))
+        for future in list(self._running):
+            _end(future, error=Cancelled(error))
 
     def _work(self) -> None:
         while True:
             _, _, future, task = self._queue.get()
             if future is None or task is None:
                 return
-            if future.done() or not future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():  # which wakes those who wait for a cancelled one
                 continue
+            self._running.add(future)
             try:
                 result = task()
             except BaseException as e:
                 _end(future, error=e)
             else:
                 _end(future, result)
+            self._running.discard(future)
             del future, task  # an idle thread keeps no request alive
 
 
 def _end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    with suppress(InvalidStateError):  # cancelled, or ended by `close` in the meantime
+    with suppress(InvalidStateError):  # ended by `close` in the meantime
         if error is None:
             future.set_result(result)
         else:

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from guerdon.engine.packing import PackedBatch, Segment
 
 NAME = "guerdon_packed"
+UNSUPPORTED = ("position_bias", "head_mask", "block_indices", "block_mask", "indices", "sinks")
+"""Keywords by which some models change what is attended to; with one of them a model runs the plain way."""
 QUERY_BLOCK = 128
 """Queries of one kernel call on a CPU: the kernel computes what a causal mask hides within 512 keys, too."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -69,15 +71,15 @@ def packed_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The entry for transformers' attention registry: query `[1,H,T,D]`, key and value `[1,K,T,D]` to `[1,T,H,D]`.
 
     A `sliding_window` keyword is ignored: the mask is the truth, and for some models the only place of it.
     """
-    if position_bias is not None:
-        raise NotImplementedError("packed attention has no position bias")
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise NotImplementedError(f"packed attention knows no {name}")
     batch = _batch.get()
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -184,14 +186,12 @@ def cascade(
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
     for s in batch.segments:
         for start in range(s.start, s.stop, QUERY_BLOCK):
-            block, seen = (
-                slice(start, min(start + QUERY_BLOCK, s.stop)),
-                slice(s.start, min(start + QUERY_BLOCK, s.stop)),
-            )
-            mask = None if start == s.start else _diagonal(batch, block.stop - start, start - s.start, query.dtype)
-            out[:, :, block], lse[:, :, block] = _flash(
-                query[:, :, block], key[:, :, seen], value[:, :, seen], 0.0, mask is None, attn_mask=mask, scale=scale
-            )
+            stop = min(start + QUERY_BLOCK, s.stop)
+            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
+            out[:, :, start:stop], lse[:, :, start:stop] = _flash(
+                query[:, :, start:stop], key[:, :, s.start : stop], value[:, :, s.start : stop], 0.0, mask is None,
+                attn_mask=mask, scale=scale,
+            )  # fmt: skip
     for s in batch.segments:
         if s.end == s.stop:
             continue
@@ -205,13 +205,16 @@ def cascade(
     return out
 
 
-def _diagonal(batch: PackedBatch, rows: int, before: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask `[rows, before + rows]` of queries that follow `before` keys, 0 where seen and else -inf."""
-    key = (rows, before, dtype)
-    if key not in batch.cache:
-        hidden = torch.full((rows, before + rows), float("-inf"), dtype=dtype)
-        batch.cache[key] = hidden.triu_(before + 1)
-    return batch.cache[key]
+def _diagonal(batch: PackedBatch, rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 where seen and else -inf.
+
+    It is a view of one mask for all blocks of as many rows, as wide as the longest sequence.
+    """
+    whole = batch.cache.get((rows, dtype))
+    if whole is None:
+        whole = torch.full((rows, batch.max_length), float("-inf"), dtype=dtype).triu_(batch.max_length - rows + 1)
+        batch.cache[rows, dtype] = whole
+    return whole[:, batch.max_length - keys :]
 
 
 def register() -> None:

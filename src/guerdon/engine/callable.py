@@ -98,7 +98,9 @@ class PaddedScorer:
         with torch.inference_mode():
             out = self._infer_fn(inputs=(tokens, lengths))
         rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
-        return _as_scores(rewards.reshape(count, -1)[: len(sequences), 0], len(sequences))
+        if rewards.size != count:
+            raise ValueError(f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward a row")
+        return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences))
 
 
 def _as_scores(values: Any, count: int) -> list[Score | SampleFailed]:
@@ -117,8 +119,11 @@ def _import(name: str) -> Callable[..., Any]:
     sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise CheckpointError(f"cannot import {name}: {e}", "give module:function, importable from here") from e
+    # Whatever the user's module raises while it is imported.
+    except Exception as e:
+        raise CheckpointError(
+            f"cannot import {name}: {type(e).__name__}: {e}", "give module:function, importable from here"
+        ) from e
     finally:
         sys.path.remove("")
     if not callable(function):

@@ -10,6 +10,7 @@ table, and where each sequence lies in it, so that heads are applied in one plac
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,9 @@ from guerdon.engine import attention
 from guerdon.engine.heads import to_scores
 from guerdon.engine.last_layer import LastLayer
 from guerdon.engine.loading import LoadedModel
-from guerdon.engine.packing import PackedBatch, Span, pack
+from guerdon.engine.packing import PackedBatch, Span, indices, pack
 from guerdon.engine.rope import LengthClasses
-from guerdon.errors import CheckpointError, SampleFailed
+from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 
 MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -42,7 +43,7 @@ class Layout:
 
     def gather(self, i: int) -> np.ndarray:
         """Indices into `hidden` of every token of the i-th row."""
-        return np.concatenate([np.arange(a, b) for a, b in self.spans[i]])
+        return indices(self.spans[i])
 
 
 class Engine:
@@ -58,6 +59,12 @@ class Engine:
         self.pad_token_id = loaded.pad_token_id
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
         self._plain_attention = self.trunk.config._attn_implementation
+        if self.head.per_token and config.truncation != "error":
+            raise ConfigError(
+                f"truncation {config.truncation} is set, but {loaded.info.name} answers for single tokens",
+                "leave --truncation out: cut sequences would shift the positions that clients count",
+            )
+        self._most_tokens = _most_tokens(self.trunk.config)
         self._classes = LengthClasses(self.trunk)
         self._last_layer = LastLayer(self.trunk)
         self.path, why = ("single", "--deterministic") if config.deterministic else self._choose(loaded.info)
@@ -126,8 +133,15 @@ class Engine:
 
     def _run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
         if path in ("packed+shared", "packed"):
-            for batch in pack(rows, budget=self.max_batch_tokens, share=path == "packed+shared", limits=limits):
-                yield self._packed(batch, rows)
+            budget = min(self.max_batch_tokens, self._most_tokens)
+            for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
+                if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
+                    yield self._packed(batch, rows)
+                    continue
+                for i in batch.rows:
+                    (alone,) = pack([rows[i]], budget=budget, share=False)
+                    alone.rows = [i]
+                    yield self._packed(alone, rows)
         elif path == "padded":
             yield from self._padded(rows)
         else:
@@ -140,7 +154,7 @@ class Engine:
         read = torch.from_numpy(self._read(batch, rows)).to(self.device) if one_state_each else None
         with attention.attending(batch), self._last_layer.only(read):
             # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
-            hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), batch.positions[None])[0]
+            hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
         return Layout(hidden, batch.rows, batch.spans, batch.last)
 
     def _padded(self, rows: list[np.ndarray]) -> Iterator[Layout]:
@@ -169,17 +183,23 @@ class Engine:
         if mask is not None:
             inputs["attention_mask"] = torch.from_numpy(mask).to(self.device, torch.long)
         if positions is not None:
-            inputs["position_ids"] = torch.from_numpy(positions + self._first_position()).to(self.device)
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
         if self.causal:
             inputs["use_cache"] = False
         return self.trunk(**inputs).last_hidden_state
 
-    def _first_position(self) -> int:
-        """The RoBERTa family counts positions from its padding index on."""
+    def _positions(self, batch: PackedBatch) -> np.ndarray:
+        """Positions as the model counts them: the RoBERTa family from its padding index on, padding ids left out."""
         embeddings = getattr(self.trunk, "embeddings", None)
         if embeddings is None or not hasattr(embeddings, "create_position_ids_from_input_ids"):
-            return 0
-        return int(embeddings.padding_idx) + 1
+            return batch.positions
+        padding = int(embeddings.padding_idx)
+        counted = batch.tokens != padding
+        positions = np.empty_like(batch.positions)
+        for s in batch.segments:  # an encoder's segments are whole sequences
+            own = counted[s.start : s.stop]
+            positions[s.start : s.stop] = padding + np.cumsum(own) * own
+        return positions
 
     # ---------------------------------------------------------------------------------------- choosing a path
 
@@ -203,7 +223,7 @@ class Engine:
                     raise NotImplementedError("its attention is not in transformers' registry")
                 difference = self._difference(path, rows, plain)
             except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
-                reasons.append(f"{path}: {str(e).splitlines()[0][:120]}")
+                reasons.append(f"{path}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
                 continue
             finally:
                 self._use("single")
@@ -228,6 +248,14 @@ class Engine:
                 relative = ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
                 worst = max(worst, relative if np.isfinite(relative) else float("inf"))
         return worst
+
+
+def _most_tokens(config: Any) -> int:
+    """Beyond this many tokens in a batch a sequence's place in it matters, which it must not.
+
+    Llama 4 scales queries by their index in the batch, in steps of `floor_scale`.
+    """
+    return int(config.floor_scale) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize
 
 
 def _probe_rows(vocab_size: int, longest: int, avoid: int) -> list[np.ndarray]:

@@ -114,7 +114,7 @@ def to_scores(
 
 def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     attributes = logits.float().cpu().numpy()
-    rewards = _standardise(head, attributes @ head.weights)
+    rewards = _standardise(head, (attributes * head.weights).sum(axis=1))
     is_fine = np.isfinite(attributes).all(axis=1) & np.isfinite(rewards)
     several = head.num_outputs > 1
     return [
@@ -124,7 +124,7 @@ def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> lis
 
 
 def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-    values = _standardise(head, logits.cpu().numpy() @ head.weights).astype(np.float32)
+    values = _standardise(head, (logits.cpu().numpy() * head.weights).sum(axis=1)).astype(np.float32)
     lengths = np.array([len(s.tokens) for s in sequences])
     starts = np.cumsum(lengths) - lengths
     if head.pooling == "mean":

@@ -22,6 +22,11 @@ Span = tuple[int, int]
 """Half-open range of token indices in a packed batch."""
 
 
+def indices(spans: tuple[Span, ...]) -> np.ndarray:
+    """The token indices (int64) in all of the spans, in order."""
+    return np.concatenate([np.arange(a, b) for a, b in spans])
+
+
 @dataclass(slots=True)
 class Segment:
     """Tokens `[start, stop)`, the first at `position`; they continue `ancestors` (root first).
@@ -60,14 +65,9 @@ class PackedBatch:
         """Tokens that the forward computes."""
         return len(self.tokens)
 
-    @property
-    def shared(self) -> bool:
-        """Whether some segment continues another one."""
-        return any(s.ancestors for s in self.segments)
-
     def gather(self, i: int) -> np.ndarray:
         """Packed indices (int64 `[len]`) of the tokens of the i-th row in packed order."""
-        return np.concatenate([np.arange(a, b) for a, b in self.spans[i]])
+        return indices(self.spans[i])
 
 
 class _Builder:
@@ -103,11 +103,11 @@ def pack(
 ) -> Iterator[PackedBatch]:
     """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
 
-    A row longer than the budget is a batch of its own. With `share`, rows that begin alike lie side by side and
-    their common beginning is stored once; a group that a budget cuts in two stores it once in each. What two rows
-    share beyond the beginning of their whole group is counted as shared even where it is too short to be stored
-    so: a batch may pass the budget by less than MIN_SHARED tokens a row. `limits` bounds what may be shared of
-    each row (its prompt's length), None where it is unknown.
+    A row longer than the budget is a batch of its own, unless others share its beginning. With `share`, rows that
+    begin alike lie side by side and their common beginning is stored once; a group that a budget cuts in two stores
+    it once in each. What two rows share beyond the beginning of their whole group is counted as shared even where it
+    is too short to be stored so: a batch may pass the budget by less than MIN_SHARED tokens a row. `limits` bounds
+    what may be shared of each row (its prompt's length), None where it is unknown.
     """
     order, shared = _sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
     for part in _cut(rows, order, shared, budget):
@@ -135,11 +135,16 @@ def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -
 
 
 def _cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int) -> Iterator[list[int]]:
-    """Runs of indices into `order`, each within the budget; a group is cut only where it must be."""
+    """Runs of indices into `order`, each within the budget; a group is cut only where it must be.
+
+    Of a beginning that is shared at most half a budget counts, so that a long prompt keeps its responses together.
+    """
 
     def cost(i: int, first: int) -> int:
-        alike = shared[i] if i > first and shared[i] >= MIN_SHARED else 0
-        return max(len(rows[order[i]]) - alike, 0)
+        length = len(rows[order[i]])
+        if i > first:
+            return length - (shared[i] if shared[i] >= MIN_SHARED else 0)
+        return length - (max(0, shared[i + 1] - budget // 2) if i + 1 < len(order) else 0)
 
     part: list[int] = []
     size = start = 0

@@ -21,7 +21,12 @@ class LengthClasses:
         own = trunk.config.max_position_embeddings if changing else 0
         self._limits = sorted({p.get("original_max_position_embeddings") or own for p in changing})
         dynamic = any(p.get("rope_type") == "dynamic" for p in kinds)
-        self._dynamic = [m for m in trunk.modules() if hasattr(m, "max_seq_len_cached")] if dynamic else []
+        self._dynamic = [
+            (module, name)
+            for module in (trunk.modules() if dynamic else ())
+            for name in vars(module)
+            if name.endswith("max_seq_len_cached")  # one a layer type, where the types differ
+        ]
 
     def split(self, rows: list[np.ndarray]) -> Iterator[list[int]]:
         """Lists of row numbers; the rows of one list may be computed in one forward."""
@@ -35,8 +40,8 @@ class LengthClasses:
 
     def prepare(self) -> None:
         """Makes a dynamic embedding forget the longest sequence it has seen; else scores depend on history."""
-        for module in self._dynamic:
-            module.max_seq_len_cached = 0
+        for module, name in self._dynamic:
+            setattr(module, name, 0)
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

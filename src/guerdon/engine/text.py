@@ -73,56 +73,67 @@ class TextEncoder:
 
     def separator_ids(self, text: str) -> tuple[int, ...]:
         """The tokens of a step separator standing by itself, as TRL's PRM trainer appends them to each step."""
-        return tuple(self.encode([text])[0].tolist())
+        return tuple(self._ids([text])[0])
 
-    def encode(self, texts: list[str], where: str = "sentences") -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]:
         """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
 
-        Raises InvalidRequest naming the row of a text that is not valid Unicode.
+        A text that is not valid Unicode has the error in its place.
         """
-        for row, text in enumerate(texts):
-            try:
-                text.encode()
-            except UnicodeEncodeError as e:
-                raise InvalidRequest(
-                    f"{where}, row {row}: not valid Unicode (a lone surrogate at character {e.start}); send proper text"
-                ) from e
-        if self._fast is not None:
-            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-        with self._lock:
-            return [np.array(self._tokenizer.encode(t, add_special_tokens=False), dtype=np.int64) for t in texts]
+        made: list[Any] = [_not_unicode(text) for text in texts]
+        fine = [i for i, error in enumerate(made) if error is None]
+        for i, ids in zip(fine, self._ids([texts[i] for i in fine]), strict=True):
+            made[i] = np.array(ids, dtype=np.int64)
+        return made
 
-    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
+    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
         """Token ids of each conversation through the chat template, int64 `[T]`.
 
-        What the template writes is all there is: BOS appears if and as often as the template says so. Raises
-        InvalidRequest naming the row that is malformed or that the template refuses.
+        What the template writes is all there is: BOS appears if and as often as the template says so. A
+        conversation that is malformed, or that the template refuses, has the error in its place.
         """
-        if not self.takes_messages:
-            raise InvalidRequest("this model has no chat template; send sentences or tokens instead of messages")
-        return self.encode([self._render(c, row) for row, c in enumerate(conversations)], where="messages")
+        made: list[Any] = [self._render(conversation) for conversation in conversations]
+        texts = [i for i, text in enumerate(made) if isinstance(text, str)]
+        for i, ids in zip(texts, self.encode([made[i] for i in texts]), strict=True):
+            made[i] = ids
+        return made
 
-    def _render(self, conversation: list[Message], row: int) -> str:
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if self._fast is not None:
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._lock:
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def _render(self, conversation: list[Message]) -> str | InvalidRequest:
         import jinja2
 
-        _check(conversation, row)
         try:
+            _check(conversation)
             return self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
+        except InvalidRequest as e:
+            return e
         # A template is a program over the user's data: what it trips over is the data's shape.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
-            raise InvalidRequest(f"messages, row {row}: the chat template refuses it: {e}") from e
+            return InvalidRequest(f"the chat template refuses the messages: {e}")
 
 
-def _check(conversation: list[Message], row: int) -> None:
+def _not_unicode(text: str) -> InvalidRequest | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return InvalidRequest(
+            f"the text is not valid Unicode (a lone surrogate at character {e.start}); send proper text"
+        )
+    return None
+
+
+def _check(conversation: list[Message]) -> None:
     if not isinstance(conversation, list) or not conversation:
-        raise InvalidRequest(f"messages, row {row}: must be a non-empty list of messages with role and content")
+        raise InvalidRequest("messages must be a non-empty list of objects with role and content")
     for i, message in enumerate(conversation):
         if not isinstance(message, dict):
-            raise InvalidRequest(
-                f"messages, row {row}: message {i} is a {type(message).__name__}, not an object with role and content"
-            )
+            raise InvalidRequest(f"message {i} is a {type(message).__name__}, not an object with role and content")
         if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages, row {row}: message {i} needs a role, such as user or assistant")
+            raise InvalidRequest(f"message {i} needs a role, such as user or assistant")
         if not isinstance(message.get("content"), str | list | None) or "content" not in message:
-            raise InvalidRequest(f"messages, row {row}: message {i} needs a content that is text")
+            raise InvalidRequest(f"message {i} needs a content that is text")

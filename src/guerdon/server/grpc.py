@@ -14,17 +14,22 @@ from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.config import ServerConfig
-from guerdon.errors import GuerdonError, ServerFault, StartError, Unavailable
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import GuerdonError, ServerFault, StartError, Unavailable, UnknownModel
+from guerdon.metrics import UNKNOWN
 from guerdon.server import about
-from guerdon.server.gate import Gate
+from guerdon.server.body import off_loop
+from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
 from guerdon.wire import kserve_grpc, reward_model, signature
+from guerdon.wire.kserve import InferRequest
 
 logger = logging.getLogger("guerdon.grpc")
 
 SERVICE = "inference.GRPCInferenceService"
 
 _HEADROOM_BYTES = 65_536
+_MOST_BYTES = 2**31 - 1  # what gRPC can count
 
 
 def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> tuple[grpc.aio.Server, int]:
@@ -33,12 +38,12 @@ def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> 
     grpc_server = grpc.aio.server(
         options=(
             # The default of 4 MiB is less than what clients send; the default of sharing ports hides a second server.
-            ("grpc.max_receive_message_length", (config.max_body_mb << 20) + _HEADROOM_BYTES),
+            ("grpc.max_receive_message_length", min((config.max_body_mb << 20) + _HEADROOM_BYTES, _MOST_BYTES)),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
         )
     )
-    front = _Front(service, gate or Gate(config.max_requests))
+    front = _Front(service, gate or Gate(config))
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, front.handlers()),))
     try:
         port = grpc_server.add_insecure_port(f"{address}:{config.grpc_port}")
@@ -56,6 +61,7 @@ class _Front:
     def __init__(self, service: Service, gate: Gate) -> None:
         self._service = service
         self._gate = gate
+        self._names = {info.name for info in service.models()}
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         methods = (
@@ -65,7 +71,7 @@ class _Front:
             (self.ServerMetadata, pb.ServerMetadataRequest),
             (self.ModelMetadata, pb.ModelMetadataRequest),
             (self.ModelConfig, pb.ModelConfigRequest),
-            (self.ModelInfer, pb.ModelInferRequest),
+            (self.ModelInfer, _Sized),
             (self.RepositoryIndex, pb.RepositoryIndexRequest),
         )
         return {
@@ -82,7 +88,10 @@ class _Front:
         return pb.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, _: Any) -> pb.ModelReadyResponse:
-        self._service.model(request.name, request.version)
+        try:
+            self._service.model(request.name, request.version)
+        except UnknownModel:  # an answer, not an error: so Triton has it, and its clients count on it
+            return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=self._service.ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, _: Any) -> pb.ServerMetadataResponse:
@@ -98,21 +107,20 @@ class _Front:
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, _: Any) -> pb.RepositoryIndexResponse:
         return pb.RepositoryIndexResponse(models=about.repository_index(self._service, request.ready))
 
-    async def ModelInfer(
-        self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ModelInferResponse:
-        service = self._service
-        with self._gate:
+    async def ModelInfer(self, sized: _Sized, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
+        service, request, size = self._service, sized.message, sized.num_bytes
+        label = request.model_name if request.model_name in self._names else UNKNOWN
+        with service.metrics.request(label), Place(self._gate) as place:
+            place.hold(size)
             info = service.model(request.model_name, request.model_version)
             if not service.ready:
                 raise Unavailable("the server is not ready: it is starting or stopping")
-            decoded = kserve_grpc.decode(request)
-            asked = reward_model.to_score_request(decoded, info)
+            decoded, asked = await off_loop(functools.partial(_decode, request, info), size)
             remaining_s = context.time_remaining()
             if remaining_s is not None:
                 asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
             reply = await service.score(info.name, asked)
-            answer = kserve_grpc.encode(reward_model.to_infer_reply(reply, decoded, info))
+            answer = await off_loop(functools.partial(_encode, reply, decoded, info), size)
         context.set_trailing_metadata(
             (
                 ("guerdon-queue-ms", f"{reply.queue_s * 1e3:.3f}"),
@@ -121,6 +129,29 @@ class _Front:
             )
         )
         return answer
+
+
+class _Sized:
+    """A request to score, and the bytes that it had on the wire, which the message itself would have to count."""
+
+    __slots__ = ("message", "num_bytes")
+
+    def __init__(self, message: pb.ModelInferRequest, num_bytes: int) -> None:
+        self.message = message
+        self.num_bytes = num_bytes
+
+    @staticmethod
+    def FromString(data: bytes) -> _Sized:
+        return _Sized(pb.ModelInferRequest.FromString(data), len(data))
+
+
+def _decode(request: pb.ModelInferRequest, info: ModelInfo) -> tuple[InferRequest, ScoreRequest]:
+    decoded = kserve_grpc.decode(request)
+    return decoded, reward_model.to_score_request(decoded, info)
+
+
+def _encode(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> pb.ModelInferResponse:
+    return kserve_grpc.encode(reward_model.to_infer_reply(reply, request, info))
 
 
 def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -23,9 +24,10 @@ from guerdon.errors import (
     ServerFault,
     Unavailable,
 )
+from guerdon.metrics import UNKNOWN
 from guerdon.server import about
-from guerdon.server.body import read_body
-from guerdon.server.gate import Gate
+from guerdon.server.body import UploadTooSlow, off_loop, read_body
+from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
 from guerdon.wire import kserve, reward_model, signature
 
@@ -45,7 +47,7 @@ _LINGER_S = 1.0
 
 def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASGIApp:
     """The ASGI application over `service`; `gate` counts requests together with other transports."""
-    front = _Front(service, config.max_body_mb << 20, gate or Gate(config.max_requests))
+    front = _Front(service, config, gate or Gate(config))
     get, post = ("GET", "HEAD"), ("POST",)
     model = "/v2/models/{name}"
     infer = _Endpoint(post, front.infer)
@@ -66,22 +68,25 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
 class _Front:
     """The routes' handlers."""
 
-    def __init__(self, service: Service, max_body_bytes: int, gate: Gate) -> None:
+    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
         self._service = service
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s)
         self._gate = gate
+        self._names = {info.name for info in service.models()}
 
     async def infer(self, scope: Scope, receive: Receive) -> Reply:
-        service = self._service
-        with self._gate:
+        service, name = self._service, scope["path_params"]["name"]
+        label = name if name in self._names else UNKNOWN
+        with service.metrics.request(label), Place(self._gate) as place:
             info = self._model(scope)
             if not service.ready:
                 raise Unavailable("the server is not ready: it is starting or stopping")
-            header_length, body = await read_body(scope, receive, self._max_body_bytes)
-            request = kserve.decode(body, header_length)
-            asked = reward_model.to_score_request(request, info)
+            header_length, body = await read_body(scope, receive, place, *self._body_limits)
+            size = len(body)
+            request, asked = await off_loop(functools.partial(_decode, body, header_length, info), size)
+            del body
             reply = await _score(service, info.name, asked, receive)
-            payload, header_length = kserve.encode(reward_model.to_infer_reply(reply, request, info), request)
+            payload, header_length = await off_loop(functools.partial(_encode, reply, request, info), size)
         headers = [
             (b"guerdon-queue-ms", b"%.3f" % (reply.queue_s * 1e3)),
             (b"guerdon-compute-ms", b"%.3f" % (reply.compute_s * 1e3)),
@@ -113,7 +118,8 @@ class _Front:
         return _json(signature.config(self._model(scope)))
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
-        _, body = await read_body(scope, receive, self._max_body_bytes)
+        with Place(self._gate) as place:
+            _, body = await read_body(scope, receive, place, *self._body_limits)
         only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
         return _json(about.repository_index(self._service, only_ready))
 
@@ -160,7 +166,7 @@ class _Errors:
         headers: Headers = [_JSON]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
-        refused = isinstance(error, PayloadTooLarge)
+        refused = isinstance(error, PayloadTooLarge | UploadTooSlow)
         if refused:
             headers.append((b"connection", b"close"))
         await _send(send, (error.http, headers, orjson.dumps({"error": str(error)})), more_body=refused)
@@ -196,6 +202,15 @@ async def _linger(receive: Receive, send: Send) -> None:
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b""})
+
+
+def _decode(body: bytes, header_length: int | None, info: ModelInfo) -> tuple[kserve.InferRequest, ScoreRequest]:
+    request = kserve.decode(body, header_length)
+    return request, reward_model.to_score_request(request, info)
+
+
+def _encode(reply: ScoreReply, request: kserve.InferRequest, info: ModelInfo) -> tuple[bytes, int | None]:
+    return kserve.encode(reward_model.to_infer_reply(reply, request, info), request)
 
 
 async def _score(service: Service, name: str, asked: ScoreRequest, receive: Receive) -> ScoreReply:

@@ -25,19 +25,28 @@ class Group(Protocol):
 class Loop:
     """Runs batches of all models in turn, on a thread of its own.
 
-    `deliver(jobs)` is called on that thread with the jobs that a batch completed.
+    `deliver(jobs)` is called on that thread with the jobs that a batch completed, `on_crash()` when the thread
+    ends although it was not told to; then every job that waits has failed.
     """
 
     def __init__(
-        self, group: Group, schedulers: dict[str, Scheduler], deliver: Callable[[list[Job]], None], metrics: Metrics
+        self,
+        group: Group,
+        schedulers: dict[str, Scheduler],
+        deliver: Callable[[list[Job]], None],
+        metrics: Metrics,
+        *,
+        on_crash: Callable[[], None],
     ) -> None:
         self._group = group
         self._schedulers = schedulers
         self._turn = list(schedulers)
         self._deliver = deliver
         self._metrics = metrics
+        self._on_crash = on_crash
         self._wake = threading.Condition()
         self._stopping = False
+        self._running = Batch()
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
 
     def start(self) -> None:
@@ -52,18 +61,23 @@ class Loop:
             self._schedulers[model].add(job)
             self._wake.notify()
 
+    def check_room(self, model: str, num_sequences: int) -> None:
+        """Raises Overloaded where the model's queue is full already."""
+        with self._wake:
+            self._schedulers[model].check_room(num_sequences)
+
     def cancel(self, model: str, job: Job) -> None:
         """Drops what of a job has not started."""
         with self._wake:
             self._schedulers[model].cancel(job)
 
-    def stop(self) -> None:
-        """Finishes what is queued, then ends the thread and the worker of every rank."""
+    def stop(self, timeout_s: float) -> None:
+        """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def depth(self) -> dict[str, tuple[int, int]]:
         """Sequences and tokens that wait, by model."""
@@ -71,8 +85,26 @@ class Loop:
             return {name: (s.num_sequences, s.num_tokens) for name, s in self._schedulers.items()}
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            log.critical("the thread that computes has ended; nothing can be scored any more", exc_info=True)
+            self._on_crash()
+            self._fail_all(ServerFault("the server cannot compute any more; restart it"))
+
+    def _fail_all(self, error: GuerdonError) -> None:
+        with self._wake:
+            self._stopping = True
+            jobs = {job: None for s in self._schedulers.values() for job in s.drop_all()}
+        jobs |= dict.fromkeys(self._running.jobs())
+        for job in jobs:
+            job.results = [error if r is None else r for r in job.results]
+        self._deliver(list(jobs))
+
+    def _serve(self) -> None:
         while (taken := self._next()) is not None:
             model, batch = taken
+            self._running = batch
             started = time.monotonic()
             results = self._execute(model, batch)
             seconds = time.monotonic() - started
@@ -101,14 +133,19 @@ class Loop:
     def _execute(self, model: str, batch: Batch) -> list[Result]:
         """Results in batch order; when a batch raises, halves are tried, so that only the guilty one fails."""
         try:
-            return self._group.lead(Command(Signal.FORWARD, model, batch.sequences))
+            results = self._group.lead(Command(Signal.FORWARD, model, batch.sequences))
+            if len(results) != len(batch.entries):
+                raise ValueError(f"{len(results)} results for {len(batch.entries)} samples")
+            return results
         except GuerdonError as e:
             error: GuerdonError = e
-        except Exception as e:
-            log.exception("a batch of %d sequences of %s failed", len(batch.entries), model)
+        # SystemExit, too: what a user's function raises must not end this thread.
+        except BaseException as e:
             error = ServerFault(f"the model failed on this sample: {type(e).__name__}: {e}")
-        if len(batch.entries) == 1:
-            return [error]
+            if len(batch.entries) == 1:
+                log.exception("%s failed on a sample", model)
+        if len(batch.entries) == 1 or all(job.cancelled for job, _ in batch.entries):
+            return [error] * len(batch.entries)
         half = len(batch.entries) // 2
         return [
             *self._execute(model, Batch(batch.entries[:half])),

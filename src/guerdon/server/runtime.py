@@ -14,7 +14,7 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from guerdon.config import ServerConfig
+from guerdon.config import ServerConfig, check
 from guerdon.errors import StartError
 from guerdon.server import http
 from guerdon.server.gate import Gate
@@ -23,11 +23,21 @@ from guerdon.server.service import Service
 GRACE_S = 30.0
 """How long accepted work may take after the signal to stop."""
 
+_MOST_FILES = 65_536
+
 _KEEP_ALIVE_S = 3600
 """A trainer's idle connections outlive its generation phase; a shorter time would race with its next request."""
 
 OnStarted = Callable[[str, str | None], None]
 """Called with the HTTP URL and the gRPC URL (None without gRPC) once both accept connections."""
+
+
+def check_addresses(config: ServerConfig) -> None:
+    """Takes both ports and gives them back; raises StartError where one cannot be had, before a model is loaded."""
+    with contextlib.ExitStack() as taken:
+        taken.enter_context(_listen(config.host, config.port, "HTTP"))
+        if config.grpc_port is not None:
+            taken.enter_context(_listen(config.host, config.grpc_port, "gRPC"))
 
 
 def run(
@@ -53,8 +63,9 @@ async def serve(
     `grace_s` seconds, and cancels the rest. Raises StartError where an address cannot be had.
     """
     stop = stop or asyncio.Event()
-    gate = Gate(config.max_requests)
-    listener = _listen(config)
+    check(config)
+    gate = Gate(config)
+    listener = _listen(config.host, config.port, "HTTP")
     http_url = _url("http", config.host, listener.getsockname()[1])
     http_server = _HttpServer(_uvicorn_config(service, config, gate))
     try:
@@ -90,7 +101,7 @@ async def serve(
                 await grpc_server.stop(grace=1.0)
             await serving
     finally:
-        await asyncio.to_thread(service.stop)
+        await asyncio.to_thread(service.stop, max(grace_s, 1.0))
 
 
 class RunningServer:
@@ -176,15 +187,15 @@ def _uvicorn_config(service: Service, config: ServerConfig, gate: Gate) -> uvico
     )
 
 
-def _listen(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def _listen(host: str, port: int, protocol: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=4096)
-    except (OSError, OverflowError) as e:
-        reason = e.strerror if isinstance(e, OSError) else str(e)
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as e:
+        flag = "--port" if protocol == "HTTP" else "--grpc-port"
         raise StartError(
-            f"cannot listen for HTTP on {config.host}:{config.port}: {reason}",
-            "stop what uses the port, or choose another with --port (0: any free one) or --host",
+            f"cannot listen for {protocol} on {host}:{port}: {e.strerror}",
+            f"stop what uses the port, or choose another with {flag} (0: any free one) or --host",
         ) from e
 
 
@@ -209,13 +220,16 @@ def _stopping(stop: asyncio.Event) -> Iterator[None]:
 
 
 def _allow_many_connections() -> None:
-    """Raises the soft limit on open files, often 1,024, to the hard one: every connection takes a file."""
+    """Raises the soft limit on open files, often 1,024, as far as is useful: every connection takes a file."""
     try:
         import resource
     except ImportError:  # not on Windows
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # forbidden in some sandboxes; the server works without
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -93,26 +93,31 @@ class Scheduler:
         self._turns = itertools.count()
         self._jobs: list[tuple[int, int, Job]] = []
         self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
+        self._num_dead = 0
         self._tokens_per_s = 0.0
 
     def add(self, job: Job) -> None:
         """Accepts the whole job, or raises Overloaded at once; an empty queue accepts any job."""
         tokens = sum(s.num_tokens for s in job.sequences)
-        sequences = len(job.sequences)
-        if self.num_sequences and (
-            self.num_tokens + tokens > self.limits.max_queue_tokens
-            or self.num_sequences + sequences > self.limits.max_queue_sequences
-        ):
-            raise Overloaded(
-                f"the queue is full: {self.num_sequences} sequences ({self.num_tokens} tokens) wait; try again later",
-                self.retry_after_s(),
-            )
+        self.check_room(len(job.sequences), tokens)
         self.num_tokens += tokens
-        self.num_sequences += sequences
+        self.num_sequences += len(job.sequences)
         self._push(job)
         if self.limits.shares:
             for i, s in enumerate(job.sequences):
                 self._groups.setdefault(_group(s), deque()).append((job, i))
+
+    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
+        """Raises Overloaded where the queue has no room for so much more; an empty queue has room for anything."""
+        if self.num_sequences and (
+            self.num_tokens + num_tokens > self.limits.max_queue_tokens
+            or self.num_sequences + num_sequences > self.limits.max_queue_sequences
+        ):
+            raise Overloaded(
+                f"the queue has no room for {num_sequences} more sequences ({num_tokens} tokens): "
+                f"{self.num_sequences} ({self.num_tokens} tokens) wait; try again later, or send fewer at once",
+                self.retry_after_s(),
+            )
 
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet; what runs now finishes unread."""
@@ -121,6 +126,19 @@ class Scheduler:
             if job.queued[i]:
                 self._leave(job, i)
         job.waiting.clear()
+        self._num_dead += 1
+        if 2 * self._num_dead > len(self._jobs):
+            # Behind others of higher priority a dropped job might never come to the head, where it would go.
+            self._jobs = [entry for entry in self._jobs if entry[2].waiting]
+            heapq.heapify(self._jobs)
+            self._num_dead = 0
+
+    def drop_all(self) -> list[Job]:
+        """Empties the queue; returns the jobs that were in it."""
+        jobs = [job for *_, job in self._jobs if job.waiting]
+        for job in jobs:
+            self.cancel(job)
+        return jobs
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""
@@ -184,9 +202,11 @@ class Scheduler:
     def _together(self, job: Job) -> list[tuple[Job, int, int]]:
         """The group of the job's next sequence, the job's own first, with the tokens that each adds to a batch.
 
-        A group that passes one batch's budget is not followed further: all of a queue may begin alike.
+        Of a beginning that is shared at most half a budget counts, so that a long prompt keeps its responses
+        together. A group that passes one batch's budget is not followed further: all of a queue may begin alike.
         """
         first = job.sequences[job.waiting[0]]
+        budget = self.limits.max_batch_tokens
         if not self.limits.shares:
             return [(job, job.waiting[0], first.num_tokens)]
         group = self._groups[_group(first)]
@@ -198,9 +218,13 @@ class Scheduler:
             s = owner.sequences[i]
             alike = common_prefix(first.tokens, s.tokens) if members else 0
             cost = s.num_tokens - (alike if alike >= MIN_SHARED else 0)
+            if len(members) == 1:
+                surplus = max(0, alike - budget // 2)
+                members[0] = (*members[0][:2], members[0][2] - surplus)
+                total -= surplus
             members.append((owner, i, cost))
             total += cost
-            if total > self.limits.max_batch_tokens:
+            if total > budget and len(members) > 1:
                 break
         return members
 
@@ -239,7 +263,8 @@ class Scheduler:
 
 
 def _group(s: Sequence) -> Hashable:
-    """What sequences that share a beginning have in common: the sender's group, else their first tokens."""
-    if s.group is not None:
-        return s.group
-    return s.tokens[:MIN_SHARED].tobytes() if s.text is None else id(s)
+    """What sequences that share a beginning have in common: their first tokens, and the sender's group if given.
+
+    The group alone will not do: two senders may both count theirs from 0.
+    """
+    return (s.tokens[:MIN_SHARED].tobytes(), s.group) if s.text is None else id(s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
-from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, UnknownModel
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, UnknownModel
 from guerdon.metrics import Metrics
 from guerdon.server.loop import Group, Loop
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Encoder(Protocol):
-    """Turns text into ids; thread-safe."""
+    """Turns text into ids, or says in a text's place what is wrong with it; thread-safe."""
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
+    def encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]: ...
 
-    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]: ...
+    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
 
 class Served(Protocol):
@@ -53,7 +53,8 @@ class Service:
         self._config = config
         self._models = {served.info.name: (model, served) for model, served in models}
         limits = {name: _limits(model, served) for name, (model, served) in self._models.items()} | (limits or {})
-        self._loop = Loop(group, {n: Scheduler(x) for n, x in limits.items()}, self._deliver, self.metrics)
+        schedulers = {n: Scheduler(x) for n, x in limits.items()}
+        self._loop = Loop(group, schedulers, self._deliver, self.metrics, on_crash=self._crashed)
         self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth)
@@ -67,11 +68,11 @@ class Service:
         self._loop.start()
         self.ready = True
 
-    def stop(self) -> None:
-        """Finishes what is queued and ends the worker; blocks until then."""
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
         self.ready = False
-        self._loop.stop()
-        self._tokenisers.shutdown()
+        self._loop.stop(timeout_s)
+        self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     def models(self) -> list[ModelInfo]:
         """All served models."""
@@ -90,32 +91,28 @@ class Service:
         Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
         DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
         """
-        started = time.monotonic()
-        outcome = "ok"
+        allowed_s = request.timeout_s or self._config.request_timeout_s
         try:
-            return await self._score(name, request, started)
-        except asyncio.CancelledError:
-            outcome = Cancelled.__name__
-            raise
-        except GuerdonError as e:
-            outcome = type(e).__name__
-            raise
-        finally:
-            label = name if name in self._models else "unknown"
-            self.metrics.add("guerdon_requests", 1, label, outcome)
-            self.metrics.observe("guerdon_request_seconds", time.monotonic() - started, label)
+            async with asyncio.timeout(allowed_s):
+                return await self._score(name, request, time.monotonic())
+        except TimeoutError:
+            raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
     async def _score(self, name: str, request: ScoreRequest, started: float) -> ScoreReply:
         info = self.model(name)
         model, served = self._models[name]
-        sequences = await self._sequences(served, request)
-        if model.truncation != "error" and info.max_length is not None:
-            sequences = [_truncated(s, info.max_length, model.truncation) for s in sequences]
-        results: list[Result | None] = [_wrong(s, info) for s in sequences]
+        results: list[Result | None] = []
+        sequences = []
+        for i, row in enumerate(await self._rows(name, served, request)):
+            s = _sequence(np.empty(0, dtype=np.int64) if isinstance(row, InvalidRequest) else row, request, i)
+            if model.truncation != "error" and info.max_length is not None:
+                s = _truncated(s, info.max_length, model.truncation)
+            sequences.append(s)
+            results.append(row if isinstance(row, InvalidRequest) else _wrong(s, info))
         accepted = [i for i, r in enumerate(results) if r is None]
         job = Job([sequences[i] for i in accepted], request.priority, started)
         if accepted:
-            await self._answered(name, job, request.timeout_s)
+            await self._answered(name, job)
             for i, result in zip(accepted, job.results, strict=True):
                 results[i] = result
         failed = sum(isinstance(r, GuerdonError) for r in results)
@@ -129,47 +126,48 @@ class Service:
         lengths = [len(s.tokens) for s in sequences]
         return ScoreReply(done, lengths, info.weights_version, queue_s, job.compute_s)
 
-    async def _answered(self, name: str, job: Job, timeout_s: float | None) -> None:
+    async def _answered(self, name: str, job: Job) -> None:
         """Returns when every sequence of the job has its result."""
         assert self._asyncio is not None, "start() comes first"
-        allowed = min(timeout_s or self._config.request_timeout_s, self._config.request_timeout_s)
         job.owner = future = self._asyncio.create_future()
         self._loop.submit(name, job)
-        expiry = self._asyncio.call_later(allowed, _expire, future, allowed)
         try:
             await future
-        except (asyncio.CancelledError, DeadlineExceeded):
+        except asyncio.CancelledError:
             self._loop.cancel(name, job)
             raise
-        finally:
-            expiry.cancel()
 
     def _deliver(self, jobs: list[Job]) -> None:
         """Called on the loop's thread; a batch wakes the asyncio loop once."""
         assert self._asyncio is not None
         self._asyncio.call_soon_threadsafe(_resolve, jobs)
 
-    async def _sequences(self, served: Served, request: ScoreRequest) -> list[Sequence]:
+    def _crashed(self) -> None:
+        """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
+        self.ready = False
+
+    async def _rows(
+        self, name: str, served: Served, request: ScoreRequest
+    ) -> ListLike[np.ndarray | str | InvalidRequest]:
+        """What the scorer reads of each sample: its ids, or its text, or what is wrong with it."""
         info = served.info
         if not len(request):
             raise InvalidRequest("the request has no samples; send at least one")
         if request.tokens is not None:
             if not info.takes_tokens:
                 raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
-            return [_sequence(t, request, i) for i, t in enumerate(request.tokens)]
+            return request.tokens
         if request.messages is not None and not info.takes_messages:
             raise InvalidRequest(f"{info.name} has no chat template; send sentences or tokens, formatted for it")
         if request.texts is not None and not info.takes_text:
             raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
         if served.encoder is None:
-            empty = np.empty(0, dtype=np.int64)
-            return [_sequence(empty, request, i, text) for i, text in enumerate(request.texts or [])]
+            return request.texts or []
+        self._loop.check_room(name, len(request))  # before work is spent on it
         run = asyncio.get_running_loop().run_in_executor
         if request.texts is not None:
-            rows = await run(self._tokenisers, served.encoder.encode, request.texts)
-        else:
-            rows = await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
-        return [_sequence(row, request, i) for i, row in enumerate(rows)]
+            return await run(self._tokenisers, served.encoder.encode, request.texts)
+        return await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
 
 
 def _limits(model: ModelConfig, served: Served) -> Limits:
@@ -181,10 +179,10 @@ def _limits(model: ModelConfig, served: Served) -> Limits:
     )
 
 
-def _sequence(tokens: np.ndarray, request: ScoreRequest, i: int, text: str | None = None) -> Sequence:
+def _sequence(row: np.ndarray | str, request: ScoreRequest, i: int) -> Sequence:
     return Sequence(
-        tokens,
-        text,
+        np.empty(0, dtype=np.int64) if isinstance(row, str) else row,
+        row if isinstance(row, str) else None,
         None if request.groups is None else int(request.groups[i]),
         None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
         None if request.steps is None else request.steps[i],
@@ -192,15 +190,13 @@ def _sequence(tokens: np.ndarray, request: ScoreRequest, i: int, text: str | Non
 
 
 def _truncated(s: Sequence, max_length: int, side: str) -> Sequence:
-    """The sequence without its surplus at that side; what was said about its positions moves along."""
+    """The sequence without its surplus at that side; models that answer for single tokens are never truncated."""
     surplus = len(s.tokens) - max_length
     if surplus <= 0:
         return s
     first = surplus if side == "left" else 0
-    tokens = s.tokens[first : first + max_length]
-    steps = None if s.steps is None else s.steps[(s.steps >= first) & (s.steps < first + max_length)] - first
     prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
-    return Sequence(tokens, s.text, s.group, prompt, steps)
+    return Sequence(s.tokens[first : first + max_length], s.text, s.group, prompt)
 
 
 def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
@@ -211,10 +207,12 @@ def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
     if not len(tokens):
         return InvalidRequest("the sample has no tokens; send at least one")
     low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or (info.vocab_size is not None and high >= info.vocab_size):
+    if low < 0:
+        return InvalidRequest(f"token id {low} is negative; send padding only beyond a row's length")
+    if info.vocab_size is not None and high >= info.vocab_size:
         return InvalidRequest(
-            f"token id {low if low < 0 else high} is outside the vocabulary of {info.name} (0 to "
-            f"{(info.vocab_size or 0) - 1}); was it tokenised for another model?"
+            f"token id {high} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}); was it "
+            "tokenised for another model?"
         )
     if s.steps is not None and len(s.steps) and (s.steps.min() < 0 or s.steps.max() >= len(tokens)):
         return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
@@ -226,11 +224,6 @@ def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
             "start the server with --truncation left or right"
         )
     return None
-
-
-def _expire(future: asyncio.Future, allowed_s: float) -> None:
-    if not future.done():
-        future.set_exception(DeadlineExceeded(f"not scored within the {allowed_s:g} s that the request allowed"))
 
 
 def _resolve(jobs: list[Job]) -> None:

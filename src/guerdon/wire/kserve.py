@@ -55,7 +55,7 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
         raise InvalidRequest("the request has no inputs: it needs a list of at least one tensor")
     binary_default = bool(parameters.get("binary_data_output", False))
     outputs = _requested(requested, binary_default) if requested else None
-    return InferRequest(_inputs(inputs, binary), outputs, str(header.get("id", "")), parameters, binary_default)
+    return InferRequest(_inputs(inputs, binary), outputs, _id(header), parameters, binary_default)
 
 
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
@@ -106,7 +106,7 @@ def decode_reply(body: bytes, header_length: int | None) -> InferReply:
         model_name=str(header.get("model_name", "")),
         model_version=str(header.get("model_version", "")),
         outputs=list(_inputs(outputs, binary).values()),
-        id=str(header.get("id", "")),
+        id=_id(header),
         parameters=header.get("parameters") or {},
     )
 
@@ -131,6 +131,11 @@ def _split(body: bytes, header_length: int | None) -> tuple[dict[str, Any], memo
     elif not 0 < header_length <= len(body):
         raise InvalidRequest(f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes")
     return parse_object(view[:header_length]), view[header_length:]
+
+
+def _id(header: dict[str, Any]) -> str:
+    value = header.get("id")
+    return "" if value is None else str(value)
 
 
 def _inputs(entries: list[Any], binary: memoryview) -> dict[str, Tensor]:

@@ -1,0 +1,101 @@
+"""The rows of a JSONL file to score: read, checked, and made into samples."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from guerdon.core import Message
+from guerdon.errors import StartError
+
+ADDED = ("rewards", "attributes", "errors", "weights_version", "template")
+"""The fields that an output row has beyond its input row."""
+
+_FORMS = '{"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} or {"text"}'
+
+Sample = str | list[Message]
+
+
+def bare(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without what scoring added to it."""
+    return {key: value for key, value in row.items() if key not in ADDED}
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows with their line numbers from 1; blank lines are skipped."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.isspace():
+                    continue
+                try:
+                    row = orjson.loads(text)
+                except orjson.JSONDecodeError as e:
+                    raise _malformed(path, number, f"not valid JSON ({e})") from e
+                if not isinstance(row, dict):
+                    raise _malformed(path, number, "not a JSON object")
+                yield number, row
+    except (OSError, EOFError) as e:
+        raise StartError(f"cannot read {path}: {e}", "check the path, and that a .gz file is whole") from e
+
+
+def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> list[Sample]:
+    """The row's samples, texts or conversations; raises StartError naming the line where it has none of the forms."""
+    prompt = row.get("prompt")
+    try:
+        if "responses" in row and prompt is not None:
+            if not isinstance(row["responses"], list):
+                raise ValueError("responses is not a list")
+            samples = [_joined(prompt, response, template) for response in row["responses"]]
+        elif "response" in row and prompt is not None:
+            samples = [_joined(prompt, row["response"], template)]
+        elif "chosen" in row and "rejected" in row:
+            samples = [_joined(prompt, row[name], template) for name in ("chosen", "rejected")]
+        elif "messages" in row:
+            samples = [_conversation(row["messages"])]
+        elif isinstance(row.get("text"), str):
+            samples = [row["text"]]
+        else:
+            raise ValueError(f"none of the forms {_FORMS}")
+    except ValueError as e:
+        raise _malformed(path, line, str(e)) from e
+    if len({type(sample) for sample in samples}) > 1:
+        raise _malformed(path, line, "its responses are both texts and messages")
+    return samples
+
+
+def _joined(prompt: Any, response: Any, template: bool) -> Sample:
+    """The sample of a prompt and its response; a response that is a whole conversation stands for itself."""
+    if isinstance(response, list):
+        conversation = _conversation(response)
+        if prompt is None or conversation[0]["role"] != "assistant":
+            return conversation
+        return [*_turns(prompt), *conversation]
+    if not isinstance(response, str):
+        raise ValueError(f"a response is a {type(response).__name__}, neither text nor a list of messages")
+    if prompt is None:
+        return response
+    if isinstance(prompt, str) and not template:
+        return prompt + response
+    return [*_turns(prompt), {"role": "assistant", "content": response}]
+
+
+def _turns(prompt: Any) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _conversation(prompt)
+
+
+def _conversation(messages: Any) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one {role, content}")
+    for message in messages:
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise ValueError("each message must have a role and a content")
+    return messages
+
+
+def _malformed(path: Path, line: int, why: str) -> StartError:
+    return StartError(f"{path}, line {line}: {why}", f"each line is one of {_FORMS}")
