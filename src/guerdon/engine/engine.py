@@ -93,7 +93,7 @@ class Engine:
             if self.head.per_token:
                 logits = self.head(layout.hidden)
                 for i, row in enumerate(layout.rows):
-                    outputs[row] = logits[torch.from_numpy(layout.gather(i)).to(logits.device)]
+                    outputs[row] = logits[self._index(layout.gather(i))]
             else:
                 outputs.update(zip(layout.rows, self.head(self._pool(layout, rows)), strict=True))
         if self.head.per_token:
@@ -103,11 +103,12 @@ class Engine:
     def _pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
         """The hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
         if self.head.pooling == "mean":
-            return torch.stack(
-                [layout.hidden[torch.from_numpy(layout.gather(i)).to(self.device)].float().mean(0)
-                 for i in range(len(layout.rows))]
-            )  # fmt: skip
-        return layout.hidden[torch.from_numpy(self._read(layout, rows)).to(self.device)]
+            own = (layout.hidden[self._index(layout.gather(i))] for i in range(len(layout.rows)))
+            return torch.stack([hidden.float().mean(0) for hidden in own])
+        return layout.hidden[self._index(self._read(layout, rows))]
+
+    def _index(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(indices).to(self.device)
 
     def _read(self, layout: Layout | PackedBatch, rows: list[np.ndarray]) -> np.ndarray:
         """Index of the one token whose hidden state each sequence's reward is read from."""
@@ -151,7 +152,7 @@ class Engine:
 
     def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
         one_state_each = not self.head.per_token and self.head.pooling != "mean"
-        read = torch.from_numpy(self._read(batch, rows)).to(self.device) if one_state_each else None
+        read = self._index(self._read(batch, rows)) if one_state_each else None
         with attention.attending(batch), self._last_layer.only(read):
             # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
             hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
@@ -240,7 +241,7 @@ class Engine:
             pooled = self._pool(layout, rows).float()
             for i, row in enumerate(layout.rows):
                 if self.head.per_token or self.head.pooling == "mean":
-                    got, want = layout.hidden[torch.from_numpy(layout.gather(i)).to(self.device)], plain[row]
+                    got, want = layout.hidden[self._index(layout.gather(i))], plain[row]
                 else:
                     one = Layout(plain[row], [row], [((0, len(rows[row])),)], np.array([len(rows[row]) - 1]))
                     got, want = pooled[i], self._pool(one, rows)[0]

@@ -104,7 +104,7 @@ class Service:
         results: list[Result | None] = []
         sequences = []
         for i, row in enumerate(await self._rows(name, served, request)):
-            s = _sequence(np.empty(0, dtype=np.int64) if isinstance(row, InvalidRequest) else row, request, i)
+            s = _sequence(row, request, i)
             if model.truncation != "error" and info.max_length is not None:
                 s = _truncated(s, info.max_length, model.truncation)
             sequences.append(s)
@@ -179,9 +179,9 @@ def _limits(model: ModelConfig, served: Served) -> Limits:
     )
 
 
-def _sequence(row: np.ndarray | str, request: ScoreRequest, i: int) -> Sequence:
+def _sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
     return Sequence(
-        np.empty(0, dtype=np.int64) if isinstance(row, str) else row,
+        row if isinstance(row, np.ndarray) else np.empty(0, dtype=np.int64),
         row if isinstance(row, str) else None,
         None if request.groups is None else int(request.groups[i]),
         None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
