@@ -10,7 +10,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 BASE = {"core", "errors", "config", "metrics"}
-PARTS = {"wire", "client", "server", "engine", "distributed"}
+PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training"}
 
 ROOMS = {  # room: the rooms that it may know besides itself
     **dict.fromkeys(BASE, BASE),
@@ -19,12 +19,21 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "server": BASE | {"wire"},
     "engine": BASE,
     "distributed": BASE,
+    "algorithms": set(),
+    "training": BASE | {"engine", "algorithms"},
     "assembly": BASE | PARTS,
     "reward_model_server": BASE | PARTS | {"assembly"},
+    "critic_server_trainer": BASE | PARTS | {"assembly"},
     "demo": BASE | {"client"},
     "cli": BASE | PARTS | {"assembly", "demo", "__init__"},
     "__main__": {"cli"},
-    "__init__": {"client", "errors", "reward_model_server"},  # for type checkers; at run time they are loaded lazily
+    "__init__": {
+        "client",
+        "core",
+        "critic_server_trainer",
+        "errors",
+        "reward_model_server",
+    },  # for type checkers; at run time they are loaded lazily
 }
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import

@@ -26,11 +26,9 @@ def setting(
 
 
 @dataclass
-class ModelConfig:
-    """One served model."""
+class EngineConfig:
+    """How a checkpoint is loaded and run, whether it scores or learns."""
 
-    model: str = setting("", "local folder, hub id, or module:function", flag=False)
-    name: str = setting("reward_model", "name under which clients ask for it")
     revision: str | None = setting(None, "hub revision (branch, tag or commit)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "weights' dtype; auto: bfloat16 on a GPU, float32 on a CPU. The head is always float32"
@@ -42,21 +40,11 @@ class ModelConfig:
     max_length: int | None = setting(
         None, "longest accepted sequence in tokens; auto: the model's own maximum", least=1
     )
-    truncation: Literal["error", "left", "right"] = setting(
-        "error", "a longer sequence is refused, or loses tokens at this side"
-    )
-    pooling: Literal["auto", "last", "mean", "first", "first_eos"] = setting(
-        "auto", "which hidden state gives the reward; auto: the rule of the checkpoint's own library"
-    )
     attribute_weights: list[float] | None = setting(
         None, "weights that merge several attributes into the reward; default: the plain mean"
     )
-    mean: float | None = setting(None, "subtracted from every reward; auto: the checkpoint's own")
-    std: float | None = setting(None, "divides every reward after the mean; auto: the checkpoint's own")
-    step_separator: str | None = setting(None, "text whose last token ends a step (process reward models)")
-    step_reduction: Literal["min", "mean", "last", "product"] = setting(
-        "min", "how step rewards make the reward of the whole sequence"
-    )
+    mean: float | None = setting(None, "subtracted from every reward or value; auto: the checkpoint's own")
+    std: float | None = setting(None, "divides every reward or value after the mean; auto: the checkpoint's own")
     require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
     deterministic: bool = setting(
         False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
@@ -64,6 +52,64 @@ class ModelConfig:
     max_queue_tokens: int = setting(4_000_000, "tokens that may wait; beyond it requests are refused with 503", least=1)
     max_queue_sequences: int = setting(
         16_384, "sequences that may wait; beyond it requests are refused with 503", least=1
+    )
+
+
+@dataclass
+class ModelConfig(EngineConfig):
+    """One served model."""
+
+    model: str = setting("", "local folder, hub id, or module:function", flag=False)
+    name: str = setting("reward_model", "name under which clients ask for it")
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "a longer sequence is refused, or loses tokens at this side"
+    )
+    pooling: Literal["auto", "last", "mean", "first", "first_eos"] = setting(
+        "auto", "which hidden state gives the reward; auto: the rule of the checkpoint's own library"
+    )
+    step_separator: str | None = setting(None, "text whose last token ends a step (process reward models)")
+    step_reduction: Literal["min", "mean", "last", "product"] = setting(
+        "min", "how step rewards make the reward of the whole sequence"
+    )
+
+
+@dataclass
+class CriticConfig(EngineConfig):
+    """One trainable critic, and the reward model that may answer beside it."""
+
+    model: str = setting("", "local folder or hub id of a reward model or a critic", flag=False)
+    name: str = setting("critic", "clients ask for NAME_infer, NAME_train, NAME_save, ...")
+    reward_model: str | None = setting(None, "folder or hub id of a reward model; NAME_infer then gives rewards, too")
+    reward_model_memory: Literal["resident", "swap"] = setting(
+        "resident", "resident: both stay on the device; swap: one at a time, the other waits in the host's memory"
+    )
+    checkpoint_dir: str | None = setting(
+        None, "folder for checkpoints and the journal; without it nothing survives the server"
+    )
+    keep_checkpoints: int = setting(2, "newest checkpoints that are kept", least=1)
+    keep_best: str | None = setting(
+        None, "also keep the checkpoint that is best by this metric: explained_variance, loss, or one given to save"
+    )
+    keep_best_mode: Literal["max", "min"] = setting("max", "whether the best metric is the largest or the smallest")
+    save_every: int | None = setting(
+        None, "save a checkpoint by itself after so many train requests; default: only when asked", least=1
+    )
+    global_batch_size: int = setting(64, "sequences of one optimiser step", least=1)
+    learning_rate: float = setting(9e-6, "of AdamW, after the warm-up", least=0)
+    weight_decay: float = setting(0.01, "of AdamW", least=0)
+    betas: list[float] = setting([0.9, 0.98], "of AdamW")
+    optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw_8bit keeps its state in 8 bits")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "of the learning rate after the warm-up; linear and cosine end at 0 after total_steps"
+    )
+    warmup_steps: int = setting(0, "optimiser steps in which the learning rate rises from 0", least=0)
+    total_steps: int | None = setting(None, "optimiser steps of the whole run; linear and cosine need it", least=1)
+    gradient_clip_val: float = setting(1.0, "largest norm of a step's gradient; 0: never clipped", least=0)
+    loss_clip_val: float = setting(0.2, "how far a value may move from prev_values in the loss; 0: unbounded", least=0)
+    lora: int | None = setting(None, "train low-rank adapters of this rank (by peft) in place of all weights", least=1)
+    lora_alpha: float = setting(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora", least=0)
+    activation_checkpointing: bool = setting(
+        False, "compute activations a second time in place of keeping them: less memory, about a third more time"
     )
 
 
@@ -84,6 +130,7 @@ class ServerConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
+    critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)
 
 
 def from_mapping(cls: type, data: Any, where: str = "") -> Any:

@@ -9,10 +9,13 @@ GuerdonError
 ├── Cancelled               499 CANCELLED            the client left
 ├── SampleFailed            500 INTERNAL             the model gave no finite score for this sample
 ├── ServerFault             500 INTERNAL             a bug or a failed device, not the request
+│   └── TrainFailed         500 INTERNAL             a train request broke off; the text says what of it stands
 ├── Unsupported             501 UNIMPLEMENTED        the protocol has it, this server does not
 ├── Unavailable             503 UNAVAILABLE          retry: not ready, stopping, or unreachable
 │   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
+│   ├── Offloaded           503 UNAVAILABLE          no retry: the weights are off the device until `onload`
 │   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
+├── StorageFailed           507 RESOURCE_EXHAUSTED   the server's disk cannot take it; nothing was changed
 ├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not answered within the time that the request allowed
 └── StartError              -                        the command cannot start; `help` says what to do
     ├── ConfigError
@@ -75,6 +78,13 @@ class ServerFault(GuerdonError):
     """Something failed inside the server; the request was fine."""
 
 
+class TrainFailed(ServerFault):
+    """A train request broke off in the middle; `str(error)` says which of its steps stand.
+
+    The same id gets the same answer again.
+    """
+
+
 class Unsupported(GuerdonError):
     """The protocol has this, the server has not."""
 
@@ -97,8 +107,20 @@ class Overloaded(Unavailable):
         self.retry_after_s = retry_after_s
 
 
+class Offloaded(Unavailable):
+    """The critic's weights are off the device; it answers again after `onload`."""
+
+    retryable = False
+
+
 class Unreachable(Unavailable):
     """Nothing answers at that address, or the connection broke before the answer; only clients raise it."""
+
+
+class StorageFailed(GuerdonError):
+    """The server's disk is full, read-only or broken; nothing was changed by the request."""
+
+    http, grpc = 507, "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(GuerdonError):
