@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from guerdon import __version__, cli
-from guerdon.config import ModelConfig, ServerConfig
+from guerdon import __version__, cli, flags
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.errors import ConfigError
 from processes import environment
 
 
 def settings(*argv: str) -> ServerConfig:
-    return cli.server_config(cli.make_parser().parse_args(["serve", *argv]))
+    return flags.server_config(cli.make_parser().parse_args(["serve", *argv]))
+
+
+def critic_settings(*argv: str) -> ServerConfig:
+    return flags.critic_server_config(cli.make_parser().parse_args(["serve-critic", *argv]))
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -95,9 +99,94 @@ def test_model_of_the_command_line_with_a_yaml_of_server_settings(tmp_path: Path
     assert settings("m", "--config", str(file)) == ServerConfig(port=1000, models=[ModelConfig(model="m")])
 
 
+CRITIC_YAML = """
+critic:
+  model: m
+  global_batch_size: 8
+  max_batch_tokens: auto
+  learning_rate: 9e-6
+  betas: [0.8, 0.9]
+  lr_schedule: linear
+  total_steps: 10
+  lora: 4
+  activation_checkpointing: true
+  keep_checkpoints: 3
+"""
+
+
+def test_a_critic_by_flags_listens_on_ports_of_its_own() -> None:
+    config = critic_settings("m", "--checkpoint-dir", "d", "--reward-model", "r", "--learning-rate", "1e-4",
+                             "--betas", "0.8,0.9", "--global-batch-size", "8", "--no-grpc")  # fmt: skip
+    critic = CriticConfig(
+        model="m", checkpoint_dir="d", reward_model="r", learning_rate=1e-4, betas=[0.8, 0.9], global_batch_size=8
+    )
+    assert config == ServerConfig(port=5556, grpc_port=None, critic=critic)
+    assert critic_settings("m").grpc_port == 5558
+
+
+def test_a_critic_by_yaml_with_flags_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "critic.yaml"
+    file.write_text(CRITIC_YAML)
+    config = critic_settings("--config", str(file), "--lora", "2", "--no-activation-checkpointing")
+    assert (config.port, config.grpc_port) == (5556, 5558)
+    assert config.critic == CriticConfig(
+        model="m", global_batch_size=8, learning_rate=9e-6, betas=[0.8, 0.9], lr_schedule="linear", total_steps=10,
+        lora=2, keep_checkpoints=3,
+    )  # fmt: skip
+    file.write_text("port: 7000\nmodels: [{model: r}]\n")
+    config = critic_settings("m", "--config", str(file))
+    assert (config.port, config.critic, len(config.models)) == (7000, CriticConfig(model="m"), 1)
+
+
+def test_serve_takes_a_critic_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(CRITIC_YAML)
+    config = settings("r", "--config", str(file))
+    assert config.port == 5555 and config.critic is not None and config.critic.learning_rate == 9e-6
+    assert config.models == [ModelConfig(model="r")]
+    with pytest.raises(ConfigError, match=r"--dtype is given, but .* only a critic"):
+        settings("--config", str(file), "--dtype", "float16")
+
+
+def test_help_of_a_critic_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(run("serve-critic", "--help", capsys=capsys)[1].split())
+    assert "HTTP port (0: any free one) (default: 5556)" in text
+    assert "--betas X,Y of AdamW (default: 0.9,0.98)" in text
+    assert "so many train requests; default: only when asked" in text and "asked (default" not in text
+    assert "MISSING" not in text
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("critic: {model: a}", "MODEL is given as m"),
+        ("critic: {learning_rate: fast}", r"critic\.learning_rate is 'fast'"),
+        ("critic: {learning_rate: .nan}", "learning_rate is nan"),
+        ("critic: {lr: 1}", r"unknown setting critic\.lr"),
+        ("critic: {std: 0}", "std is 0"),
+        ("critic: {betas: [0.9, 1]}", "betas is"),
+        (
+            "critic: {lr_schedule: cosine, total_steps: 5, warmup_steps: 5}",
+            "lr_schedule is cosine, and total_steps is 5",
+        ),
+        ("critic: {save_every: 5}", "save_every is 5, and there is no folder"),
+        ("critic: {keep_best: loss}", "keep_best is loss, and there is no folder"),
+        ("critic: {reward_model_memory: swap}", "swap, and there is no reward model"),
+        ("models: [{name: a}]", r"models\[0\] names no model"),
+        ("[1]", "must be a mapping"),
+    ],
+)
+def test_settings_of_a_critic_that_contradict(tmp_path: Path, yaml: str, message: str) -> None:
+    file = tmp_path / "critic.yaml"
+    file.write_text(yaml)
+    with pytest.raises(ConfigError, match=message):
+        critic_settings("m", "--config", str(file))
+
+
 @pytest.mark.parametrize(
     ("yaml", "argv", "message"),
     [
+        ("critic: {learning_rate: 1.0}", [], "the critic names no model"),
         ("models: [{model: a}]", ["m"], "MODEL is given as m"),
         ("models: [{model: a}, {model: b, name: b}]", ["--dtype", "float16"], "--dtype is given, but"),
         ("models: [{name: a}]", [], r"models\[0\] names no model"),
@@ -123,6 +212,10 @@ def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], me
         (["serve", "m", "--std", "0"], "std is 0"),
         (["serve", "./absent-folder"], "absent-folder"),
         (["serve"], "no model to serve"),
+        (["serve-critic"], "no model to make a critic of"),
+        (["serve-critic", "m", "--lr-schedule", "cosine"], "lr_schedule is cosine, and total_steps is None"),
+        (["serve-critic", "m", "--betas", "0.9"], "betas is [0.9]"),
+        (["serve-critic", "./absent-folder"], "absent-folder"),
         (["score", "in.jsonl", "-o", "out.jsonl"], "one of the arguments --server --model is required"),
         (
             ["score", "--server", "h:1", "--dtype", "float16", "in", "-o", "out"],

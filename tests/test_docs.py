@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from guerdon import cli
+from guerdon.config import CriticConfig, EngineConfig
 from guerdon.metrics import TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-QUEUE_GAUGES = {"guerdon_queue_sequences", "guerdon_queue_tokens"}
+COLLECTED = {"guerdon_queue_sequences", "guerdon_queue_tokens", "guerdon_model_info"}
 
 
-def test_the_walk_has_eight_functions_that_exist() -> None:
-    steps = re.findall(r"^ (\d)  (\S+)\.py +(\S+)", (ROOT / "docs/walk.md").read_text(), re.MULTILINE)
-    assert [int(number) for number, *_ in steps] == list(range(1, 9))
+@pytest.mark.parametrize(("page", "num_steps"), [("walk", 8), ("critic", 11)])
+def test_the_walks_go_through_functions_that_exist(page: str, num_steps: int) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text()
+    steps = re.findall(r"^ ?(\d+)  (\S+)\.py +(\S+)", text, re.MULTILINE)
+    assert [int(number) for number, *_ in steps] == list(range(1, num_steps + 1))
     for _, path, name in steps:
         found = importlib.import_module("guerdon." + path.replace("/", "."))
         for part in name.split("."):
             found = getattr(found, part)
         assert callable(found)
+
+
+def test_the_critics_settings_stand_in_its_page() -> None:
+    told = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]*?)`? ?\|", (ROOT / "docs/critic.md").read_text(), re.MULTILINE))
+    engine = {field.name for field in dataclasses.fields(EngineConfig)}
+    own = [field for field in dataclasses.fields(CriticConfig) if field.name not in {*engine, "model"}]
+    assert list(told) == [field.name for field in own]
+    for name, default in vars(CriticConfig()).items():
+        if name in told:
+            assert yaml.safe_load(told[name]) == default or float(told[name]) == default, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,7 +47,9 @@ def test_links_and_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
-    for path in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./]+|(?:server|wire|engine|client)/\w+\.py)`", text):
+    for path in re.findall(
+        r"`((?:src|tests|benchmarks|docs)/[\w./]+|(?:server|wire|engine|client|training)/\w+\.py)`", text
+    ):
         assert (ROOT / path).exists() or (ROOT / "src/guerdon" / path).exists(), path
 
 
@@ -45,4 +62,4 @@ def test_flags_and_metrics_exist(page: Path) -> None:
     for flag in re.findall(r"`[^`]*?(--[a-z][a-z-]+)", text):
         assert any(flag in text for text in helps), flag
     for metric in re.findall(r"guerdon_[a-z]+_?[a-z_]*[a-z]", text):
-        assert metric.removesuffix("_total") in {*TABLE, *QUEUE_GAUGES}, metric
+        assert metric.removesuffix("_total") in {*TABLE, *COLLECTED}, metric

@@ -25,7 +25,8 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "reward_model_server": BASE | PARTS | {"assembly"},
     "critic_server_trainer": BASE | PARTS | {"assembly"},
     "demo": BASE | {"client"},
-    "cli": BASE | PARTS | {"assembly", "demo", "__init__"},
+    "flags": BASE,
+    "cli": BASE | PARTS | {"assembly", "demo", "flags", "__init__"},
     "__main__": {"cli"},
     "__init__": {
         "client",
@@ -37,9 +38,9 @@ ROOMS = {  # room: the rooms that it may know besides itself
 }
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
-    **dict.fromkeys(["core", "errors", "config", "metrics", "client", "server", "distributed", "cli"], TORCH),
+    **dict.fromkeys(["core", "errors", "config", "metrics", "client", "server", "distributed", "flags", "cli"], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
-    "server/scheduler.py": TORCH | {"asyncio", "concurrent", "threading", "time"},
+    **dict.fromkeys(["server/scheduler.py", "server/lane.py"], TORCH | {"asyncio", "concurrent", "threading", "time"}),
     "engine/text.py": {"torch"},
     "engine/packing.py": TORCH,
 }

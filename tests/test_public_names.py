@@ -11,12 +11,16 @@ from processes import environment
 
 def test_public_names_are_these() -> None:
     assert guerdon.__all__ == [
+        "AsyncCriticClient",
         "AsyncRewardClient",
+        "CriticClient",
+        "CriticServerTrainer",
         "GuerdonError",
         "RetryPolicy",
         "RewardClient",
         "RewardModelServer",
         "Scores",
+        "TrainReport",
         "__version__",
     ]
 
@@ -28,6 +32,7 @@ def test_each_public_name_loads() -> None:
 
 def test_the_client_needs_neither_torch_nor_the_server() -> None:
     heavy = ("torch", "transformers", "starlette", "uvicorn", "grpc", "matplotlib")
-    code = f"import sys, guerdon; guerdon.RewardClient; print([m for m in {heavy} if m in sys.modules])"
+    names = "guerdon.RewardClient, guerdon.CriticClient, guerdon.TrainReport"
+    code = f"import sys, guerdon; {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout.strip() == "[]"

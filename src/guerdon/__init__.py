@@ -1,4 +1,4 @@
-"""guerdon: a reward-model server for RLHF, and its clients.
+"""guerdon: reward models and trainable critics for RLHF, served, and their clients.
 
 The public names are loaded when they are first used, so that a client needs neither torch nor transformers.
 """
@@ -9,29 +9,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient, Scores
+    from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
+    from guerdon.core import TrainReport
+    from guerdon.critic_server_trainer import CriticServerTrainer
     from guerdon.errors import GuerdonError
     from guerdon.reward_model_server import RewardModelServer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCriticClient",
     "AsyncRewardClient",
+    "CriticClient",
+    "CriticServerTrainer",
     "GuerdonError",
     "RetryPolicy",
     "RewardClient",
     "RewardModelServer",
     "Scores",
+    "TrainReport",
     "__version__",
 ]
 
 _HOME = {
+    "AsyncCriticClient": "guerdon.client",
     "AsyncRewardClient": "guerdon.client",
+    "CriticClient": "guerdon.client",
+    "CriticServerTrainer": "guerdon.critic_server_trainer",
     "GuerdonError": "guerdon.errors",
     "RetryPolicy": "guerdon.client",
     "RewardClient": "guerdon.client",
     "RewardModelServer": "guerdon.reward_model_server",
     "Scores": "guerdon.client",
+    "TrainReport": "guerdon.core",
 }
 
 

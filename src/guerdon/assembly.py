@@ -1,15 +1,17 @@
-"""Scorers, worker, group and service put together: what `guerdon serve` and `RewardModelServer` both run."""
+"""Scorers, trainers, worker, group and service put together: what the command and the NeMo-Aligner classes all run."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from guerdon.config import ModelConfig, ServerConfig
+from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError
+from guerdon.server.critic import Critic
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
 
@@ -26,19 +28,57 @@ def build_scorer(config: ModelConfig) -> Any:
     return Engine(load(config))
 
 
+def build_trainer(config: CriticConfig) -> Any:
+    """The critic that learns, and beside it the reward model where the config names one."""
+    from guerdon.engine.critics import load_critic
+    from guerdon.training.critic import CriticTrainer
+
+    trainer = CriticTrainer(load_critic(_infer_config(config)), config)
+    if config.reward_model is None:
+        return trainer
+    from guerdon.training.combined import CriticWithReward
+
+    reward_model = dataclasses.replace(_infer_config(config), model=config.reward_model)
+    if config.reward_model != config.model:
+        reward_model.revision = None  # it names one of the critic's repository
+    return CriticWithReward(trainer, lambda: build_scorer(reward_model), config.reward_model_memory)
+
+
 def build_service(
     config: ServerConfig,
     *,
     scorer: Callable[[ModelConfig], Any] = build_scorer,
+    trainer: Callable[[CriticConfig], Any] = build_trainer,
+    critic: Callable[[CriticConfig, Any], Critic] = Critic,
     limits: dict[str, Limits] | None = None,
 ) -> Service:
-    """Loads every configured model and puts a service before them; raises StartError where one cannot be served."""
-    names = [m.name for m in config.models]
+    """Loads every configured model and puts a service before them; raises StartError where one cannot be served.
+
+    A critic with a folder for checkpoints is brought to where it was when its last server ended.
+    """
+    models = [*config.models, *([_infer_config(config.critic)] if config.critic else [])]
+    names = [m.name for m in models]
     if not names:
         raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two models are named {name}", "give each its own `name:`")
     scorers = {m.name: scorer(m) for m in config.models}
-    group = Group(Worker(scorers))
-    return Service(group, [(m, scorers[m.name]) for m in config.models], config, limits)
+    if config.critic is None:
+        return Service(Group(Worker(scorers)), [(m, scorers[m.name]) for m in models], config, limits)
+    learner = trainer(config.critic)
+    scorers[models[-1].name] = learner
+    group = Group(Worker(scorers, {config.critic.name: learner}))
+    operations = critic(config.critic, learner)
+    try:
+        operations.restore(group)
+    except BaseException:
+        operations.close()
+        raise
+    return Service(group, [(m, scorers[m.name]) for m in models], config, limits, operations)
+
+
+def _infer_config(config: CriticConfig) -> ModelConfig:
+    """The critic as one more model that answers score requests."""
+    engine = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
+    return ModelConfig(**engine, model=config.model, name=f"{config.name}_infer")

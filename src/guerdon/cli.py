@@ -1,23 +1,20 @@
-"""The `guerdon` command: flags and YAML to settings, and settings to running parts."""
+"""The `guerdon` command: each subcommand from its settings to running parts."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import logging
 import os
 import sys
-import types
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from guerdon import __version__
-from guerdon.config import ModelConfig, ServerConfig, check, from_mapping, read_yaml, takes_auto
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, GuerdonError, StartError
+from guerdon.flags import CRITIC_PORTS, add_settings, critic_server_config, given, server_config
 
 EXAMPLES = """\
 examples:
@@ -25,6 +22,7 @@ examples:
   guerdon serve some-org/reward-model --dtype bfloat16     a model of the Hugging Face hub
   guerdon serve my_module:my_function                      your own scorer
   guerdon serve --config server.yaml                       several models
+  guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic     a critic that trains, on port 5556
   guerdon score --server http://127.0.0.1:5555 in.jsonl -o out.jsonl
   guerdon score --model ./my-reward-model in.jsonl -o out.jsonl
   guerdon demo                                             make a small model, serve it, score prompts
@@ -37,6 +35,26 @@ A YAML file has the same settings; flags go before it:
   models:
     - {model: ./helpful, name: helpful, dtype: bfloat16}
     - {model: ./safe, name: safe, max_length: 4096}
+"""
+
+CRITIC_EXAMPLES = """\
+MODEL is any checkpoint of a decoder that `guerdon serve` loads; a reward model's head becomes the value head. Clients
+find models named critic_infer, critic_train, critic_validate, critic_save, critic_load, critic_offload, critic_onload
+and critic_state, and a Python client is guerdon.CriticClient.
+
+  guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic
+  guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic --reward-model ./my-reward-model
+  guerdon serve-critic --config critic.yaml
+
+With --checkpoint-dir a train request that was answered survives the server: the same command again loads the newest
+checkpoint and applies what came after it. A YAML file has the same settings; flags go before it:
+
+  port: 5556
+  critic:
+    model: ./my-reward-model
+    checkpoint_dir: ./critic
+    global_batch_size: 64
+    learning_rate: 9e-6
 """
 
 SCORE_EXAMPLES = """\
@@ -64,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command; `args.run(args)` runs the chosen subcommand."""
     parser = _Parser(
         "guerdon",
-        description="Serves reward models, and scores with them.",
+        description="Serves reward models and critics that train, and scores with them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,6 +94,14 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--config", metavar="FILE.yaml", help="read settings from this file; it may name several models")
     add_settings(serve.add_argument_group("server"), ServerConfig)
     add_settings(serve.add_argument_group("model"), ModelConfig)
+
+    critic = _command(
+        commands, "serve-critic", "serve a critic that trains, over HTTP and gRPC", CRITIC_EXAMPLES, run_serve_critic
+    )
+    critic.add_argument("MODEL", nargs="?", help="local folder or hub id of a reward model or a critic")
+    critic.add_argument("--config", metavar="FILE.yaml", help="read settings from this file")
+    add_settings(critic.add_argument_group("server"), ServerConfig, CRITIC_PORTS)
+    add_settings(critic.add_argument_group("critic"), CriticConfig)
 
     score = _command(commands, "score", "score a JSONL file", SCORE_EXAMPLES, run_score)
     score.add_argument("IN", help="JSONL file, or .jsonl.gz")
@@ -97,75 +123,34 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_settings(group: argparse._ArgumentGroup, cls: type) -> None:
-    """One flag for each field of the dataclass `cls`; a flag that is not given leaves no trace in the result."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if not field.metadata["flag"]:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        text = field.metadata["help"].replace("%", "%%")
-        hint, default = hints[field.name], field.default
-        if isinstance(hint, types.UnionType):
-            hint = next(a for a in typing.get_args(hint) if a is not type(None))
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        if hint is bool:
-            group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
-            continue
-        automatic = takes_auto(field, hints[field.name])
-        if default is not None or automatic:
-            text += f" (default: {'auto' if automatic else default})"
-        if typing.get_origin(hint) is Literal:
-            group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
-        elif typing.get_origin(hint) is list:
-            text += f"; write them as 0.7,0.3, and with a leading minus as {flag}=-0.5,1"
-            group.add_argument(flag, help=text, type=_numbers, metavar="X,Y", **options)
-        else:
-            kind = functools.partial(_number_or_auto, hint) if automatic else hint
-            group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
-    if cls is ServerConfig:
-        group.add_argument("--no-grpc", dest="grpc_port", action="store_const", const=None, default=argparse.SUPPRESS)
-
-
-def server_config(args: argparse.Namespace) -> ServerConfig:
-    """The settings of `serve`: defaults, over them the YAML file, over that the flags; raises ConfigError."""
-    config: ServerConfig = from_mapping(ServerConfig, read_yaml(args.config)) if args.config else ServerConfig()
-    config = dataclasses.replace(config, **_given(args, ServerConfig))
-    flags = _given(args, ModelConfig)
-    if args.MODEL is not None:
-        if config.models:
-            raise ConfigError(
-                f"MODEL is given as {args.MODEL}, and {args.config} has models too", "name the models in one place"
-            )
-        config.models = [ModelConfig(model=args.MODEL, **flags)]
-    elif len(config.models) == 1:
-        config.models = [dataclasses.replace(config.models[0], **flags)]
-    elif flags and config.models:
-        flag = "--" + next(iter(flags)).replace("_", "-")
-        raise ConfigError(
-            f"{flag} is given, but {args.config} has several models", "set it in the file, for each model"
-        )
-    for i, model in enumerate(config.models):
-        if not model.model:
-            raise ConfigError(f"models[{i}] names no model", "add `model:` with a folder, a hub id or module:function")
-        check(model)
-    check(config)
-    return config
-
-
 def run_serve(args: argparse.Namespace) -> None:
     """`guerdon serve`: loads the models and serves them until SIGTERM or SIGINT."""
-    config = server_config(args)
+    _serve(server_config(args))
+
+
+def run_serve_critic(args: argparse.Namespace) -> None:
+    """`guerdon serve-critic`: loads the critic, brings it to where it was, and serves it until SIGTERM or SIGINT."""
+    _serve(critic_server_config(args))
+
+
+def _serve(config: ServerConfig) -> None:
     _set_up(config.log_level)
     _need("torch", "starlette", "uvicorn")
-    _say(f"loading {', '.join(model.model for model in config.models)}" if config.models else "no models")
+    critic = config.critic
+    named = [*(model.model for model in config.models), *([critic.model] if critic else [])]
+    if critic and critic.reward_model:
+        named.append(critic.reward_model)
+    _say(f"loading {', '.join(named)}" if named else "no models")
     from guerdon import assembly
     from guerdon.server import runtime
 
     runtime.check_addresses(config)  # before models are loaded, which may take minutes
     service = assembly.build_service(config)
     for info in service.models():
-        _say(_described(info))
+        if isinstance(info, ModelInfo):
+            _say(_described(info))
+    if critic:
+        _say(f"{critic.name} learns; " + _kept(critic))
 
     def on_started(http_url: str, grpc_url: str | None) -> None:
         _say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
@@ -181,7 +166,7 @@ def run_score(args: argparse.Namespace) -> int:
     from guerdon.client import RewardClient
     from guerdon.client.files import score_file
 
-    flags = _given(args, ModelConfig)
+    flags = given(args, ModelConfig)
     name = flags.get("name", ModelConfig.name)
 
     def score(urls: Sequence[str]) -> int:
@@ -225,9 +210,6 @@ def run_demo(args: argparse.Namespace) -> None:
     run(Path(args.out), Path(args.data) if args.data else None, args.limit)
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends as every start error does: what is wrong, and what to do."""
@@ -246,29 +228,15 @@ def _command(commands: Any, name: str, text: str, epilog: str | None, run: Any) 
     return parser
 
 
-def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The flags of `cls` that stood on the command line."""
-    names = [field.name for field in dataclasses.fields(cls) if field.metadata["flag"]]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def _number_or_auto(kind: type, text: str) -> Any:
-    try:
-        return None if text == "auto" else kind(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from e
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from e
-
-
 def _described(info: ModelInfo) -> str:
     path = info.path + (f" ({info.why})" if info.why else "")
-    return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, {path}"
+    return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, weights {info.weights_version}, {path}"
+
+
+def _kept(critic: CriticConfig) -> str:
+    if critic.checkpoint_dir is None:
+        return "WHAT IT LEARNS IS LOST WITH THIS SERVER: give --checkpoint-dir to keep it"
+    return f"what it learns is kept in {critic.checkpoint_dir}"
 
 
 def _need(*modules: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ def setting(
     help: str,  # noqa: A002 - the word argparse uses
     *,
     flag: bool = True,
+    auto: bool = False,
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values."""
+    """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values.
+
+    Where `auto`, that word may be written for a value that is found out at start; the field is then None.
+    """
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help, "flag": flag, "least": least, "most": most}, **factory)
+    return field(metadata={"help": help, "flag": flag, "auto": auto, "least": least, "most": most}, **factory)
 
 
 @dataclass
@@ -35,16 +40,18 @@ class EngineConfig:
     )
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, ...")
     max_batch_tokens: int | None = setting(
-        None, "tokens computed in one forward, after sharing; auto: chosen for the device", least=1
+        None, "tokens computed in one forward, after sharing; auto: chosen for the device", auto=True, least=1
     )
     max_length: int | None = setting(
-        None, "longest accepted sequence in tokens; auto: the model's own maximum", least=1
+        None, "longest accepted sequence in tokens; auto: the model's own maximum", auto=True, least=1
     )
     attribute_weights: list[float] | None = setting(
         None, "weights that merge several attributes into the reward; default: the plain mean"
     )
-    mean: float | None = setting(None, "subtracted from every reward or value; auto: the checkpoint's own")
-    std: float | None = setting(None, "divides every reward or value after the mean; auto: the checkpoint's own")
+    mean: float | None = setting(None, "subtracted from every reward or value; auto: the checkpoint's own", auto=True)
+    std: float | None = setting(
+        None, "divides every reward or value after the mean; auto: the checkpoint's own", auto=True
+    )
     require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
     deterministic: bool = setting(
         False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
@@ -145,26 +152,42 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
         raise ConfigError(
             f"unknown setting {where}{'.' if where else ''}{unknown[0]}", f"known here: {', '.join(sorted(hints))}"
         )
-    automatic = {f.name for f in dataclasses.fields(cls) if takes_auto(f, hints[f.name])}
+    automatic = {f.name for f in dataclasses.fields(cls) if f.metadata["auto"]}
     given = {k: None if v == "auto" and k in automatic else v for k, v in data.items()}
     return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in given.items()})
 
 
-def takes_auto(item: dataclasses.Field[Any], hint: Any) -> bool:
-    """Whether `auto` may be written for the setting: for a number whose default is found out at start."""
-    return item.default is None and bool({int, float} & set(typing.get_args(hint)))
-
-
-def check(settings: ModelConfig | ServerConfig) -> None:
-    """Raises ConfigError for the first setting that is out of its bounds, or a `std` that is not positive."""
+def check(settings: ModelConfig | CriticConfig | ServerConfig) -> None:
+    """Raises ConfigError for the first setting that is out of its bounds or contradicts another."""
     for item in dataclasses.fields(settings):
         value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
-        if value is not None and least is not None and value < least:
+        # `not >=`, so that NaN is refused.
+        if value is not None and least is not None and not value >= least:
             raise ConfigError(f"{item.name} is {value}", f"give at least {least:g}")
-        if value is not None and most is not None and value > most:
+        if value is not None and most is not None and not value <= most:
             raise ConfigError(f"{item.name} is {value}", f"give at most {most:.0f}")
-    if isinstance(settings, ModelConfig) and settings.std is not None and not settings.std > 0:
-        raise ConfigError(f"std is {settings.std:g}", "rewards are divided by it: give a number above 0")
+    if isinstance(settings, EngineConfig) and settings.std is not None and not settings.std > 0:
+        raise ConfigError(f"std is {settings.std:g}", "rewards and values are divided by it: give a number above 0")
+    if isinstance(settings, CriticConfig):
+        _check_critic(settings)
+
+
+def _check_critic(settings: CriticConfig) -> None:
+    betas, schedule = settings.betas, settings.lr_schedule
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
+    if schedule != "constant" and (settings.total_steps is None or settings.total_steps <= settings.warmup_steps):
+        raise ConfigError(
+            f"lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
+            f"give the optimiser steps of the whole run as total_steps, more than the {settings.warmup_steps} of the "
+            "warm-up",
+        )
+    if settings.checkpoint_dir is None:
+        for name in ("save_every", "keep_best"):
+            if (value := getattr(settings, name)) is not None:
+                raise ConfigError(f"{name} is {value}, and there is no folder for checkpoints", "give checkpoint_dir")
+    if settings.reward_model is None and settings.reward_model_memory == "swap":
+        raise ConfigError("reward_model_memory is swap, and there is no reward model", "give reward_model")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -181,6 +204,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return [_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
     if dataclasses.is_dataclass(hint):
         return from_mapping(typing.cast(type, hint), value, where)
+    # YAML 1.1 reads 9e-6 as text: there a number has a point.
+    if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):

@@ -224,6 +224,8 @@ class Command:
     """One order to the worker of every rank: what to do, with which model, on what.
 
     `first_steps` bounds a TRAIN to so many of its global batches; `folder` is where SAVE writes and LOAD reads.
+    `lineage` is a number that no LOAD had before where a client goes back to a checkpoint, so that what is learnt
+    from there gets versions of its own; None goes on under the saved one, as a restart does.
     """
 
     signal: Signal
@@ -232,6 +234,7 @@ class Command:
     train: TrainRequest | None = None
     first_steps: int | None = None
     folder: str = ""
+    lineage: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,10 +79,14 @@ class ServerFault(GuerdonError):
 
 
 class TrainFailed(ServerFault):
-    """A train request broke off in the middle; `str(error)` says which of its steps stand.
+    """A train request broke off; `num_steps` of its global batches stand, as `str(error)` says.
 
     The same id gets the same answer again.
     """
+
+    def __init__(self, message: str, num_steps: int = 0) -> None:
+        super().__init__(message)
+        self.num_steps = num_steps
 
 
 class Unsupported(GuerdonError):

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from guerdon.core import ModelInfo
 from guerdon.errors import Cancelled, GuerdonError, ServerFault
 
 UNKNOWN = "unknown"
@@ -27,8 +28,23 @@ TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
     "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
     "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
     "guerdon_batch_sequences": (Histogram, "Sequences in one batch.", ("model",), COUNTS),
-    "guerdon_model_info": (Gauge, "1 for each served model; what it is stands in the labels.",
-                           ("model", "kind", "dtype", "device", "path", "weights_version"), ()),
+    "guerdon_train_requests": (Counter, "Train requests, by outcome: ok, known (answered again) or the error's class.",
+                               ("critic", "outcome"), ()),
+    "guerdon_train_steps": (Counter, "Optimiser steps, by outcome: done, or skipped as the gradient was not finite.",
+                            ("critic", "outcome"), ()),
+    "guerdon_train_tokens": (Counter, "Tokens that were learnt from.", ("critic",), ()),
+    "guerdon_train_seconds": (Histogram, "Time of one train request on the device.", ("critic",), SECONDS),
+    "guerdon_journal_seconds": (Histogram, "Time until a train request was safe on the disk.", ("critic",), SECONDS),
+    "guerdon_checkpoint_seconds": (Histogram, "Time of one checkpoint, its verification included.",
+                                   ("critic",), SECONDS),
+    "guerdon_critic_loss": (Gauge, "Of the last train request.", ("critic",), ()),
+    "guerdon_critic_clip_fraction": (Gauge, "Of the last train request.", ("critic",), ()),
+    "guerdon_critic_explained_variance": (Gauge, "Of the last train request, before its update.", ("critic",), ()),
+    "guerdon_critic_grad_norm": (Gauge, "Of the last optimiser step, before clipping.", ("critic",), ()),
+    "guerdon_critic_learning_rate": (Gauge, "Of the last optimiser step.", ("critic",), ()),
+    "guerdon_critic_step": (Gauge, "Optimiser steps that were made.", ("critic",), ()),
+    "guerdon_critic_unsaved": (Gauge, "Train requests since the newest checkpoint.", ("critic",), ()),
+    "guerdon_critic_offloaded": (Gauge, "1 while the weights are off the device.", ("critic",), ()),
 }  # fmt: skip
 
 
@@ -68,6 +84,10 @@ class Metrics:
     def watch_queue(self, depth: Callable[[], dict[str, tuple[int, int]]]) -> None:
         """Reads the queue's depth (sequences and tokens by model) whenever the metrics are read."""
         self._registry.register(_QueueDepth(depth))
+
+    def watch_models(self, models: Callable[[], Iterable[ModelInfo]]) -> None:
+        """Tells what the models are, of whichever weights, whenever the metrics are read."""
+        self._registry.register(_ModelInfos(models))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -113,3 +133,17 @@ class _QueueDepth:
             sequences.add_metric([model], num_sequences)
             tokens.add_metric([model], num_tokens)
         return [sequences, tokens]
+
+
+class _ModelInfos:
+    def __init__(self, models: Callable[[], Iterable[ModelInfo]]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        labels = ["model", "kind", "dtype", "device", "path", "weights_version"]
+        infos = GaugeMetricFamily(
+            "guerdon_model_info", "1 for each served model; what it is stands in the labels.", labels=labels
+        )
+        for info in self._models():
+            infos.add_metric([info.name, info.kind, info.dtype, info.device, info.path, info.weights_version], 1)
+        return [infos]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, Sequence
-from guerdon.engine.callable import PaddedScorer
+from guerdon.engine.callable import FunctionEncoder, PaddedScorer
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server import runtime
 from guerdon.server.scheduler import Limits
@@ -49,7 +48,7 @@ class RewardModelServer:
         self.scorer = PaddedScorer(
             infer_fn,
             ModelInfo(model_name, "function", path="padded", why="a user's infer_fn"),
-            encoder=_Encoder(tokenize_func),
+            encoder=FunctionEncoder(tokenize_func),
             forward_batch_size=model_forward_micro_batch_size,
             strip_to_multiple=strip_sequence_length_to_multiple,
         )
@@ -84,17 +83,3 @@ class RewardModelServer:
         limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
         name = self.scorer.info.name
         return build_service(self.config, scorer=lambda _: self.scorer, limits={name: limits})
-
-
-class _Encoder:
-    """A user's `tokenize_func` as the service calls it."""
-
-    def __init__(self, tokenize_func: Callable[..., Any]) -> None:
-        self._tokenize = tokenize_func
-        self._lock = threading.Lock()
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        with self._lock:  # a user's function need not be thread-safe
-            tokens, lengths = self._tokenize(texts)
-        rows = np.asarray(tokens, dtype=np.int64)
-        return [row[:n] for row, n in zip(rows, np.asarray(lengths).reshape(-1), strict=True)]

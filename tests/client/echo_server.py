@@ -16,16 +16,25 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
 class EchoProcess:
     """The process, ready when constructed; `http_url` and `grpc_url` are its addresses."""
 
-    def __init__(self, http_port: int = 0, grpc_port: int = 0) -> None:
+    def __init__(
+        self, http_port: int = 0, grpc_port: int = 0, *, script: str = __file__, arguments: tuple[str, ...] = ()
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(http_port), str(grpc_port)], stdout=subprocess.PIPE, text=True, env=ENV
+            [sys.executable, script, str(http_port), str(grpc_port), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENV,
         )
         assert self._process.stdout is not None
         self.http_url, self.grpc_url = self._process.stdout.readline().split()
 
     def again(self) -> EchoProcess:
         """Another process at the same addresses."""
-        return EchoProcess(*(int(url.rpartition(":")[2]) for url in (self.http_url, self.grpc_url)))
+        return EchoProcess(*self.ports())
+
+    def ports(self) -> list[int]:
+        """Its HTTP and its gRPC port."""
+        return [int(url.rpartition(":")[2]) for url in (self.http_url, self.grpc_url)]
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

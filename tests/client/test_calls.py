@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from guerdon import errors
-from guerdon.client.calls import ModelSignature, build, cost_of, error_of, make_request, parse
+from guerdon.client.calls import ModelSignature, build, cost_of, make_request, parse
 from guerdon.wire.kserve import InferReply
 from guerdon.wire.tensors import Tensor
 
@@ -130,6 +130,17 @@ def test_values_and_steps_come_without_their_padding() -> None:
     assert scores.attributes is None
 
 
+def test_values_of_a_text_are_cut_to_the_length_that_the_server_tells() -> None:
+    request = make_request(texts=["a", "b"])
+    tables = {"rewards": np.ones((2, 1), np.float32), "values": np.array([[1, 2, 3], [4, 0, 0]], np.float32)}
+    assert [row.tolist() for row in parse(reply(**tables), request).values or []] == [[1, 2, 3], [4, 0, 0]]
+    lengths = np.array([[3], [1]], np.int64)
+    assert [row.tolist() for row in parse(reply(**tables, sequence_lengths=lengths), request).values or []] == [
+        [1, 2, 3],
+        [4],
+    ]
+
+
 def test_rewards_of_several_columns_are_attributes_and_their_mean() -> None:
     scores = parse(reply(rewards=np.array([[1, 2], [3, 5]], np.float32)), make_request(texts=["a", "b"]))
     np.testing.assert_array_equal(scores.rewards, np.array([1.5, 4], np.float32))
@@ -139,37 +150,6 @@ def test_rewards_of_several_columns_are_attributes_and_their_mean() -> None:
 def test_a_reply_of_another_length_is_the_servers_fault() -> None:
     with pytest.raises(errors.ServerFault, match="2 rewards for 1 samples"):
         parse(reply(rewards=np.ones((2, 1), np.float32)), make_request(texts=["a"]))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.InvalidRequest("x"),
-        errors.RouteNotFound("x"),
-        errors.MethodNotAllowed("x"),
-        errors.PayloadTooLarge("x"),
-        errors.ServerFault("x"),
-        errors.Unsupported("x"),
-        errors.Unavailable("x"),
-        errors.Overloaded("x", 2.5),
-        errors.DeadlineExceeded("x"),
-    ],
-    ids=lambda e: type(e).__name__,
-)
-def test_the_client_raises_the_class_that_the_server_raised(error: errors.GuerdonError) -> None:
-    seen = error_of(error.http, "x", error.retry_after_s)
-    assert type(seen) is type(error)
-    assert seen.retry_after_s == error.retry_after_s
-    if type(error) not in (errors.RouteNotFound, errors.MethodNotAllowed):  # HTTP's own
-        assert type(error_of(error.grpc, "x", error.retry_after_s)) is type(error)
-
-
-def test_statuses_that_others_send() -> None:
-    assert type(error_of("NOT_FOUND", "x")) is errors.UnknownModel
-    assert type(error_of(429, "x")) is errors.Overloaded
-    assert type(error_of(502, "x")) is errors.Unavailable
-    assert type(error_of(401, "x")) is errors.InvalidRequest
-    assert type(error_of(507, "x")) is errors.ServerFault
 
 
 def test_metadata_of_something_else_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.client.calls import ModelSignature, make_request
+from guerdon.client.calls import ModelSignature, make_request, scoring
 from guerdon.client.endpoints import Endpoints
 from guerdon.client.results import Scores
 from guerdon.client.retry import Caller, Describe, Infer, InferResult, Ready, RetryPolicy, Step, Wait
@@ -17,6 +17,7 @@ from guerdon.errors import (
     DeadlineExceeded,
     GuerdonError,
     InvalidRequest,
+    Offloaded,
     Overloaded,
     ServerFault,
     Unavailable,
@@ -41,7 +42,7 @@ class World:
         self.caller = Caller(Endpoints(urls), policy, lambda: self.now, random.Random(0))
 
     def score(self, timeout_s: float | None = None) -> Scores:
-        return self.run(self.caller.score(make_request(texts=["a"], timeout_s=timeout_s)))
+        return self.run(self.caller.ask(scoring("m", make_request(texts=["a"], timeout_s=timeout_s))))
 
     def run(self, call: Any) -> Any:
         try:
@@ -170,7 +171,7 @@ def test_no_pause_goes_beyond_the_deadline() -> None:
 
 def test_a_cancelled_call_gives_its_tokens_back() -> None:
     world = World(answering, ["a"])
-    call = world.caller.score(make_request(texts=["x" * 400]))
+    call = world.caller.ask(scoring("m", make_request(texts=["x" * 400])))
     next(call)
     assert world.outstanding() == [102]
     call.close()
@@ -184,12 +185,12 @@ def test_waiting_asks_every_server_and_tells_what_each_said(caplog: pytest.LogCa
         raise Unavailable(f"{step.endpoint.url} is loading")
 
     world = World(starting, ["a", "b"])
-    world.run(world.caller.wait_ready(60.0))
+    world.run(world.caller.wait_ready("m", 60.0))
     assert 5.0 < world.now < 8.0
     assert "still waiting: a is loading; b is loading" in caplog.text
     world = World(starting, ["a", "b"])
     with pytest.raises(DeadlineExceeded, match=r"within 4 s: a is loading; b is loading"):
-        world.run(world.caller.wait_ready(4.0))
+        world.run(world.caller.wait_ready("m", 4.0))
     assert world.now == pytest.approx(4.0)
 
 
@@ -220,8 +221,36 @@ def test_waiting_goes_on_while_one_server_may_yet_have_the_model() -> None:
             raise Unavailable("loading")
 
     world = World(starting, ["a", "b"])
-    world.run(world.caller.wait_ready(60.0))
+    world.run(world.caller.wait_ready("m", 60.0))
     world = World(starting, ["a"])
     with pytest.raises(UnknownModel):
-        world.run(world.caller.wait_ready(60.0))
+        world.run(world.caller.wait_ready("m", 60.0))
     assert world.now == 0.0
+
+
+def test_weights_that_are_off_the_device_are_an_answer_and_no_loss() -> None:
+    world = World(failing(Offloaded("offloaded")), ["a", "b"])
+    with pytest.raises(Offloaded, match="offloaded"):
+        world.score()
+    assert world.trace() == ["Describe a", "Infer a"]
+    assert world.caller.endpoints.all[0].num_failures == 0
+    assert world.outstanding() == [0, 0]
+
+
+def test_a_long_wait_says_so_on_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(failing(*[Unavailable("starting")] * 30), ["a"], RetryPolicy(tries=99, backoff_s=1.0, jitter=0.0))
+    world.score()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no answer for 3 s: starting; trying again",
+        "no answer for 15 s: starting; trying again",
+        "no answer for 65 s: starting; trying again",
+        "no answer for 265 s: starting; trying again",
+    ]
+
+
+def test_each_model_at_a_server_is_described_once() -> None:
+    world = World(answering, ["a"])
+    for model in ("m", "n", "m", "n"):
+        world.run(world.caller.ask(scoring(model, make_request(texts=["a"]))))
+    assert [s.model for s in world.steps if isinstance(s, Describe)] == ["m", "n"]
+    assert [s.model for s in world.steps if isinstance(s, Infer)] == ["m", "n", "m", "n"]

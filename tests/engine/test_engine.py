@@ -12,7 +12,7 @@ import zoo
 from guerdon.assembly import build_scorer
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine import attention
+from guerdon.engine import cascade
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, SampleFailed
 
@@ -66,7 +66,7 @@ def test_rewards_equal_transformers_one_by_one_whatever_the_batch(name: str, tmp
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "gpt2"])
 def test_rows_of_several_query_blocks_and_long_prompts(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path / name)
-    rows = zoo.rows(5, groups=((attention.QUERY_BLOCK + 60, 4), (2 * attention.QUERY_BLOCK - 31, 2)))
+    rows = zoo.rows(5, groups=((cascade.QUERY_BLOCK + 60, 4), (2 * cascade.QUERY_BLOCK - 31, 2)))
     assert_close(rewards(build(folder), rows), zoo.reference(folder, rows))
     want = zoo.reference(folder, rows)
     own = zoo.reference(folder, rows, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_padded_batches_agree_too(name: str, tmp_path: Path) -> None:
     rows = make_rows()
     engine = build(folder)
     engine.path = "padded"
-    engine._use("padded")
+    engine.use("padded")
     engine.max_batch_tokens = 300
     assert_close(rewards(engine, rows), zoo.reference(folder, rows))
 

@@ -42,7 +42,7 @@ def client(running_server: RunningServer) -> Iterator[httpx.Client]:
 def error_of(response: httpx.Response, status: int) -> str:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["error"]
+    assert list(response.json()) == ["error", "kind"]
     assert "Traceback" not in response.text
     return response.json()["error"]
 

@@ -95,7 +95,16 @@ def test_tritonclient_http_reads_health_and_descriptions(running_server):
         assert client.get_server_metadata()["name"] == "guerdon"
         assert client.get_model_config("reward_model")["max_batch_size"] == 9999999
         names = [output["name"] for output in client.get_model_metadata("many")["outputs"]]
-        assert names == ["rewards", "attributes", "values", "step_rewards", "step_counts", "exceeded", "errors"]
+        assert names == [
+            "rewards",
+            "attributes",
+            "values",
+            "step_rewards",
+            "step_counts",
+            "exceeded",
+            "sequence_lengths",
+            "errors",
+        ]
         assert [(model["name"], model["state"]) for model in client.get_model_repository_index()] == [
             ("reward_model", "READY"),
             ("many", "READY"),

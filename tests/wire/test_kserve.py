@@ -99,6 +99,12 @@ def test_a_header_length_of_zero_means_one_raw_text():
     assert request.binary_default
 
 
+@pytest.mark.parametrize("body", [b"{}", b'{"inputs": []}', b'{"inputs": null}'])
+def test_a_request_may_have_no_tensors(body):
+    request = decode(body, None)
+    assert (request.inputs, request.outputs) == ({}, None)
+
+
 @pytest.mark.parametrize(
     ("body", "header_length", "message"),
     [
@@ -106,8 +112,7 @@ def test_a_header_length_of_zero_means_one_raw_text():
         (b"", None, "not valid JSON"),
         (b'{"inputs": "\xff"}', None, "not valid JSON"),
         (b"[]", None, "must be a JSON object"),
-        (b"{}", None, "no inputs"),
-        (b'{"inputs": []}', None, "no inputs"),
+        (b'{"inputs": {"name": "tokens"}}', None, "inputs must be a list"),
         (b'{"inputs": [1]}', None, "an object with a name"),
         (b'{"inputs": [1], "parameters": [2]}', None, "parameters must be an object"),
         (wire_request(), 10, "first|before its binary|not valid JSON"),

@@ -59,9 +59,12 @@ def test_requests_and_replies_survive_the_round_trip():
     assert back.outputs[0].data.tolist() == [[1.5]]
 
 
+def test_a_request_may_have_no_tensors():
+    request = decode(pb.ModelInferRequest(model_name="critic_state", id="3"))
+    assert (request.inputs, request.outputs, request.id) == ({}, None, "3")
+
+
 def test_malformed_messages_are_refused():
-    with pytest.raises(InvalidRequest, match="no inputs"):
-        decode(pb.ModelInferRequest())
     with pytest.raises(InvalidRequest, match="takes 3 elements, but 2 came"):
         decode(typed("x", "INT64", [3], int64_contents=[1, 2]))
     with pytest.raises(InvalidRequest, match="takes 3 elements, but 1 came"):

@@ -80,7 +80,7 @@ def test_hints_steps_and_parameters():
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({}, "exactly one of"),
+        ({}, "no inputs"),
         ({"sequence_lengths": LENGTHS}, "exactly one of .* has none"),
         ({"sentences": ["a", "b"], "tokens": TOKENS, "sequence_lengths": LENGTHS}, "sentences and tokens"),
         ({"tokens": TOKENS}, "needs 'sequence_lengths'"),

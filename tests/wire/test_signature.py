@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from pytriton.model_config.parser import ModelConfigParser
 
-from guerdon.core import ModelInfo
+from guerdon.core import ModelInfo, Operation, OperationInfo
 from guerdon.wire import signature
 
 OUTPUTS = ("rewards", "attributes", "values", "step_rewards")
@@ -19,6 +20,7 @@ def test_metadata_lists_errors_and_the_config_does_not():
         "step_rewards": ("FP32", [-1, -1]),
         "step_counts": ("INT64", [-1, 1]),
         "exceeded": ("INT32", [-1, 1]),
+        "sequence_lengths": ("INT64", [-1, 1]),
         "errors": ("BYTES", [-1, 1]),
     }
     assert metadata["inputs"][0] == {"name": "sentences", "datatype": "BYTES", "shape": [-1, 1]}
@@ -29,3 +31,58 @@ def test_metadata_lists_errors_and_the_config_does_not():
         "rewards", "attributes", "values", "step_rewards", "step_counts", "exceeded",
     ]  # fmt: skip
     assert {spec.name: spec.dtype for spec in parsed.inputs}["sentences"] is np.bytes_
+
+
+def operation(name: Operation) -> OperationInfo:
+    return OperationInfo(f"critic_{name}", name, "critic")
+
+
+def test_a_critics_values_stand_under_nemo_aligners_names():
+    alone = ModelInfo("critic_infer", "critic", outputs=("values",))
+    parsed = ModelConfigParser.from_dict(signature.config(alone))
+    assert [(spec.name, spec.dtype, spec.shape) for spec in parsed.outputs] == [
+        ("values", np.float32, (-1,)),
+        ("exceeded", np.int32, (1,)),
+    ]
+    assert [entry["name"] for entry in signature.metadata(alone)["outputs"]] == [
+        "values", "exceeded", "sequence_lengths", "errors",
+    ]  # fmt: skip
+    combined = ModelInfo("critic_infer", "critic", outputs=("values", "rewards"))
+    assert signature.config(combined)["output"][1] == {"name": "rewards", "data_type": "TYPE_FP32", "dims": [1]}
+
+
+@pytest.mark.parametrize("name", [Operation.TRAIN, Operation.VALIDATE])
+def test_training_takes_whole_tensors_and_gives_the_loss(name):
+    parsed = ModelConfigParser.from_dict(signature.config(operation(name)))
+    assert not parsed.batching
+    assert [(spec.name, spec.dtype, spec.shape, spec.optional) for spec in parsed.inputs] == [
+        ("tokens", np.int64, (-1, -1), False),
+        ("returns", np.float32, (-1, -1), False),
+        ("prev_values", np.float32, (-1, -1), False),
+        ("mask", np.float32, (-1, -1), False),
+    ]
+    assert [(spec.name, spec.dtype, spec.shape) for spec in parsed.outputs] == [("loss_mean", np.float32, (1,))]
+    assert signature.metadata(operation(name))["outputs"] == [
+        {"name": "loss_mean", "datatype": "FP32", "shape": [1]},
+        {"name": "report", "datatype": "BYTES", "shape": [1]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "more"),
+    [
+        (Operation.SAVE, ["dummy_var", "metrics"], ["status"], ["report"]),
+        (Operation.LOAD, ["dummy_var", "checkpoint"], ["status"], ["report"]),
+        (Operation.OFFLOAD, ["dummy_var"], ["status"], []),
+        (Operation.ONLOAD, ["dummy_var"], ["status"], []),
+        (Operation.STATE, ["dummy_var"], ["state"], []),
+    ],
+)
+def test_each_other_operation_needs_no_input(name, inputs, outputs, more):
+    parsed = ModelConfigParser.from_dict(signature.config(operation(name)))
+    assert not parsed.batching
+    assert [(spec.name, spec.optional) for spec in parsed.inputs] == [(i, True) for i in inputs]
+    assert [spec.name for spec in parsed.outputs] == outputs
+    metadata = signature.metadata(operation(name))
+    assert [entry["name"] for entry in metadata["outputs"]] == [*outputs, *more]
+    assert (metadata["name"], metadata["inputs"][0]["shape"]) == (f"critic_{name}", [1])

@@ -1,8 +1,18 @@
-"""Clients of a reward-model server; they need neither torch nor transformers."""
+"""Clients of a reward-model server and of a critic; they need neither torch nor transformers."""
 
 from guerdon.client.calls import ModelSignature
 from guerdon.client.clients import AsyncRewardClient, RewardClient
-from guerdon.client.results import Scores
+from guerdon.client.critic import AsyncCriticClient, CriticClient
+from guerdon.client.results import CriticScores, Scores
 from guerdon.client.retry import RetryPolicy
 
-__all__ = ["AsyncRewardClient", "ModelSignature", "RetryPolicy", "RewardClient", "Scores"]
+__all__ = [
+    "AsyncCriticClient",
+    "AsyncRewardClient",
+    "CriticClient",
+    "CriticScores",
+    "ModelSignature",
+    "RetryPolicy",
+    "RewardClient",
+    "Scores",
+]

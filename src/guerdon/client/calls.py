@@ -1,23 +1,24 @@
-"""Requests as a model's tensors, replies as `Scores`, and statuses as errors: both clients' knowledge, without I/O."""
+"""Requests as a model's tensors, replies as `Scores`: the reward clients' knowledge, without I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import orjson
 
-from guerdon import errors
 from guerdon.client.results import Scores
 from guerdon.core import Message, ScoreRequest
-from guerdon.errors import GuerdonError, InvalidRequest, Overloaded, ServerFault
+from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.reward_model import DEFAULT_PRIORITY_LEVEL
 from guerdon.wire.tensors import DTYPES, Tensor
 
-_WANTED = ("rewards", "attributes", "values", "step_rewards", "step_counts", "errors")
+T = TypeVar("T")
+
+_WANTED = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,32 @@ class ModelSignature:
             )
         except (KeyError, TypeError, AttributeError) as e:
             raise ServerFault("the model's metadata is not the open inference protocol's") from e
+
+
+@dataclass(frozen=True, slots=True)
+class Errand(Generic[T]):
+    """What one call wants: of which model, how it becomes its tensors, and what the reply to them means.
+
+    `build` is told the seconds that are left, `parse` the seconds that the server says it waited and computed.
+    `cost` is in tokens; `timeout_s` None takes the policy's.
+    """
+
+    model: str
+    build: Callable[[ModelSignature, float], InferRequest]
+    parse: Callable[[InferReply, float, float], T]
+    cost: int = 0
+    timeout_s: float | None = None
+
+
+def scoring(model: str, request: ScoreRequest) -> Errand[Scores]:
+    """The errand of scoring `request`; the server is told of its time-out where it has one of its own."""
+    return Errand(
+        model,
+        lambda signature, left_s: build(request, signature, None if request.timeout_s is None else left_s),
+        lambda reply, queue_s, compute_s: parse(reply, request, queue_s, compute_s),
+        cost_of(request),
+        request.timeout_s,
+    )
 
 
 def make_request(
@@ -155,8 +182,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
     if rewards.shape[1] > 1 and attributes is None:
         attributes = rewards
     merged = rewards[:, 0].copy() if rewards.shape[1] == 1 else rewards.mean(axis=1)
-    texts = [error.decode("utf-8", "replace") for error in outputs.get("errors", [b""] * len(request))]
-    failed: list[str | None] = [text or None for text in texts]
+    failed = errors_of(outputs, len(request))
     for i in np.flatnonzero(~np.isfinite(merged)):
         failed[i] = failed[i] or "the server gave no finite reward"
     merged[[error is not None for error in failed]] = np.nan
@@ -164,7 +190,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
         rewards=merged,
         errors=failed,
         attributes=attributes,
-        values=_values(outputs, request),
+        values=values_of(outputs, request),
         steps=_steps(outputs),
         weights_version=str(reply.parameters.get("weights_version", "")),
         queue_s=queue_s,
@@ -172,34 +198,22 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
     )
 
 
-def error_of(status: int | str, message: str, retry_after_s: float | None = None) -> GuerdonError:
-    """The error that an HTTP status or the name of a gRPC status stands for: the class that the server raised."""
-    if status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None):
-        return Overloaded(message, retry_after_s or 0.0)
-    if isinstance(status, int):
-        return _BY_HTTP.get(status, InvalidRequest if status < 500 else ServerFault)(message)
-    return _BY_GRPC.get(status, ServerFault)(message)
+def errors_of(outputs: dict[str, Any], num_samples: int) -> list[str | None]:
+    """What the server says is wrong with each sample; None where nothing is."""
+    return [error.decode("utf-8", "replace") or None for error in outputs.get("errors", [b""] * num_samples)]
 
 
-_BY_HTTP: dict[int, type[GuerdonError]] = {
-    404: errors.RouteNotFound,
-    405: errors.MethodNotAllowed,
-    413: errors.PayloadTooLarge,
-    499: errors.Cancelled,
-    501: errors.Unsupported,
-    502: errors.Unavailable,
-    503: errors.Unavailable,
-    504: errors.DeadlineExceeded,
-}
-_BY_GRPC: dict[str, type[GuerdonError]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "NOT_FOUND": errors.UnknownModel,
-    "RESOURCE_EXHAUSTED": errors.PayloadTooLarge,
-    "UNIMPLEMENTED": errors.Unsupported,
-    "UNAVAILABLE": errors.Unavailable,
-    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
-    "CANCELLED": errors.Cancelled,
-}
+def values_of(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
+    """Each sample's values without their padding, None where the reply has none; ServerFault for another number."""
+    if "values" not in outputs:
+        return None
+    rows = list(np.asarray(outputs["values"], np.float32))
+    if len(rows) != len(request):
+        raise ServerFault(f"the server sent values of {len(rows)} samples; {len(request)} were asked for")
+    if request.tokens is not None:
+        return [row[: len(tokens)] for row, tokens in zip(rows, request.tokens, strict=True)]
+    lengths = np.ravel(outputs["sequence_lengths"]) if "sequence_lengths" in outputs else [None] * len(rows)
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _demand(signature: ModelSignature, *names: str) -> None:
@@ -234,15 +248,6 @@ def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int) -> Tens
     for i, row in enumerate(rows):
         data[i, : len(row)] = row
     return Tensor(name, datatype, data.shape, data)
-
-
-def _values(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
-    if "values" not in outputs:
-        return None
-    rows = list(np.asarray(outputs["values"], np.float32))
-    if request.tokens is None:
-        return rows
-    return [row[: len(tokens)] for row, tokens in zip(rows, request.tokens, strict=True)]
 
 
 def _steps(outputs: dict[str, Any]) -> list[np.ndarray] | None:

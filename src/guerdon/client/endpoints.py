@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from guerdon.client.calls import ModelSignature
 
@@ -22,8 +22,8 @@ class Endpoint:
     last_taken: int = 0
     seen: bool = False
     """Whether it has ever answered: a server that never did is more likely a wrong address than a restart."""
-    signature: ModelSignature | None = None
-    """What its model takes and gives; asked anew after a loss, as another model may have come back."""
+    signatures: dict[str, ModelSignature] = field(default_factory=dict)
+    """What its models take and give, by name; asked anew after a loss, as other models may have come back."""
 
 
 class Endpoints:
@@ -65,7 +65,7 @@ class Endpoints:
         with self._lock:
             self._give_back(endpoint, cost)
             endpoint.seen |= spoke
-            endpoint.signature = None
+            endpoint.signatures.clear()
             # All requests that one crash took down count as one failure, or the next probe would be far away.
             if now >= endpoint.down_until:
                 pause_s = min(self._max_probe_s, self._probe_s * 2.0 ** min(endpoint.num_failures, 30))

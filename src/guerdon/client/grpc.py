@@ -11,8 +11,9 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from guerdon.client.calls import ModelSignature, error_of
+from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.statuses import error_of
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
 from guerdon.wire import kserve_grpc
 
@@ -25,10 +26,9 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One gRPC exchange of a model at a server: what is sent for a step, and what its answer means."""
+    """One gRPC exchange with a server: what is sent for a step, and what its answer means."""
 
     step: Ready | Describe | Infer
-    model: str
 
     @property
     def url(self) -> str:
@@ -41,18 +41,18 @@ class Call:
         """The message to send."""
         match self.step:
             case Ready():
-                return pb.ModelReadyRequest(name=self.model)
+                return pb.ModelReadyRequest(name=self.step.model)
             case Describe():
-                return pb.ModelMetadataRequest(name=self.model)
+                return pb.ModelMetadataRequest(name=self.step.model)
             case Infer(request=request):
-                return kserve_grpc.encode_request(request, self.model)
+                return kserve_grpc.encode_request(request, self.step.model)
 
     def result(self, message: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
         """What the step asked for, from the reply's message and metadata."""
         match self.step:
             case Ready():
                 if not message.ready:
-                    raise Unavailable(f"model '{self.model}' at {self.url} is not ready")
+                    raise Unavailable(f"model '{self.step.model}' at {self.url} is not ready")
                 return None
             case Describe():
                 return ModelSignature(
@@ -87,20 +87,21 @@ class Call:
             return DeadlineExceeded(
                 f"no answer from {self.url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
             )
-        return error_of(code, details, _number(error.trailing_metadata() or (), "retry-after"))
+        trailing = error.trailing_metadata() or ()
+        kind = next((value for key, value in trailing if key == "guerdon-error"), None)
+        return error_of(code, details, _number(trailing, "retry-after"), kind)
 
 
 class GrpcTransport:
     """Performs steps over one channel; thread-safe."""
 
-    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
-        self._model = model
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
         self._channel = grpc.insecure_channel(_target(url), options=_options(policy))
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step, self._model)
+        call = Call(step)
         try:
             message, rpc = getattr(self._stub, call.method()).with_call(call.request(), timeout=step.timeout_s)
         except grpc.RpcError as e:
@@ -114,14 +115,13 @@ class GrpcTransport:
 class AsyncGrpcTransport:
     """Performs steps over one channel, within one event loop."""
 
-    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
-        self._model = model
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
         self._channel = grpc.aio.insecure_channel(_target(url), options=_options(policy))
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     async def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step, self._model)
+        call = Call(step)
         rpc = getattr(self._stub, call.method())(call.request(), timeout=step.timeout_s)
         try:
             message = await rpc
@@ -146,6 +146,9 @@ def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", max(100, int(policy.connect_timeout_s * 1e3))),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # A host that is gone is noticed; servers refuse pings that come more often than every five minutes.
+        ("grpc.keepalive_time_ms", 330_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
     ]
 
 

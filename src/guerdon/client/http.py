@@ -13,8 +13,9 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from guerdon.client.calls import ModelSignature, error_of
+from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.statuses import error_of
 from guerdon.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -34,10 +35,9 @@ _KEEP_ALIVE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP exchange of a model at a server: what is sent for a step, and what its answer means."""
+    """One HTTP exchange with a server: what is sent for a step, and what its answer means."""
 
     step: Ready | Describe | Infer
-    model: str
 
     @property
     def url(self) -> str:
@@ -45,7 +45,7 @@ class Call:
 
     def request(self) -> dict[str, Any]:
         """The arguments of httpx's `request`."""
-        path = f"{self.url}/v2/models/{quote(self.model, safe='')}"
+        path = f"{self.url}/v2/models/{quote(self.step.model, safe='')}"
         match self.step:
             case Ready():
                 return {"method": "GET", "url": f"{path}/ready"}
@@ -95,24 +95,24 @@ class Call:
     def _error(self, response: httpx.Response) -> GuerdonError:
         status = response.status_code
         body = _json(response)
-        message = body.get("error") if isinstance(body, dict) else None
+        message, kind = (body.get("error"), body.get("kind")) if isinstance(body, dict) else (None, None)
         if isinstance(self.step, Ready):
             said = f": {message}" if isinstance(message, str) else ""
-            return Unavailable(f"model '{self.model}' at {self.url} is not ready (status {status}{said})")
+            return Unavailable(f"model '{self.step.model}' at {self.url} is not ready (status {status}{said})")
         if not isinstance(message, str):
             message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
             if status == 404:
                 return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)
-        return error_of(status, message, _number(response.headers, "Retry-After", None))
+        return error_of(status, message, _number(response.headers, "Retry-After", None), kind)
 
 
 class HttpTransport:
     """Performs steps over pooled connections; thread-safe."""
 
-    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
-        self._model, self._policy = model, policy
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
+        self._policy = policy
         self._options = _options(url)
         # Each holds one connection. One httpx client with many walks through all of them at each request, and
         # spends more time on that than on the exchange.
@@ -122,7 +122,7 @@ class HttpTransport:
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step, self._model)
+        call = Call(step)
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -176,6 +176,7 @@ class _Connection:
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
+            _keep_alive(self._socket)
             if self._is_cut:
                 self.cut()
 
@@ -183,18 +184,20 @@ class _Connection:
 class AsyncHttpTransport:
     """Performs steps over pooled connections, within one event loop."""
 
-    def __init__(self, url: str, model: str, policy: RetryPolicy) -> None:
-        self._model, self._policy = model, policy
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
+        self._policy = policy
         self._options = _options(url)
         self._idle: list[httpx.AsyncClient] = []  # as above
         self._is_closed = False
 
     async def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step, self._model)
+        call = Call(step)
         client = self._idle.pop() if self._idle else httpx.AsyncClient(**self._options)
         try:
-            response = await client.request(**call.request(), timeout=_timeout(step, self._policy))
+            response = await client.request(
+                **call.request(), timeout=_timeout(step, self._policy), extensions={"trace": _trace}
+            )
         except httpx.TransportError as e:
             raise call.failure(e) from e
         finally:
@@ -208,6 +211,19 @@ class AsyncHttpTransport:
         self._is_closed = True
         while self._idle:
             await self._idle.pop().aclose()
+
+
+async def _trace(event: str, info: Mapping[str, Any]) -> None:
+    if event == "connection.connect_tcp.complete":
+        _keep_alive(info["return_value"].get_extra_info("socket"))
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Has the kernel notice within minutes that the other host is gone; a train request may wait for hours."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 8)):
+        if hasattr(socket, option):  # not everywhere
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _options(url: str) -> dict[str, Any]:

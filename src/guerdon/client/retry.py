@@ -10,13 +10,10 @@ import logging
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from guerdon.client import calls
-from guerdon.client.calls import ModelSignature
+from guerdon.client.calls import Errand, ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
-from guerdon.client.results import Scores
-from guerdon.core import ScoreRequest
 from guerdon.errors import (
     DeadlineExceeded,
     GuerdonError,
@@ -28,7 +25,12 @@ from guerdon.errors import (
 )
 from guerdon.wire.kserve import InferReply, InferRequest
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
+
+_FIRST_WORD_AFTER_S = 3.0
+"""A call that waits longer says so on the log, and again each time that four times as long has gone by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Ready:
     """Ask whether the model is ready: nothing comes back; Unavailable or InvalidRequest where it is not."""
 
     endpoint: Endpoint
+    model: str
     timeout_s: float
 
 
@@ -69,6 +72,7 @@ class Describe:
     """Fetch the model's metadata; a ModelSignature comes back."""
 
     endpoint: Endpoint
+    model: str
     timeout_s: float
 
 
@@ -77,6 +81,7 @@ class Infer:
     """Send the request; an InferResult comes back."""
 
     endpoint: Endpoint
+    model: str
     request: InferRequest
     timeout_s: float
 
@@ -110,60 +115,61 @@ class Caller:
     clock: Clock
     rng: random.Random
 
-    def score(self, request: ScoreRequest) -> Generator[Step, Any, Scores]:
-        """Scores the request; raises its GuerdonError after the last try.
+    def ask(self, errand: Errand[T]) -> Generator[Step, Any, T]:
+        """The errand's result; raises its GuerdonError after the last try.
 
-        A connection that breaks moves the request to another server, which is safe as scoring changes nothing.
+        A connection that breaks moves the request to another server, or to the same once more: what is asked must
+        either change nothing, or be known to the server by its id.
         """
-        deadline = self.clock() + (self.policy.timeout_s if request.timeout_s is None else request.timeout_s)
+        model = errand.model
+        deadline = self.clock() + (self.policy.timeout_s if errand.timeout_s is None else errand.timeout_s)
 
-        def infer(endpoint: Endpoint, signature: ModelSignature) -> Generator[Step, Any, Scores]:
+        def infer(endpoint: Endpoint, signature: ModelSignature) -> Generator[Step, Any, T]:
             left_s = max(0.001, deadline - self.clock())
-            tensors = calls.build(request, signature, None if request.timeout_s is None else left_s)
-            result: InferResult = yield Infer(endpoint, tensors, left_s)
-            return calls.parse(result.reply, request, result.queue_s, result.compute_s)
+            result: InferResult = yield Infer(endpoint, model, errand.build(signature, left_s), left_s)
+            return errand.parse(result.reply, result.queue_s, result.compute_s)
 
-        def send(endpoint: Endpoint) -> Generator[Step, Any, Scores]:
-            known = endpoint.signature
-            signature = yield from self._signature(endpoint, deadline)
+        def send(endpoint: Endpoint) -> Generator[Step, Any, T]:
+            known = endpoint.signatures.get(model)
+            signature = yield from self._signature(endpoint, model, deadline)
             try:
                 return (yield from infer(endpoint, signature))
             except InvalidRequest:
                 if known is None:
                     raise
                 # Another model may have come in the place of the one that was described.
-                if endpoint.signature is known:
-                    endpoint.signature = None
-                signature = yield from self._signature(endpoint, deadline)
+                if endpoint.signatures.get(model) is known:
+                    endpoint.signatures.pop(model, None)
+                signature = yield from self._signature(endpoint, model, deadline)
                 if signature == known:
                     raise
             return (yield from infer(endpoint, signature))
 
-        return (yield from self._try(send, calls.cost_of(request), deadline))
+        return (yield from self._try(send, errand.cost, deadline))
 
-    def describe(self) -> Generator[Step, Any, ModelSignature]:
+    def describe(self, model: str) -> Generator[Step, Any, ModelSignature]:
         """The model's signature, from the server that is up."""
         deadline = self.clock() + self.policy.timeout_s
-        return (yield from self._try(lambda endpoint: self._signature(endpoint, deadline), 0, deadline))
+        return (yield from self._try(lambda endpoint: self._signature(endpoint, model, deadline), 0, deadline))
 
-    def wait_ready(self, timeout_s: float) -> Generator[Step, Any, None]:
+    def wait_ready(self, model: str, timeout_s: float) -> Generator[Step, Any, None]:
         """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said.
 
         Raises UnknownModel at once where every server says that it has no such model.
         """
         started = self.clock()
-        pause_s, word_after_s = min(0.1, self.policy.backoff_s), 3.0
+        pause_s, word_after_s = min(0.1, self.policy.backoff_s), _FIRST_WORD_AFTER_S
         while True:
             said: list[str] = []
             num_unknown = 0
             for endpoint in self.endpoints.all:
                 left_s = started + timeout_s - self.clock()
                 try:
-                    yield Ready(endpoint, max(0.1, min(left_s, self.policy.connect_timeout_s)))
+                    yield Ready(endpoint, model, max(0.1, min(left_s, self.policy.connect_timeout_s)))
                 except GuerdonError as e:
                     unknown = None
                     if not isinstance(e, Unreachable):
-                        unknown = yield from self._unknown(endpoint)
+                        unknown = yield from self._unknown(endpoint, model)
                     said.append(f"{endpoint.url}: {unknown}" if unknown else str(e))
                     num_unknown += unknown is not None
                 else:
@@ -180,38 +186,43 @@ class Caller:
             yield Wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 2.0)
 
-    def _unknown(self, endpoint: Endpoint) -> Generator[Step, Any, UnknownModel | None]:
+    def _unknown(self, endpoint: Endpoint, model: str) -> Generator[Step, Any, UnknownModel | None]:
         """The server's error where it has no such model and will have none.
 
         Readiness alone does not tell that from a model that is loading, and other servers of the protocol, which
         use other words, may load it yet.
         """
         try:
-            yield Describe(endpoint, self.policy.connect_timeout_s)
+            yield Describe(endpoint, model, self.policy.connect_timeout_s)
         except UnknownModel as e:
             return e if str(e).startswith("unknown model ") else None
         except GuerdonError:
             pass
         return None
 
-    def _signature(self, endpoint: Endpoint, deadline: float) -> Generator[Step, Any, ModelSignature]:
-        if endpoint.signature is None:
+    def _signature(self, endpoint: Endpoint, model: str, deadline: float) -> Generator[Step, Any, ModelSignature]:
+        signature = endpoint.signatures.get(model)
+        if signature is None:
             left_s = max(0.001, deadline - self.clock())
-            endpoint.signature = yield Describe(endpoint, min(self.policy.connect_timeout_s, left_s))
+            signature = yield Describe(endpoint, model, min(self.policy.connect_timeout_s, left_s))
+            endpoint.signatures[model] = signature
             endpoint.seen = True
-        return endpoint.signature
+        return signature
 
     def _try(
         self, send: Callable[[Endpoint], Generator[Step, Any, Any]], cost: int, deadline: float
     ) -> Generator[Step, Any, Any]:
         endpoints = self.endpoints
-        attempt = 0
+        attempt, started, word_after_s = 0, self.clock(), _FIRST_WORD_AFTER_S
         while True:
             attempt += 1
             endpoint = endpoints.take(cost, self.clock())
             try:
                 result = yield from send(endpoint)
             except Unavailable as e:
+                if not e.retryable:
+                    endpoints.answered(endpoint, cost)
+                    raise
                 error = e
             except GuerdonError as e:
                 if isinstance(e, DeadlineExceeded):
@@ -240,5 +251,9 @@ class Caller:
                 if attempt > 1:
                     error.add_note(f"gave up after {attempt} tries")
                 raise error
+            waited_s = self.clock() - started
+            if waited_s >= word_after_s:
+                log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
+                word_after_s = 4 * waited_s
             if delay_s:
                 yield Wait(delay_s)

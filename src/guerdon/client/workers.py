@@ -31,9 +31,10 @@ class Workers:
         self._is_closed = False
         self._running: set[Future[Any]] = set()
 
-    def submit(self, task: Callable[[], Any], priority: int = 0) -> Future[Any]:
-        """The future of the task's result; raises Cancelled after `close`."""
-        future: Future[Any] = Future()
+    def submit(self, task: Callable[[], Any], priority: int = 0, future: Future[Any] | None = None) -> Future[Any]:
+        """The future of the task's result, `future` where it is given; raises Cancelled after `close`."""
+        if future is None:
+            future = Future()
         with self._lock:
             if self._is_closed:
                 raise Cancelled("the client is closed")
@@ -54,11 +55,11 @@ class Workers:
             while True:
                 _, _, future, _ = self._queue.get_nowait()
                 if future is not None and future.set_running_or_notify_cancel():
-                    _end(future, error=Cancelled(error))
+                    end(future, error=Cancelled(error))
         for _ in range(self._num_threads):
             self._queue.put((-float("inf"), next(self._numbers), None, None))
         for future in list(self._running):
-            _end(future, error=Cancelled(error))
+            end(future, error=Cancelled(error))
 
     def _work(self) -> None:
         while True:
@@ -71,14 +72,15 @@ class Workers:
             try:
                 result = task()
             except BaseException as e:
-                _end(future, error=e)
+                end(future, error=e)
             else:
-                _end(future, result)
+                end(future, result)
             self._running.discard(future)
             del future, task  # an idle thread keeps no request alive
 
 
-def _end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+def end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """Gives the future its outcome, unless it has one."""
     with suppress(InvalidStateError):  # ended by `close` in the meantime
         if error is None:
             future.set_result(result)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from guerdon.core import Command, Score
+from guerdon.core import Command, Scored, TrainReport
 from guerdon.distributed.worker import Worker
-from guerdon.errors import GuerdonError
 
 
 class Group:
@@ -13,6 +12,6 @@ class Group:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def lead(self, command: Command) -> list[Score | GuerdonError]:
+    def lead(self, command: Command) -> Scored | TrainReport | None:
         """Executes the command on every rank and returns this rank's result."""
         return self._worker.execute(command)

@@ -4,8 +4,9 @@ Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
 `packed_attention` replaces the attention of any model that uses the registry; each segment sees its ancestors
 and, if the model is causal, itself up to the query. Two forms: `by_segment`, one call of PyTorch's attention a
-segment over the concatenation of what it sees, which handles every mask and is the reference; and `cascade`,
-which reads a shared beginning once for all its continuations and merges the parts by their log-sum-exp.
+segment over the concatenation of what it sees, which handles every mask and is the reference; and `cascade`, on a
+CPU and for plain causal attention, which reads a shared beginning once for all its continuations. Both carry
+gradients.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from guerdon.engine.cascade import cascade
 from guerdon.engine.packing import PackedBatch, Segment
 
 NAME = "guerdon_packed"
 UNSUPPORTED = ("position_bias", "head_mask", "block_indices", "block_mask", "indices", "sinks")
 """Keywords by which some models change what is attended to; with one of them a model runs the plain way."""
-QUERY_BLOCK = 128
-"""Queries of one kernel call on a CPU: the kernel computes what a causal mask hides within 512 keys, too."""
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _batch: ContextVar[PackedBatch] = ContextVar("guerdon_packed_batch")
+
+
+def attended() -> PackedBatch | None:
+    """The batch that attention reads now; None outside of `attending`."""
+    return _batch.get(None)
 
 
 @contextmanager
@@ -87,7 +91,7 @@ def packed_attention(
     if pattern is not None and causal and pattern.window and pattern.window >= batch.max_length:
         pattern = None
     plain = pattern is None and not softcap and s_aux is None and query.shape[-1] == value.shape[-1]
-    if plain and causal and query.device.type == "cpu" and not torch.is_grad_enabled():
+    if plain and causal and query.device.type == "cpu":
         out = cascade(batch, query, key, value, scale)
     else:
         out = by_segment(batch, query, key, value, scale, causal, pattern, softcap, s_aux)
@@ -173,48 +177,6 @@ def _written_out(
         weights = torch.cat([weights, column], -1)
     probs = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
     return probs[..., : k.shape[2]] @ v
-
-
-def cascade(
-    batch: PackedBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Causal attention in parts: every segment on itself, then all descendants of a segment on it, unmasked.
-
-    The parts are merged by their log-sum-exp; `[1,H,T,D]`. CPU only, and not differentiable.
-    """
-    out = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32)
-    for s in batch.segments:
-        for start in range(s.start, s.stop, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, s.stop)
-            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
-            out[:, :, start:stop], lse[:, :, start:stop] = _flash(
-                query[:, :, start:stop], key[:, :, s.start : stop], value[:, :, s.start : stop], 0.0, mask is None,
-                attn_mask=mask, scale=scale,
-            )  # fmt: skip
-    for s in batch.segments:
-        if s.end == s.stop:
-            continue
-        below, own = slice(s.stop, s.end), slice(s.start, s.stop)
-        o, weight = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
-        before = lse[:, :, below]
-        both = torch.logaddexp(before, weight)
-        share = torch.exp(weight - both)[..., None]
-        out[:, :, below] = torch.lerp(out[:, :, below].float(), o.float(), share).to(out.dtype)
-        lse[:, :, below] = both
-    return out
-
-
-def _diagonal(batch: PackedBatch, rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 where seen and else -inf.
-
-    It is a view of one mask for all blocks of as many rows, as wide as the longest sequence.
-    """
-    whole = batch.cache.get((rows, dtype))
-    if whole is None:
-        whole = torch.full((rows, batch.max_length), float("-inf"), dtype=dtype).triu_(batch.max_length - rows + 1)
-        batch.cache[rows, dtype] = whole
-    return whole[:, batch.max_length - keys :]
 
 
 def register() -> None:

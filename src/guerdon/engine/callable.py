@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +58,8 @@ class FunctionScorer:
 class PaddedScorer:
     """NeMo-Aligner's `infer_fn(inputs=(tokens, lengths))` over right-padded batches of torch tensors.
 
-    `tokens` is int64 `[B,T]`, padded with 0, `lengths` int64 `[B]`; it returns rewards `[B]` or `[B,1]`. T is
-    the longest of the batch, rounded up to `strip_to_multiple` where that is given. A batch larger than
-    `forward_batch_size` gets rows of one token until it is a multiple of it, as that library's pipeline wants it;
-    their results are dropped.
+    `tokens` and `lengths` are those of `pad_batch`; it returns rewards `[B]` or `[B,1]`, of which those of rows that
+    only fill up are dropped.
     """
 
     def __init__(
@@ -84,23 +83,49 @@ class PaddedScorer:
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order."""
         torch = self._torch
-        count = len(sequences)
-        if count > self._forward_batch_size:
-            count = math.ceil(count / self._forward_batch_size) * self._forward_batch_size
-        width = max(len(s.tokens) for s in sequences)
-        width = math.ceil(width / self._multiple) * self._multiple
-        tokens = torch.zeros((count, width), dtype=torch.long)
-        # A padding row of length 0 would make a head that reads the last token index -1.
-        lengths = torch.ones(count, dtype=torch.long)
-        for i, s in enumerate(sequences):
-            tokens[i, : len(s.tokens)] = torch.from_numpy(s.tokens)
-            lengths[i] = len(s.tokens)
+        inputs = pad_batch(sequences, self._forward_batch_size, self._multiple)
+        count = len(inputs[0])
         with torch.inference_mode():
-            out = self._infer_fn(inputs=(tokens, lengths))
+            out = self._infer_fn(inputs=inputs)
         rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
         if rewards.size != count:
             raise ValueError(f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward a row")
         return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences))
+
+
+class FunctionEncoder:
+    """NeMo-Aligner's `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` as the service calls it."""
+
+    def __init__(self, tokenize_func: Callable[..., Any]) -> None:
+        self._tokenize = tokenize_func
+        self._lock = threading.Lock()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, int64 `[T]`."""
+        with self._lock:  # a user's function need not be thread-safe
+            tokens, lengths = self._tokenize(texts)
+        rows = np.asarray(tokens, dtype=np.int64)
+        return [row[:n] for row, n in zip(rows, np.asarray(lengths).reshape(-1), strict=True)]
+
+
+def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int) -> tuple[Any, Any]:
+    """Torch tensors `tokens` int64 `[B,T]`, right-padded with 0, and `lengths` int64 `[B]`.
+
+    T is the longest of the batch, rounded up to `multiple`. A batch larger than `forward_batch_size` gets rows of one
+    token until it is a multiple of it, as NeMo-Aligner's pipeline wants it.
+    """
+    torch = importlib.import_module("torch")
+    count = len(sequences)
+    if count > forward_batch_size:
+        count = math.ceil(count / forward_batch_size) * forward_batch_size
+    width = max(len(s.tokens) for s in sequences)
+    tokens = torch.zeros((count, math.ceil(width / multiple) * multiple), dtype=torch.long)
+    # A padding row of length 0 would make a head that reads the last token index -1.
+    lengths = torch.ones(count, dtype=torch.long)
+    for i, s in enumerate(sequences):
+        tokens[i, : len(s.tokens)] = torch.from_numpy(s.tokens)
+        lengths[i] = len(s.tokens)
+    return tokens, lengths
 
 
 def _as_scores(values: Any, count: int) -> list[Score | SampleFailed]:

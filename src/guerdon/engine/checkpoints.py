@@ -68,7 +68,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     files = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors.update(_open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
+        tensors.update(open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
     return Checkpoint(folder, settings, files, tensors)
 
 
@@ -151,7 +151,8 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The file's tensors by name, not yet read; raises CheckpointError where it is cut short or cannot be mapped."""
     try:
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -1,4 +1,4 @@
-"""A loaded reward model as a function of sequences: `Engine.score`.
+"""A loaded model as a function of sequences: `Engine.score`, and `Engine.values` with gradients for a critic.
 
 Legend: T tokens of one forward, H hidden size, A attributes, B sequences.
 
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.core import Score, Sequence
 from guerdon.engine import attention
+from guerdon.engine.choosing import choose
 from guerdon.engine.heads import to_scores
 from guerdon.engine.last_layer import LastLayer
 from guerdon.engine.loading import LoadedModel
@@ -28,8 +29,6 @@ from guerdon.engine.rope import LengthClasses
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 
 MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest accepted difference between two paths' hidden states, relative to their root mean square."""
 
 
 @dataclass(slots=True)
@@ -67,12 +66,14 @@ class Engine:
         self._most_tokens = _most_tokens(self.trunk.config)
         self._classes = LengthClasses(self.trunk)
         self._last_layer = LastLayer(self.trunk)
-        self.path, why = ("single", "--deterministic") if config.deterministic else self._choose(loaded.info)
+        self.path, why = "single", "--deterministic"
+        if not config.deterministic:
+            self.path, why = choose(self, loaded.info, gradients=loaded.trains)
         if config.require_packed and not self.path.startswith("packed"):
             raise CheckpointError(
                 f"{loaded.info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
             )
-        self._use(self.path)
+        self.use(self.path)
         self.info = dataclasses.replace(loaded.info, path=self.path, why=why)
 
     @torch.inference_mode()
@@ -93,21 +94,45 @@ class Engine:
             if self.head.per_token:
                 logits = self.head(layout.hidden)
                 for i, row in enumerate(layout.rows):
-                    outputs[row] = logits[self._index(layout.gather(i))]
+                    outputs[row] = logits[self.index(layout.gather(i))]
             else:
-                outputs.update(zip(layout.rows, self.head(self._pool(layout, rows)), strict=True))
+                outputs.update(zip(layout.rows, self.head(self.pool(layout, rows)), strict=True))
         if self.head.per_token:
             return to_scores(self.head, None, [outputs[i] for i in where], sequences)
         return to_scores(self.head, torch.stack([outputs[i] for i in where]), None, sequences)
 
-    def _pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
+    def values(self, rows: list[np.ndarray]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+        """Micro-batch by micro-batch: row numbers, and for each of them its values, float32 `[T_i]` on the device.
+
+        They are those that `score` gives for a model of one value a token, with the graph attached where gradients
+        are enabled; call backward before the next micro-batch is taken, for only one fits the token budget.
+        """
+        assert self.head.per_token and self.head.num_outputs == 1
+        for layout in self._layouts(rows, [None] * len(rows)):
+            table = self.head.merged(self.head(layout.hidden))
+            yield layout.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in layout.spans]
+
+    def offload(self) -> None:
+        """Moves the weights to the host's memory; nothing may be computed until `onload`."""
+        self.trunk.to("cpu")
+        self.head.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Moves the weights back to the device."""
+        self.trunk.to(self.device)
+        self.head.to(self.device)
+
+    def pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
         """The hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
         if self.head.pooling == "mean":
-            own = (layout.hidden[self._index(layout.gather(i))] for i in range(len(layout.rows)))
+            own = (layout.hidden[self.index(layout.gather(i))] for i in range(len(layout.rows)))
             return torch.stack([hidden.float().mean(0) for hidden in own])
-        return layout.hidden[self._index(self._read(layout, rows))]
+        return layout.hidden[self.index(self._read(layout, rows))]
 
-    def _index(self, indices: np.ndarray) -> torch.Tensor:
+    def index(self, indices: np.ndarray) -> torch.Tensor:
+        """Indices into a layout's hidden states, where these are."""
         return torch.from_numpy(indices).to(self.device)
 
     def _read(self, layout: Layout | PackedBatch, rows: list[np.ndarray]) -> np.ndarray:
@@ -125,14 +150,19 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- the four paths
 
+    def use(self, path: str) -> None:
+        """Gives the trunk the attention that `path` runs on."""
+        self.trunk.set_attn_implementation(attention.NAME if path.startswith("packed") else self._plain_attention)
+
     def _layouts(self, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
         for members in self._classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for layout in self._run(self.path, some, bounds):
+            for layout in self.run(self.path, some, bounds):
                 layout.rows = [members[i] for i in layout.rows]
                 yield layout
 
-    def _run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
+    def run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
+        """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use."""
         if path in ("packed+shared", "packed"):
             budget = min(self.max_batch_tokens, self._most_tokens)
             for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
@@ -152,7 +182,7 @@ class Engine:
 
     def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
         one_state_each = not self.head.per_token and self.head.pooling != "mean"
-        read = self._index(self._read(batch, rows)) if one_state_each else None
+        read = self.index(self._read(batch, rows)) if one_state_each else None
         with attention.attending(batch), self._last_layer.only(read):
             # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
             hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
@@ -202,54 +232,6 @@ class Engine:
             positions[s.start : s.stop] = padding + np.cumsum(own) * own
         return positions
 
-    # ---------------------------------------------------------------------------------------- choosing a path
-
-    def _use(self, path: str) -> None:
-        self.trunk.set_attn_implementation(attention.NAME if path.startswith("packed") else self._plain_attention)
-
-    @torch.inference_mode()
-    def _choose(self, info: ModelInfo) -> tuple[str, str]:
-        """The first path whose hidden states agree with the plain forward on a few sequences, and why."""
-        rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), self.pad_token_id)
-        plain = {x.rows[0]: x.hidden for x in self._run("single", rows, [None] * len(rows))}
-        candidates = ["packed+shared", "packed"] if self.causal else ["packed"]
-        if self.device.type != "cpu":
-            candidates.append("padded")  # on a CPU padding costs more than batching gains
-        reasons = []
-        for path in candidates:
-            try:
-                attention.register()
-                self._use(path)
-                if path.startswith("packed") and self.trunk.config._attn_implementation != attention.NAME:
-                    raise NotImplementedError("its attention is not in transformers' registry")
-                difference = self._difference(path, rows, plain)
-            except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
-                reasons.append(f"{path}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
-                continue
-            finally:
-                self._use("single")
-            if difference <= TOLERANCE.get(self.dtype, 5e-2):
-                agreed = f"agrees with the plain forward within {difference:.1e}"
-                return path, "; ".join([*reasons, agreed])
-            reasons.append(f"{path}: differs from the plain forward by {difference:.1e}")
-        return "single", "; ".join(reasons)
-
-    def _difference(self, path: str, rows: list[np.ndarray], plain: dict[int, torch.Tensor]) -> float:
-        """Largest root-mean-square difference of a sequence's readable states, relative to the plain ones."""
-        worst = 0.0
-        for layout in self._run(path, rows, [None] * len(rows)):
-            pooled = self._pool(layout, rows).float()
-            for i, row in enumerate(layout.rows):
-                if self.head.per_token or self.head.pooling == "mean":
-                    got, want = layout.hidden[self._index(layout.gather(i))], plain[row]
-                else:
-                    one = Layout(plain[row], [row], [((0, len(rows[row])),)], np.array([len(rows[row]) - 1]))
-                    got, want = pooled[i], self._pool(one, rows)[0]
-                got, want = got.float(), want.float()
-                relative = ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
-                worst = max(worst, relative if np.isfinite(relative) else float("inf"))
-        return worst
-
 
 def _most_tokens(config: Any) -> int:
     """Beyond this many tokens in a batch a sequence's place in it matters, which it must not.
@@ -257,13 +239,3 @@ def _most_tokens(config: Any) -> int:
     Llama 4 scales queries by their index in the batch, in steps of `floor_scale`.
     """
     return int(config.floor_scale) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize
-
-
-def _probe_rows(vocab_size: int, longest: int, avoid: int) -> list[np.ndarray]:
-    """A few random sequences, most with a shared beginning, of at most `longest` tokens; never the padding token."""
-    rng = np.random.default_rng(0)
-    ids = np.setdiff1d(np.arange(vocab_size), [avoid])
-    prompt = rng.choice(ids, longest // 2)
-    rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
-    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]
-    return [r[:longest].astype(np.int64) for r in rows]

@@ -80,6 +80,11 @@ class Head(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return self.module(hidden.float())
 
+    def merged(self, outputs: Tensor) -> Tensor:
+        """Values float32 `[N]` of raw outputs `[N, A]`: merged and standardised as `to_scores` does, differentiable."""
+        weights = torch.from_numpy(self.weights).to(outputs.device)
+        return (((outputs.double() * weights).sum(1) - self.mean) / self.std).float()
+
 
 def pool_positions(pooling: Pooling, sequences: list[Sequence], eos_token_id: int | None) -> np.ndarray:
     """The token whose state is scored, int64 `[B]`, for every rule but `mean`.

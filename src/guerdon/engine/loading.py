@@ -31,6 +31,7 @@ class LoadedModel:
 
     `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode; `head` is float32 on the
     same device. `causal` tells a decoder from an encoder; `encoder` is None where the checkpoint has no tokenizer.
+    With `trains` its values will be asked for under gradients, so these are checked, too.
     """
 
     trunk: Any
@@ -40,6 +41,7 @@ class LoadedModel:
     info: ModelInfo
     pad_token_id: int
     config: ModelConfig
+    trains: bool = False
 
 
 def load(config: ModelConfig, device: torch.device | None = None) -> LoadedModel:

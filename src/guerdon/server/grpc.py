@@ -14,15 +14,16 @@ from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.config import ServerConfig
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, OperationInfo, ScoreReply
 from guerdon.errors import GuerdonError, ServerFault, StartError, Unavailable, UnknownModel
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
 from guerdon.server.body import off_loop
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
-from guerdon.wire import kserve_grpc, reward_model, signature
+from guerdon.wire import kserve_grpc, operations, signature
 from guerdon.wire.kserve import InferRequest
+from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.grpc")
 
@@ -119,16 +120,16 @@ class _Front:
             remaining_s = context.time_remaining()
             if remaining_s is not None:
                 asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
-            reply = await service.score(info.name, asked)
-            answer = await off_loop(functools.partial(_encode, reply, decoded, info), size)
-        context.set_trailing_metadata(
-            (
-                ("guerdon-queue-ms", f"{reply.queue_s * 1e3:.3f}"),
-                ("guerdon-compute-ms", f"{reply.compute_s * 1e3:.3f}"),
-                ("guerdon-weights-version", reply.weights_version),
-            )
-        )
-        return answer
+            answer = await service.call(info.name, asked)
+            reply = await off_loop(functools.partial(_encode, answer, decoded, info), size)
+        trailing: list[tuple[str, str]] = []
+        if isinstance(answer, ScoreReply):
+            trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
+            trailing.append(("guerdon-compute-ms", f"{answer.compute_s * 1e3:.3f}"))
+        if answer is not None:
+            trailing.append(("guerdon-weights-version", answer.weights_version))
+        context.set_trailing_metadata(tuple(trailing))
+        return reply
 
 
 class _Sized:
@@ -145,13 +146,13 @@ class _Sized:
         return _Sized(pb.ModelInferRequest.FromString(data), len(data))
 
 
-def _decode(request: pb.ModelInferRequest, info: ModelInfo) -> tuple[InferRequest, ScoreRequest]:
+def _decode(request: pb.ModelInferRequest, info: ModelInfo | OperationInfo) -> tuple[InferRequest, Asked]:
     decoded = kserve_grpc.decode(request)
-    return decoded, reward_model.to_score_request(decoded, info)
+    return decoded, operations.to_request(decoded, info)
 
 
-def _encode(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> pb.ModelInferResponse:
-    return kserve_grpc.encode(reward_model.to_infer_reply(reply, request, info))
+def _encode(answer: Answer, request: InferRequest, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+    return kserve_grpc.encode(operations.to_reply(answer, request, info))
 
 
 def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -168,8 +169,10 @@ def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
         except Exception:
             logger.exception("unexpected error in %s", method.__name__)
             error = ServerFault("internal error; the server's log has the details")
-        retry = () if error.retry_after_s is None else (("retry-after", str(math.ceil(error.retry_after_s))),)
-        await context.abort(grpc.StatusCode[error.grpc], str(error), retry)
+        trailing = [("guerdon-error", type(error).__name__)]
+        if error.retry_after_s is not None:
+            trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
+        await context.abort(grpc.StatusCode[error.grpc], str(error), tuple(trailing))
         raise error  # abort has raised already
 
     return answer

@@ -14,7 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from guerdon.config import ServerConfig
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
 from guerdon.errors import (
     Cancelled,
     GuerdonError,
@@ -29,7 +29,8 @@ from guerdon.server import about
 from guerdon.server.body import UploadTooSlow, off_loop, read_body
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
-from guerdon.wire import kserve, reward_model, signature
+from guerdon.wire import kserve, operations, signature
+from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.http")
 
@@ -85,13 +86,19 @@ class _Front:
             size = len(body)
             request, asked = await off_loop(functools.partial(_decode, body, header_length, info), size)
             del body
-            reply = await _score(service, info.name, asked, receive)
-            payload, header_length = await off_loop(functools.partial(_encode, reply, request, info), size)
-        headers = [
-            (b"guerdon-queue-ms", b"%.3f" % (reply.queue_s * 1e3)),
-            (b"guerdon-compute-ms", b"%.3f" % (reply.compute_s * 1e3)),
-            (b"guerdon-weights-version", reply.weights_version.encode("latin-1", "replace")),
-        ]
+            if isinstance(asked, ScoreRequest):
+                answer: Answer = await _score(service, info.name, asked, receive)
+            else:
+                answer = await service.call(info.name, asked)
+            payload, header_length = await off_loop(functools.partial(_encode, answer, request, info), size)
+        headers: Headers = []
+        if isinstance(answer, ScoreReply):
+            headers = [
+                (b"guerdon-queue-ms", b"%.3f" % (answer.queue_s * 1e3)),
+                (b"guerdon-compute-ms", b"%.3f" % (answer.compute_s * 1e3)),
+            ]
+        if answer is not None:
+            headers.append((b"guerdon-weights-version", answer.weights_version.encode("latin-1", "replace")))
         if header_length is None:
             headers.append(_JSON)
         else:
@@ -126,7 +133,7 @@ class _Front:
     async def metrics(self, scope: Scope, receive: Receive) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
 
-    def _model(self, scope: Scope) -> ModelInfo:
+    def _model(self, scope: Scope) -> ModelInfo | OperationInfo:
         path = scope["path_params"]
         return self._service.model(path["name"], path.get("version", ""))
 
@@ -145,7 +152,7 @@ class _Endpoint:
 
 
 class _Errors:
-    """Turns whatever `inner` raises into its status and `{"error": text}`."""
+    """Turns whatever `inner` raises into its status and `{"error": text, "kind": class}`."""
 
     def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
@@ -169,7 +176,11 @@ class _Errors:
         refused = isinstance(error, PayloadTooLarge | UploadTooSlow)
         if refused:
             headers.append((b"connection", b"close"))
-        await _send(send, (error.http, headers, orjson.dumps({"error": str(error)})), more_body=refused)
+        await _send(
+            send,
+            (error.http, headers, orjson.dumps({"error": str(error), "kind": type(error).__name__})),
+            more_body=refused,
+        )
         if refused:
             await _linger(receive, send)
 
@@ -179,7 +190,7 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _readiness(is_ready: bool) -> Reply:
-    return (200, [], b"") if is_ready else (400, [_JSON], b'{"error":"not ready"}')
+    return (200, [], b"") if is_ready else (400, [_JSON], b'{"error":"not ready","kind":"Unavailable"}')
 
 
 def _json(value: Any) -> Reply:
@@ -204,13 +215,15 @@ async def _linger(receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _decode(body: bytes, header_length: int | None, info: ModelInfo) -> tuple[kserve.InferRequest, ScoreRequest]:
+def _decode(
+    body: bytes, header_length: int | None, info: ModelInfo | OperationInfo
+) -> tuple[kserve.InferRequest, Asked]:
     request = kserve.decode(body, header_length)
-    return request, reward_model.to_score_request(request, info)
+    return request, operations.to_request(request, info)
 
 
-def _encode(reply: ScoreReply, request: kserve.InferRequest, info: ModelInfo) -> tuple[bytes, int | None]:
-    return kserve.encode(reward_model.to_infer_reply(reply, request, info), request)
+def _encode(answer: Answer, request: kserve.InferRequest, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
+    return kserve.encode(operations.to_reply(answer, request, info), request)
 
 
 async def _score(service: Service, name: str, asked: ScoreRequest, receive: Receive) -> ScoreReply:

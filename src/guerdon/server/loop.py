@@ -1,4 +1,4 @@
-"""The one thread that owns the worker: take the next batch, execute it, hand the results back."""
+"""The one thread that owns the worker: take the next batch or order, execute it, hand the results back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
-from guerdon.core import Command, Signal
+from guerdon.core import Command, Scored, Signal, TrainReport
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
 from guerdon.metrics import Metrics
-from guerdon.server.scheduler import Batch, Job, Result, Scheduler
+from guerdon.server.lane import Lane
+from guerdon.server.scheduler import Batch, Job, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +21,51 @@ log = logging.getLogger(__name__)
 class Group(Protocol):
     """Whatever executes one command on every rank and answers with rank 0's result."""
 
-    def lead(self, command: Command) -> list[Result]: ...
+    def lead(self, command: Command) -> Scored | TrainReport | None: ...
+
+
+class Order:
+    """Something to do on the loop's thread between two batches of a model, in its turn.
+
+    `run(group)` gives the `outcome`, or raises it; `then(group)`, where given, is done after that is known.
+    `num_sequences` and `num_tokens` are what it holds while it waits.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Group], Any],
+        *,
+        num_sequences: int = 0,
+        num_tokens: int = 0,
+        then: Callable[[Group], None] | None = None,
+    ) -> None:
+        self.num_sequences = num_sequences
+        self.num_tokens = num_tokens
+        self.outcome: Future[Any] = Future()
+        self.outcome.set_running_or_notify_cancel()  # what was accepted is done, whoever leaves
+        self._run = run
+        self._then = then
+
+    def execute(self, group: Group) -> None:
+        """Does it; whatever it raises goes into the outcome."""
+        try:
+            result = self._run(group)
+        except GuerdonError as e:
+            self.outcome.set_exception(e)
+        except BaseException as e:
+            log.exception("an order failed")
+            self.outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
+        else:
+            self.outcome.set_result(result)
+        if self._then is not None:
+            try:
+                self._then(group)
+            except BaseException:
+                log.exception("what follows an order failed")
 
 
 class Loop:
-    """Runs batches of all models in turn, on a thread of its own.
+    """Runs batches and orders of all models in turn, on a thread of its own.
 
     `deliver(jobs)` is called on that thread with the jobs that a batch completed, `on_crash()` when the thread
     ends although it was not told to; then every job that waits has failed.
@@ -39,14 +81,14 @@ class Loop:
         on_crash: Callable[[], None],
     ) -> None:
         self._group = group
-        self._schedulers = schedulers
+        self._lanes: dict[str, Lane[Order]] = {name: Lane(s) for name, s in schedulers.items()}
         self._turn = list(schedulers)
         self._deliver = deliver
         self._metrics = metrics
         self._on_crash = on_crash
         self._wake = threading.Condition()
         self._stopping = False
-        self._running = Batch()
+        self._running: Batch | Order = Batch()
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
 
     def start(self) -> None:
@@ -58,31 +100,43 @@ class Loop:
         with self._wake:
             if self._stopping:
                 raise Unavailable("the server is stopping; try another one, or again later")
-            self._schedulers[model].add(job)
+            self._lanes[model].add(job)
+            self._wake.notify()
+
+    def order(self, model: str, order: Order) -> None:
+        """Queues an order behind all that was asked of the model before; raises as `submit`."""
+        with self._wake:
+            if self._stopping:
+                raise Unavailable("the server is stopping; try again later")
+            self._lanes[model].add_order(order)
             self._wake.notify()
 
     def check_room(self, model: str, num_sequences: int) -> None:
         """Raises Overloaded where the model's queue is full already."""
         with self._wake:
-            self._schedulers[model].check_room(num_sequences)
+            self._lanes[model].check_room(num_sequences)
 
     def cancel(self, model: str, job: Job) -> None:
         """Drops what of a job has not started."""
         with self._wake:
-            self._schedulers[model].cancel(job)
+            self._lanes[model].cancel(job)
 
-    def stop(self, timeout_s: float) -> None:
-        """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`."""
+    def stop(self, timeout_s: float) -> bool:
+        """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`.
+
+        Returns whether the thread has ended.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def depth(self) -> dict[str, tuple[int, int]]:
         """Sequences and tokens that wait, by model."""
         with self._wake:
-            return {name: (s.num_sequences, s.num_tokens) for name, s in self._schedulers.items()}
+            return {name: (s.num_sequences, s.num_tokens) for name, s in self._lanes.items()}
 
     def _run(self) -> None:
         try:
@@ -95,48 +149,68 @@ class Loop:
     def _fail_all(self, error: GuerdonError) -> None:
         with self._wake:
             self._stopping = True
-            jobs = {job: None for s in self._schedulers.values() for job in s.drop_all()}
-        jobs |= dict.fromkeys(self._running.jobs())
+            dropped = [lane.drop_all() for lane in self._lanes.values()]
+        jobs = {job: None for waiting, _ in dropped for job in waiting}
+        orders = [order for _, waiting in dropped for order in waiting]
+        if isinstance(self._running, Order):
+            orders.append(self._running)
+        else:
+            jobs |= dict.fromkeys(self._running.jobs())
+        for order in orders:
+            if not order.outcome.done():
+                order.outcome.set_exception(error)
         for job in jobs:
             job.results = [error if r is None else r for r in job.results]
         self._deliver(list(jobs))
 
     def _serve(self) -> None:
         while (taken := self._next()) is not None:
-            model, batch = taken
-            self._running = batch
-            started = time.monotonic()
-            results = self._execute(model, batch)
-            seconds = time.monotonic() - started
-            with self._wake:
-                self._schedulers[model].observe(batch.num_tokens, seconds)
-            self._metrics.batch(model, len(batch.entries), batch.num_tokens, seconds)
-            self._resolve(batch, results, seconds)
+            model, self._running = taken
+            if isinstance(self._running, Order):
+                self._running.execute(self._group)
+            else:
+                self._compute(model, self._running)
+            self._running = Batch()
         self._group.lead(Command(Signal.EXIT))
 
-    def _next(self) -> tuple[str, Batch] | None:
-        """Waits for the next batch, the models taking turns; None when stopping and nothing is left."""
+    def _compute(self, model: str, batch: Batch) -> None:
+        started = time.monotonic()
+        scored = self._execute(model, batch)
+        seconds = time.monotonic() - started
+        with self._wake:
+            self._lanes[model].observe(batch.num_tokens, seconds)
+        self._metrics.batch(model, len(batch.entries), batch.num_tokens, seconds)
+        self._resolve(batch, scored, seconds)
+
+    def _next(self) -> tuple[str, Batch | Order] | None:
+        """Waits for the next batch or order, the models taking turns; None when stopping and nothing is left."""
         with self._wake:
             while True:
                 now = time.monotonic()
                 for name in self._turn:
-                    batch = self._schedulers[name].take(now, hurry=self._stopping)
-                    if batch is not None:
+                    taken = self._lanes[name].take(now, hurry=self._stopping)
+                    if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)
-                        return name, batch
+                        return name, taken
                 if self._stopping:
                     return None
-                starts = [t for s in self._schedulers.values() if (t := s.starts_at()) is not None]
+                starts = [t for lane in self._lanes.values() if (t := lane.starts_at()) is not None]
                 self._wake.wait(min(starts) - now if starts else None)
 
-    def _execute(self, model: str, batch: Batch) -> list[Result]:
-        """Results in batch order; when a batch raises, halves are tried, so that only the guilty one fails."""
+    def _execute(self, model: str, batch: Batch) -> Scored:
+        """Results in batch order; when a batch raises, halves are tried, so that only the guilty one fails.
+
+        Unavailable is no sample's fault, and every sample's answer.
+        """
         try:
-            results = self._group.lead(Command(Signal.FORWARD, model, batch.sequences))
-            if len(results) != len(batch.entries):
-                raise ValueError(f"{len(results)} results for {len(batch.entries)} samples")
-            return results
+            scored = self._group.lead(Command(Signal.FORWARD, model, batch.sequences))
+            assert isinstance(scored, Scored)
+            if len(scored.results) != len(batch.entries):
+                raise ValueError(f"{len(scored.results)} results for {len(batch.entries)} samples")
+            return scored
+        except Unavailable as e:
+            return Scored([e] * len(batch.entries), "")
         except GuerdonError as e:
             error: GuerdonError = e
         # SystemExit, too: what a user's function raises must not end this thread.
@@ -145,19 +219,18 @@ class Loop:
             if len(batch.entries) == 1:
                 log.exception("%s failed on a sample", model)
         if len(batch.entries) == 1 or all(job.cancelled for job, _ in batch.entries):
-            return [error] * len(batch.entries)
+            return Scored([error] * len(batch.entries), "")
         half = len(batch.entries) // 2
-        return [
-            *self._execute(model, Batch(batch.entries[:half])),
-            *self._execute(model, Batch(batch.entries[half:])),
-        ]
+        first, second = (self._execute(model, Batch(part)) for part in (batch.entries[:half], batch.entries[half:]))
+        return Scored([*first.results, *second.results], first.weights_version or second.weights_version)
 
-    def _resolve(self, batch: Batch, results: list[Result], seconds: float) -> None:
-        for (job, i), result in zip(batch.entries, results, strict=True):
+    def _resolve(self, batch: Batch, scored: Scored, seconds: float) -> None:
+        for (job, i), result in zip(batch.entries, scored.results, strict=True):
             job.results[i] = result
         finished = []
         for job, count in batch.jobs().items():
             job.compute_s += seconds
+            job.weights_version = scored.weights_version or job.weights_version
             job.unanswered -= count
             if not job.unanswered and not job.cancelled:
                 finished.append(job)

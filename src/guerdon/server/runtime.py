@@ -158,7 +158,7 @@ class RunningServer:
 class _HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP in the form that all other errors have."""
-        body = orjson.dumps({"error": msg})
+        body = orjson.dumps({"error": msg, "kind": "InvalidRequest"})
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
         self.transport.close()

@@ -25,6 +25,7 @@ class Job:
     """One accepted request: its sequences, and their results as they come in.
 
     Times are in seconds on the caller's clock: `arrived`, and `taken` when its last sequence was taken up.
+    `weights_version` names the weights that gave the results.
     """
 
     sequences: list[Sequence]
@@ -33,6 +34,7 @@ class Job:
     taken: float = 0.0
     compute_s: float = 0.0
     cancelled: bool = False
+    weights_version: str = ""
     results: list[Result | None] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     queued: list[bool] = field(default_factory=list)
@@ -107,15 +109,19 @@ class Scheduler:
             for i, s in enumerate(job.sequences):
                 self._groups.setdefault(_group(s), deque()).append((job, i))
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
-        """Raises Overloaded where the queue has no room for so much more; an empty queue has room for anything."""
-        if self.num_sequences and (
-            self.num_tokens + num_tokens > self.limits.max_queue_tokens
-            or self.num_sequences + num_sequences > self.limits.max_queue_sequences
+    def check_room(self, num_sequences: int, num_tokens: int = 0, held: tuple[int, int] = (0, 0)) -> None:
+        """Raises Overloaded where the queue has no room for so much more; an empty queue has room for anything.
+
+        `held` are the sequences and tokens that wait elsewhere for their turn in this queue.
+        """
+        waiting, waiting_tokens = self.num_sequences + held[0], self.num_tokens + held[1]
+        if waiting and (
+            waiting_tokens + num_tokens > self.limits.max_queue_tokens
+            or waiting + num_sequences > self.limits.max_queue_sequences
         ):
             raise Overloaded(
                 f"the queue has no room for {num_sequences} more sequences ({num_tokens} tokens): "
-                f"{self.num_sequences} ({self.num_tokens} tokens) wait; try again later, or send fewer at once",
+                f"{waiting} ({waiting_tokens} tokens) wait; try again later, or send fewer at once",
                 self.retry_after_s(),
             )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import logging
 import time
 from collections.abc import Sequence as ListLike
@@ -12,9 +14,21 @@ from typing import Protocol
 import numpy as np
 
 from guerdon.config import ModelConfig, ServerConfig
-from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
-from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, UnknownModel
+from guerdon.core import (
+    ControlRequest,
+    Message,
+    ModelInfo,
+    OperationInfo,
+    Score,
+    ScoreReply,
+    ScoreRequest,
+    Sequence,
+    TrainRequest,
+)
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Unavailable, UnknownModel
 from guerdon.metrics import Metrics
+from guerdon.server.critic import Critic
+from guerdon.server.critic import Result as Done
 from guerdon.server.loop import Group, Loop
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
@@ -38,7 +52,10 @@ class Served(Protocol):
 
 
 class Service:
-    """Answers score requests for all served models; all its methods belong to one asyncio loop."""
+    """Answers score requests for all served models, and what is asked of a critic.
+
+    All its methods belong to one asyncio loop.
+    """
 
     def __init__(
         self,
@@ -46,10 +63,16 @@ class Service:
         models: ListLike[tuple[ModelConfig, Served]],
         config: ServerConfig,
         limits: dict[str, Limits] | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`limits` overrides, by model name, the batch limits that come from the config."""
+        """`limits` overrides, by model name, the batch limits that come from the config.
+
+        The trainer of `critic` is among the models, and was restored before.
+        """
         self.ready = False
-        self.metrics = Metrics()
+        self.metrics = Metrics() if critic is None else critic.metrics
+        self._critic = critic
+        self._operations = {} if critic is None else {info.name: info for info in critic.infos}
         self._config = config
         self._models = {served.info.name: (model, served) for model, served in models}
         limits = {name: _limits(model, served) for name, (model, served) in self._models.items()} | (limits or {})
@@ -58,9 +81,7 @@ class Service:
         self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth)
-        for info in self.models():
-            labels = (info.name, info.kind, info.dtype, info.device, info.path, info.weights_version)
-            self.metrics.set("guerdon_model_info", 1, *labels)
+        self.metrics.watch_models(lambda: [served.info for _, served in self._models.values()])
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -71,19 +92,33 @@ class Service:
     def stop(self, timeout_s: float = 30.0) -> None:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
         self.ready = False
-        self._loop.stop(timeout_s)
+        has_ended = self._loop.stop(timeout_s)
+        if self._critic is not None and has_ended:
+            self._critic.close()
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
-    def models(self) -> list[ModelInfo]:
-        """All served models."""
-        return [served.info for _, served in self._models.values()]
+    def models(self) -> list[ModelInfo | OperationInfo]:
+        """All that can be asked for by name: the served models and the critic's operations."""
+        return [*(served.info for _, served in self._models.values()), *self._operations.values()]
 
-    def model(self, name: str, version: str = "") -> ModelInfo:
-        """The model of that name; raises UnknownModel, which names those that are served."""
-        if name not in self._models or version not in ("", "1"):
-            asked = f"{name!r} version {version}" if version else repr(name)
-            raise UnknownModel(f"unknown model {asked}; served here: {', '.join(sorted(self._models))} (version 1)")
-        return self._models[name][1].info
+    def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
+        """The model or operation of that name; raises UnknownModel, which names those that are served."""
+        if version in ("", "1"):
+            if name in self._models:
+                return self._models[name][1].info
+            if name in self._operations:
+                return self._operations[name]
+        asked = f"{name!r} version {version}" if version else repr(name)
+        names = ", ".join(sorted([*self._models, *self._operations]))
+        raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
+
+    async def call(self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest) -> ScoreReply | Done:
+        """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
+        if isinstance(asked, ScoreRequest):
+            return await self.score(name, asked)
+        critic, info = self._critic, self.model(name)
+        assert critic is not None and isinstance(info, OperationInfo)
+        return await critic.call(info.operation, asked, functools.partial(self._loop.order, critic.lane))
 
     async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
         """One result a sample, in order; cancelling the call drops what has not started.
@@ -99,8 +134,11 @@ class Service:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
     async def _score(self, name: str, request: ScoreRequest, started: float) -> ScoreReply:
-        info = self.model(name)
+        self.model(name)
         model, served = self._models[name]
+        info = served.info
+        if self._critic is not None and self._critic.lane == name and self._critic.fault is not None:
+            raise self._critic.fault
         results: list[Result | None] = []
         sequences = []
         for i, row in enumerate(await self._rows(name, served, request)):
@@ -114,6 +152,8 @@ class Service:
         if accepted:
             await self._answered(name, job)
             for i, result in zip(accepted, job.results, strict=True):
+                if isinstance(result, Unavailable):
+                    raise copy.copy(result)  # it is raised for other requests, too
                 results[i] = result
         failed = sum(isinstance(r, GuerdonError) for r in results)
         self.metrics.add("guerdon_sequences", len(results) - failed, name, "ok")
@@ -124,7 +164,8 @@ class Service:
         self.metrics.observe("guerdon_queue_seconds", queue_s, name)
         done: list[Score | GuerdonError] = [r for r in results if r is not None]
         lengths = [len(s.tokens) for s in sequences]
-        return ScoreReply(done, lengths, info.weights_version, queue_s, job.compute_s)
+        version = job.weights_version or info.weights_version
+        return ScoreReply(done, lengths, version, queue_s, job.compute_s)
 
     async def _answered(self, name: str, job: Job) -> None:
         """Returns when every sequence of the job has its result."""

@@ -48,11 +48,11 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [body])}, binary_default=True)
     header, binary = _split(body, header_length)
     parameters = header.get("parameters") or {}
-    inputs, requested = header.get("inputs"), header.get("outputs")
+    inputs, requested = header.get("inputs") or [], header.get("outputs")
     if not isinstance(parameters, dict):
         raise InvalidRequest("parameters must be an object")
-    if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest("the request has no inputs: it needs a list of at least one tensor")
+    if not isinstance(inputs, list):
+        raise InvalidRequest("inputs must be a list of tensors")
     binary_default = bool(parameters.get("binary_data_output", False))
     outputs = _requested(requested, binary_default) if requested else None
     return InferRequest(_inputs(inputs, binary), outputs, _id(header), parameters, binary_default)
@@ -109,6 +109,20 @@ def decode_reply(body: bytes, header_length: int | None) -> InferReply:
         id=_id(header),
         parameters=header.get("parameters") or {},
     )
+
+
+def timeout_s(parameters: dict[str, Any]) -> float | None:
+    """The seconds that the request allows by its parameter `timeout`, in microseconds; None where it sets no limit."""
+    timeout_us = count(parameters, "timeout")
+    return timeout_us / 1e6 if timeout_us else None
+
+
+def count(parameters: dict[str, Any], name: str) -> int:
+    """The parameter as a number from 0 up, 0 where it is not given; raises InvalidRequest where it is not one."""
+    value = parameters.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(f"parameter '{name}' is {value!r}; it must be an integer from 0 up")
+    return value
 
 
 def parse_object(text: bytes | memoryview) -> dict[str, Any]:

@@ -31,8 +31,6 @@ _CONTENTS = {
 
 def decode(message: pb.ModelInferRequest) -> InferRequest:
     """The request in `message`, with raw or typed contents; raises InvalidRequest saying what is malformed."""
-    if not message.inputs:
-        raise InvalidRequest("the request has no inputs: it needs at least one tensor")
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents")

@@ -9,14 +9,14 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.signature import MODEL_VERSION, input_specs, known_outputs
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.kserve import InferReply, InferRequest, count, timeout_s
+from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
+from guerdon.wire.tensors import Tensor, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
 """The level of a request that names none. Triton's levels count down: 1 goes first."""
 
-_INTEGERS = ("INT64", "INT32")
+_CONTENTS = ("sentences", "messages", "tokens", "input_ids")
 
 
 def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
@@ -26,27 +26,24 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     (ids outside the vocabulary, no tokens, too many) is left to the service, which scores the other rows.
     """
     inputs = request.inputs
+    if not inputs:
+        raise InvalidRequest("the request has no inputs: it needs a list of at least one tensor")
     raw_text = inputs.pop("", None)
     if raw_text is not None:
         raw_text.name = "sentences"
         inputs["sentences"] = raw_text
-    accepted = [name for name, _, _ in input_specs(info)]
-    for name in inputs:
-        if name not in accepted:
-            raise InvalidRequest(f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}")
-    contents = [name for name in ("sentences", "messages", "tokens", "input_ids") if name in inputs]
+    check_names(request.inputs, request.outputs, info)
+    contents = [name for name in _CONTENTS if name in inputs]
     if len(contents) != 1:
-        choices = [name for name in accepted if name in ("sentences", "messages", "tokens", "input_ids")]
+        choices = [name for name, _, _ in input_specs(info) if name in _CONTENTS]
         got = " and ".join(contents) or "none of them"
         raise InvalidRequest(f"exactly one of the inputs {', '.join(choices)} is needed; the request has {got}")
-    if request.outputs is not None:
-        _check_outputs(request.outputs, info)
     content = inputs[contents[0]]
     num_rows = content.shape[0] if content.shape else 0
     if num_rows == 0:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
 
-    asked = ScoreRequest(timeout_s=_timeout_s(request.parameters), priority=_priority(request.parameters))
+    asked = ScoreRequest(timeout_s=timeout_s(request.parameters), priority=_priority(request.parameters))
     if content.name in ("sentences", "messages"):
         if "sequence_lengths" in inputs:
             raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
@@ -86,13 +83,6 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
     return InferReply(info.name, MODEL_VERSION, outputs, request.id, {"weights_version": reply.weights_version})
 
 
-def _check_outputs(requested: dict[str, bool], info: ModelInfo) -> None:
-    known = known_outputs(info)
-    for name in requested:
-        if name not in known:
-            raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
-
-
 def _texts(tensor: Tensor) -> list[str]:
     if tensor.datatype != "BYTES":
         raise InvalidRequest(f"input '{tensor.name}' must be BYTES, not {tensor.datatype}")
@@ -124,7 +114,7 @@ def _conversation(row: int, text: str) -> list[Message]:
 
 
 def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list[np.ndarray]:
-    ids = _integers(tensor)
+    ids = integers(tensor)
     if ids.ndim != 2:
         raise InvalidRequest(f"input '{tensor.name}' must have shape [B, T], not {list(tensor.shape)}")
     num_rows, width = ids.shape
@@ -151,14 +141,14 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
 
 
 def _step_rows(tensor: Tensor, num_rows: int) -> list[np.ndarray]:
-    positions = _integers(tensor)
+    positions = integers(tensor)
     if positions.ndim != 2 or len(positions) != num_rows:
         raise InvalidRequest(f"input 'step_positions' must have shape [{num_rows}, K], not {list(tensor.shape)}")
     return [row[row != -1] for row in positions]
 
 
 def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
-    values = _integers(tensor)
+    values = integers(tensor)
     if tensor.shape not in ((num_rows,), (num_rows, 1)):
         raise InvalidRequest(
             f"input '{tensor.name}' must have shape [{num_rows}, 1] or [{num_rows}], not {list(tensor.shape)}"
@@ -166,27 +156,9 @@ def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
     return values.reshape(num_rows)
 
 
-def _integers(tensor: Tensor) -> np.ndarray:
-    if tensor.datatype not in _INTEGERS or isinstance(tensor.data, list):
-        raise InvalidRequest(f"input '{tensor.name}' must be INT64 or INT32, not {tensor.datatype}")
-    return tensor.data.astype(np.int64, copy=False)
-
-
-def _timeout_s(parameters: dict[str, Any]) -> float | None:
-    timeout_us = _parameter(parameters, "timeout")
-    return timeout_us / 1e6 if timeout_us else None
-
-
 def _priority(parameters: dict[str, Any]) -> int:
-    level = _parameter(parameters, "priority")
+    level = count(parameters, "priority")
     return DEFAULT_PRIORITY_LEVEL - level if level else 0
-
-
-def _parameter(parameters: dict[str, Any], name: str) -> int:
-    value = parameters.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise InvalidRequest(f"parameter '{name}' is {value!r}; it must be an integer from 0 up")
-    return value
 
 
 def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]:
@@ -198,6 +170,8 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
         return [Tensor.of(name, rewards if "input_ids" in request.inputs else rewards.reshape(num_rows, 1))]
     if name == "exceeded":
         return [Tensor.of(name, np.zeros((num_rows, 1), np.int32))]
+    if name == "sequence_lengths":
+        return [Tensor.of(name, np.array(reply.lengths, np.int64).reshape(num_rows, 1))]
     if name == "errors":
         return [Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])]
     if name == "step_counts":

@@ -1,11 +1,13 @@
-"""How a served reward model describes itself: the tensors it takes and gives, in KServe v2's and Triton's terms."""
+"""How what is served describes itself: the tensors it takes and gives, in KServe v2's and Triton's terms."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from guerdon.core import ModelInfo
+from guerdon.core import ModelInfo, Operation, OperationInfo
+from guerdon.errors import InvalidRequest
 
 MODEL_VERSION = "1"
 """The one version under which every model is served; what changes is its weights_version."""
@@ -15,75 +17,127 @@ PLATFORM = "guerdon"
 MAX_BATCH_SIZE = 9_999_999
 """What the model's config declares, so that batching clients batch; the server itself bounds by tokens."""
 
+Info = ModelInfo | OperationInfo
+Spec = tuple[str, str, tuple[int, ...]]
+"""Name, datatype and shape (-1: any) of a tensor, without a model's batch axis; an operation has none."""
 
-def metadata(info: ModelInfo) -> dict[str, Any]:
+_ROWS = (-1, -1)
+_TRAIN: tuple[Spec, ...] = (
+    ("tokens", "INT64", _ROWS),
+    ("returns", "FP32", _ROWS),
+    ("prev_values", "FP32", _ROWS),
+    ("mask", "FP32", _ROWS),
+)
+_DUMMY: Spec = ("dummy_var", "INT64", (1,))
+"""An input that means nothing: NeMo-Aligner's client sends it, as the protocol has no request without tensors."""
+
+
+def metadata(info: Info) -> dict[str, Any]:
     """The model's metadata as KServe v2 defines it, with the batch axis in every shape."""
+    batch = [-1] if isinstance(info, ModelInfo) else []
 
-    def entries(specs: tuple[tuple[str, str, int], ...]) -> list[dict[str, Any]]:
-        return [{"name": name, "datatype": datatype, "shape": [-1, width]} for name, datatype, width in specs]
+    def entries(specs: Iterable[Spec]) -> list[dict[str, Any]]:
+        return [{"name": name, "datatype": datatype, "shape": [*batch, *shape]} for name, datatype, shape in specs]
 
     return {
         "name": info.name,
         "versions": [MODEL_VERSION],
         "platform": PLATFORM,
         "inputs": entries(input_specs(info)),
-        "outputs": entries((*output_specs(info), ("errors", "BYTES", 1))),
+        "outputs": entries((*output_specs(info), *_more_outputs(info))),
     }
 
 
-def config(info: ModelInfo) -> dict[str, Any]:
-    """The model's configuration in Triton's terms: shapes without the batch axis, every input optional.
+def config(info: Info) -> dict[str, Any]:
+    """The model's configuration in Triton's terms: shapes without the batch axis, a model's inputs all optional.
 
-    `errors` is left out: clients ask for every output that stands here, and asking for it changes how a failed
-    row is reported.
+    Clients ask for every output that stands here. Left out are those that only our own clients read, among them
+    `errors`, as asking for it changes how a failed row is reported.
     """
 
-    def entries(specs: tuple[tuple[str, str, int], ...], **more: Any) -> list[dict[str, Any]]:
+    def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
         return [
-            {"name": name, "data_type": _config_type(datatype), "dims": [width], **more}
-            for name, datatype, width in specs
+            {"name": name, "data_type": _config_type(datatype), "dims": list(shape), **more}
+            for name, datatype, shape in specs
         ]
 
+    must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
     return {
         "name": info.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
-        "max_batch_size": MAX_BATCH_SIZE,
-        "input": entries(input_specs(info), optional=True),
+        "max_batch_size": MAX_BATCH_SIZE if isinstance(info, ModelInfo) else 0,
+        "input": entries(input_specs(info), optional=not must_have),
         "output": entries(output_specs(info)),
     }
 
 
 @lru_cache(maxsize=64)
-def input_specs(info: ModelInfo) -> tuple[tuple[str, str, int], ...]:
-    """Name, datatype and width (-1: any) of each input that the model takes."""
-    specs: list[tuple[str, str, int]] = []
+def input_specs(info: Info) -> tuple[Spec, ...]:
+    """Each input that the model or the operation takes."""
+    if isinstance(info, OperationInfo):
+        if _is_on_rows(info.operation):
+            return _TRAIN
+        more = {Operation.SAVE: ("metrics", "BYTES", (1,)), Operation.LOAD: ("checkpoint", "BYTES", (1,))}
+        return (_DUMMY, more[info.operation]) if info.operation in more else (_DUMMY,)
+    specs: list[Spec] = []
     if info.takes_text:
-        specs.append(("sentences", "BYTES", 1))
+        specs.append(("sentences", "BYTES", (1,)))
     if info.takes_messages:
-        specs.append(("messages", "BYTES", 1))
+        specs.append(("messages", "BYTES", (1,)))
     if info.takes_tokens:
-        specs += [("tokens", "INT64", -1), ("sequence_lengths", "INT64", 1), ("input_ids", "INT32", -1)]
-    specs += [("group_ids", "INT64", 1), ("prompt_lengths", "INT64", 1)]
+        specs += [("tokens", "INT64", (-1,)), ("sequence_lengths", "INT64", (1,)), ("input_ids", "INT32", (-1,))]
+    specs += [("group_ids", "INT64", (1,)), ("prompt_lengths", "INT64", (1,))]
     if "step_rewards" in info.outputs:
-        specs.append(("step_positions", "INT64", -1))
+        specs.append(("step_positions", "INT64", (-1,)))
     return tuple(specs)
 
 
 @lru_cache(maxsize=64)
-def output_specs(info: ModelInfo) -> tuple[tuple[str, str, int], ...]:
-    """Name, datatype and width (-1: any) of each output that the model's config lists."""
+def output_specs(info: Info) -> tuple[Spec, ...]:
+    """Each output that the config lists."""
+    if isinstance(info, OperationInfo):
+        if _is_on_rows(info.operation):
+            return (("loss_mean", "FP32", (1,)),)
+        if info.operation is Operation.STATE:
+            return (("state", "BYTES", (1,)),)
+        return (("status", "INT64", (1,)),)
     widths = {"rewards": 1, "attributes": len(info.attribute_names) or -1}
-    specs: list[tuple[str, str, int]] = [(name, "FP32", widths.get(name, -1)) for name in info.outputs]
+    specs: list[Spec] = [(name, "FP32", (widths.get(name, -1),)) for name in info.outputs]
     if "step_rewards" in info.outputs:
-        specs.append(("step_counts", "INT64", 1))
-    return (*specs, ("exceeded", "INT32", 1))
+        specs.append(("step_counts", "INT64", (1,)))
+    return (*specs, ("exceeded", "INT32", (1,)))
 
 
 @lru_cache(maxsize=64)
-def known_outputs(info: ModelInfo) -> tuple[str, ...]:
+def known_outputs(info: Info) -> tuple[str, ...]:
     """Every output that may be asked for."""
-    return (*(name for name, _, _ in output_specs(info)), "errors")
+    return tuple(name for name, _, _ in (*output_specs(info), *_more_outputs(info)))
+
+
+def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info) -> None:
+    """Raises InvalidRequest for the first input or requested output that `info` does not have."""
+    accepted = [name for name, _, _ in input_specs(info)]
+    for name in inputs:
+        if name not in accepted:
+            raise InvalidRequest(f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}")
+    known = known_outputs(info)
+    for name in outputs or ():
+        if name not in known:
+            raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
+
+
+def _more_outputs(info: Info) -> tuple[Spec, ...]:
+    """The outputs that may be asked for, but do not stand in the config."""
+    if isinstance(info, OperationInfo):
+        has_report = _is_on_rows(info.operation) or info.operation in (Operation.SAVE, Operation.LOAD)
+        return (("report", "BYTES", (1,)),) if has_report else ()
+    lengths: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if "values" in info.outputs else ()
+    return (*lengths, ("errors", "BYTES", (1,)))
+
+
+def _is_on_rows(operation: Operation) -> bool:
+    return operation in (Operation.TRAIN, Operation.VALIDATE)
 
 
 def _config_type(datatype: str) -> str:

@@ -21,6 +21,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """numpy's type of each numeric datatype. BF16, which numpy lacks, is held as float32."""
 
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
+_INTEGERS = ("INT64", "INT32")
+_FLOATS = ("FP32", "FP64", "FP16", "BF16")
 _MAX_RANK = 16
 
 
@@ -116,6 +118,21 @@ def to_raw(tensor: Tensor) -> bytes:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         return np.where(np.isnan(tensor.data), 0x7FC0, rounded).astype("<u2").tobytes()
     return tensor.data.tobytes()
+
+
+def integers(tensor: Tensor) -> np.ndarray:
+    """The tensor as int64; raises InvalidRequest where it is not INT64 or INT32."""
+    if tensor.datatype not in _INTEGERS or isinstance(tensor.data, list):
+        raise InvalidRequest(f"input '{tensor.name}' must be INT64 or INT32, not {tensor.datatype}")
+    return tensor.data.astype(np.int64, copy=False)
+
+
+def floats(tensor: Tensor) -> np.ndarray:
+    """The tensor as float32 (infinite where that cannot hold a number); raises InvalidRequest where it is no float."""
+    if tensor.datatype not in _FLOATS or isinstance(tensor.data, list):
+        raise InvalidRequest(f"input '{tensor.name}' must be FP32, FP64, FP16 or BF16, not {tensor.datatype}")
+    with np.errstate(over="ignore"):
+        return tensor.data.astype(np.float32, copy=False)
 
 
 def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:

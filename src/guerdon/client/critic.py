@@ -1,0 +1,225 @@
+"""The clients of a trainable critic: its values, its training and its checkpoints, in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import numpy as np
+
+from guerdon.client.calls import Errand, make_request
+from guerdon.client.critic_calls import Rows, controlling, inferring, make_train_request, training
+from guerdon.client.futures import AsyncTrainFuture, TrainFuture
+from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
+from guerdon.client.results import CriticScores
+from guerdon.client.retry import RetryPolicy
+from guerdon.client.session import AsyncClient, ThreadedClient, parse_urls
+from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport
+from guerdon.errors import Cancelled
+
+T = TypeVar("T")
+
+_PATIENT = RetryPolicy(timeout_s=21_600.0, tries=1_000_000)
+"""A server that comes back loads its checkpoint and trains again on its journal first, which takes minutes."""
+
+
+class InferArgs(TypedDict, total=False):
+    """The arguments of `infer` and `submit`: exactly one of `texts`, `messages` and `tokens`; one entry a sample.
+
+    `groups` and `prompt_lengths` are hints as in `ScoreRequest`. `timeout_s` bounds this call from the moment that
+    it is first sent.
+    """
+
+    texts: Sequence[str]
+    messages: Sequence[Sequence[Message]]
+    tokens: Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
+    groups: Sequence[int] | np.ndarray | None
+    prompt_lengths: Sequence[int] | np.ndarray | None
+    timeout_s: float | None
+
+
+class CriticClient(ThreadedClient[OrderedSession]):
+    """Asks a critic for values, and trains it; safe to use from many threads, and after a fork.
+
+    `url` is the server's http://, https:// or grpc:// address (a bare host:port means http), `name` the critic's
+    name there. Calls go in the order in which they are made: values asked for after a train are those of the trained
+    weights, and a train waits for the values before it. A server that is away or restarts is tried again until the
+    policy's time is up, which loses nothing and trains on nothing twice.
+    """
+
+    def __init__(
+        self, url: str, name: str = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+    ) -> None:
+        """Raises InvalidRequest for a malformed URL; connects at the first call."""
+        self._name = name
+        new_session = functools.partial(OrderedSession, parse_urls(url), policy, max_in_flight)
+        super().__init__(new_session, (url, name, policy, max_in_flight))
+
+    def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
+        """The samples' values; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
+        return self.submit(**samples).result()
+
+    def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
+        """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
+        request = make_request(**samples)
+        return self._in_turn(inferring(self._model("infer"), request, needs_rewards=True)).result()
+
+    def submit(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
+        """A future of `infer`'s result, at once; thousands may be under way."""
+        return self._in_turn(inferring(self._model("infer"), make_request(**samples)))
+
+    def train(
+        self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
+    ) -> TrainFuture:
+        """A future of what training on these rows did, at once.
+
+        Row i has T_i tokens and T_i - 1 of each other. What was applied under a `train_id` (default: a new one) is
+        never applied again; it is answered as the first time. A failure is logged; where nobody has looked at the
+        future by the next call, that call raises it.
+        """
+        request = make_train_request(tokens, returns, prev_values, mask, train_id)
+        future = TrainFuture(request.id, self._session_here().failures)
+        self._in_turn(training(self._model(Operation.TRAIN), request), alone=True, future=future)
+        return future
+
+    def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
+        """The loss and its companions on these rows, without any training; blocks."""
+        request = make_train_request(tokens, returns, prev_values, mask)
+        return self._in_turn(training(self._model(Operation.VALIDATE), request)).result()
+
+    def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
+        """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
+        return self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
+
+    def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
+        """Goes back to the checkpoint of that name, or to the newest."""
+        return self._control(ControlRequest(Operation.LOAD, checkpoint))
+
+    def offload(self) -> None:
+        """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
+        self._control(ControlRequest(Operation.OFFLOAD))
+
+    def onload(self) -> None:
+        """Moves the weights back."""
+        self._control(ControlRequest(Operation.ONLOAD))
+
+    def state(self) -> CriticState:
+        """What the critic is after all calls before this one."""
+        return self._control(ControlRequest(Operation.STATE))
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Blocks until the server is ready; raises DeadlineExceeded with what it said."""
+        session = self._session_here()
+        session.run(session.caller.wait_ready(self._model("infer"), timeout_s))
+
+    def _model(self, operation: str) -> str:
+        return f"{self._name}_{operation}"
+
+    def _control(self, request: ControlRequest) -> Any:
+        alone = request.operation is not Operation.STATE
+        return self._in_turn(controlling(self._model(request.operation), request), alone=alone).result()
+
+    def _in_turn(self, errand: Errand[T], *, alone: bool = False, future: Future[T] | None = None) -> Future[T]:
+        session = self._session_here()
+        future = Future() if future is None else future
+
+        def perform(_client: CriticClient = self) -> T:  # which must not be collected, and so close, before
+            return session.run(session.caller.ask(errand))
+
+        session.in_turn(perform, future, alone=alone)
+        return future
+
+
+class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
+    """`CriticClient` for one event loop: the same calls in the same order, with `await`.
+
+    `submit` and `train` take their place in the order at once, the others when they are awaited.
+    """
+
+    def __init__(
+        self, url: str, name: str = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+    ) -> None:
+        """Raises InvalidRequest for a malformed URL; connects at the first call."""
+        self._name = name
+        session = AsyncOrderedSession(parse_urls(url), policy, max_in_flight)
+        super().__init__(session, (url, name, policy, max_in_flight))
+
+    async def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
+        """The samples' values. Cancelling the task abandons the request, at the server too."""
+        return await self.submit(**samples)
+
+    async def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
+        """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
+        return await self._in_turn(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
+
+    def submit(self, **samples: Unpack[InferArgs]) -> asyncio.Task[CriticScores]:
+        """A task of `infer`, started at once."""
+        return self._in_turn(inferring(self._model("infer"), make_request(**samples)))
+
+    def train(
+        self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
+    ) -> AsyncTrainFuture:
+        """As `CriticClient.train`: a future to be awaited, under way at once."""
+        request = make_train_request(tokens, returns, prev_values, mask, train_id)
+        future = AsyncTrainFuture(request.id)
+        errand = training(self._model(Operation.TRAIN), request)
+        task = self._session.in_turn(errand, alone=True, is_wanted=lambda: not future.cancelled())
+        task.add_done_callback(functools.partial(self._trained, future))
+        return future
+
+    async def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
+        """The loss and its companions on these rows, without any training."""
+        request = make_train_request(tokens, returns, prev_values, mask)
+        return await self._in_turn(training(self._model(Operation.VALIDATE), request))
+
+    async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
+        """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
+        return await self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
+
+    async def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
+        """Goes back to the checkpoint of that name, or to the newest."""
+        return await self._control(ControlRequest(Operation.LOAD, checkpoint))
+
+    async def offload(self) -> None:
+        """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
+        await self._control(ControlRequest(Operation.OFFLOAD))
+
+    async def onload(self) -> None:
+        """Moves the weights back."""
+        await self._control(ControlRequest(Operation.ONLOAD))
+
+    async def state(self) -> CriticState:
+        """What the critic is after all calls before this one."""
+        return await self._control(ControlRequest(Operation.STATE))
+
+    async def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when the server is ready; raises DeadlineExceeded with what it said."""
+        await self._session.run(self._session.caller.wait_ready(self._model("infer"), timeout_s))
+
+    def _model(self, operation: str) -> str:
+        return f"{self._name}_{operation}"
+
+    def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
+        alone = request.operation is not Operation.STATE
+        return self._in_turn(controlling(self._model(request.operation), request), alone=alone)
+
+    def _in_turn(self, errand: Errand[T], *, alone: bool = False) -> asyncio.Task[T]:
+        return self._session.in_turn(errand, alone=alone)
+
+    def _trained(self, future: AsyncTrainFuture, task: asyncio.Task[TrainReport]) -> None:
+        if task.cancelled():
+            if future.cancelled():
+                return
+            error: BaseException | None = Cancelled("the event loop ended before the answer")
+        else:
+            error = task.exception()
+        if error is None:
+            if not future.done():
+                future.set_result(task.result())
+            return
+        if not future.done():
+            future.set_exception(error)
+        self._session.failures.add(future, error)

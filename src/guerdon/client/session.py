@@ -1,0 +1,257 @@
+"""The steps of calls performed, by threads or by asyncio; and what the clients of each kind share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+from urllib.parse import urlsplit
+
+from guerdon.client.calls import ModelSignature
+from guerdon.client.endpoints import Endpoint, Endpoints
+from guerdon.client.http import AsyncHttpTransport, HttpTransport
+from guerdon.client.retry import Caller, Describe, RetryPolicy, Step, Wait
+from guerdon.client.workers import Workers
+from guerdon.errors import Cancelled, GuerdonError, InvalidRequest
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Session")
+A = TypeVar("A", bound="AsyncSession")
+Call = Generator[Step, Any, T]
+
+
+class Session:
+    """The connections, threads and books of one client in one process."""
+
+    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
+        self.pid = os.getpid()
+        self.caller = Caller(Endpoints(urls), policy, time.monotonic, random.Random())
+        self.workers = Workers(max_in_flight)
+        self._slots = threading.BoundedSemaphore(max_in_flight)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._describing: dict[tuple[Endpoint, str], Future[Any]] = {}
+        self._transports: dict[str, Any] = {}
+        for url in urls:
+            self._transports[url] = (_grpc().GrpcTransport if url.startswith("grpc://") else HttpTransport)(url, policy)
+
+    def run(self, call: Call[T]) -> T:
+        """The call's result, in this thread."""
+        with self._slots:
+            try:
+                step = next(call)
+                while True:
+                    try:
+                        result = self._perform(step)
+                    except GuerdonError as e:
+                        step = call.throw(e)
+                    else:
+                        step = call.send(result)
+            except StopIteration as done:
+                return done.value
+            finally:
+                call.close()
+
+    def close(self) -> None:
+        """Ends all calls with Cancelled; does nothing in a process that has only inherited the session."""
+        if os.getpid() == self.pid:
+            self._closed.set()
+            self.workers.close()
+            for transport in self._transports.values():
+                transport.close()
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Wait):
+            self._closed.wait(step.seconds)
+        if self._closed.is_set():
+            raise Cancelled("the client is closed")
+        if isinstance(step, Wait):
+            return None
+        transport = self._transports[step.endpoint.url]
+        try:
+            return self._describe(step, transport) if isinstance(step, Describe) else transport.perform(step)
+        except Exception as e:
+            if self._closed.is_set():  # which broke it
+                raise Cancelled("the client was closed before the answer") from e
+            raise
+
+    def _describe(self, step: Describe, transport: Any) -> ModelSignature:
+        """The model's signature, fetched once for all threads that ask while it is under way."""
+        endpoint, key = step.endpoint, (step.endpoint, step.model)
+        with self._lock:
+            if step.model in endpoint.signatures:
+                return endpoint.signatures[step.model]
+            future = self._describing.get(key)
+            is_mine = future is None
+            if future is None:
+                future = self._describing[key] = Future()
+        if is_mine:
+            try:
+                signature = endpoint.signatures[step.model] = transport.perform(step)
+                future.set_result(signature)
+            except BaseException as e:
+                future.set_exception(e)
+            finally:
+                with self._lock:
+                    del self._describing[key]
+        return future.result()
+
+
+class AsyncSession:
+    """The connections and books of one client in one event loop."""
+
+    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
+        self.caller = Caller(Endpoints(urls), policy, time.monotonic, random.Random())
+        self._policy = policy
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._transports: dict[str, Any] = {}
+        self._describing: dict[tuple[Endpoint, str], asyncio.Task[Any]] = {}
+        self._is_closed = False
+
+    async def run(self, call: Call[T]) -> T:
+        """The call's result."""
+        async with self._slots:
+            try:
+                step = next(call)
+                while True:
+                    try:
+                        result = await self._perform(step)
+                    except GuerdonError as e:
+                        step = call.throw(e)
+                    else:
+                        step = call.send(result)
+            except StopIteration as done:
+                return done.value
+            finally:
+                call.close()
+
+    async def close(self) -> None:
+        """Closes the connections; further steps raise Cancelled."""
+        self._is_closed = True
+        for transport in self._transports.values():
+            await transport.close()
+
+    async def _perform(self, step: Step) -> Any:
+        if self._is_closed:
+            raise Cancelled("the client is closed")
+        if isinstance(step, Wait):
+            return await asyncio.sleep(step.seconds)
+        transport = self._transport(step.endpoint.url)
+        if not isinstance(step, Describe):
+            return await transport.perform(step)
+        key = (step.endpoint, step.model)
+        task = self._describing.get(key)
+        if task is None:
+            task = self._describing[key] = asyncio.create_task(self._describe(step, transport))
+        return await asyncio.shield(task)  # others may await it when this call is cancelled
+
+    async def _describe(self, step: Describe, transport: Any) -> ModelSignature:
+        try:
+            signature = step.endpoint.signatures[step.model] = await transport.perform(step)
+            return signature
+        finally:
+            del self._describing[step.endpoint, step.model]
+
+    def _transport(self, url: str) -> Any:
+        if url not in self._transports:
+            # Made within the loop, which grpcio's belong to.
+            kind = _grpc().AsyncGrpcTransport if url.startswith("grpc://") else AsyncHttpTransport
+            self._transports[url] = kind(url, self._policy)
+        return self._transports[url]
+
+
+class ThreadedClient(Generic[S]):
+    """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it."""
+
+    def __init__(self, new_session: Callable[[], S], arguments: tuple[Any, str, RetryPolicy, int]) -> None:
+        self._new_session = new_session
+        self._arguments = arguments
+        self._open()
+
+    def close(self) -> None:
+        """Ends at once: futures that have no result yet end with Cancelled."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), *self._arguments)
+
+    def _open(self) -> None:
+        self._session = self._new_session()
+        self._finalizer = weakref.finalize(self, self._session.close)
+
+    def _session_here(self) -> S:
+        if self._session.pid != os.getpid():
+            # Threads and connections do not survive a fork, and its locks may be held by nobody.
+            self._open()
+        return self._session
+
+
+class AsyncClient(Generic[A]):
+    """A client for one event loop; close it with `aclose` or `async with`."""
+
+    def __init__(self, session: A, arguments: tuple[Any, str, RetryPolicy, int]) -> None:
+        self._session = session
+        self._arguments = arguments
+
+    async def aclose(self) -> None:
+        """Closes the connections; further calls raise Cancelled."""
+        await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), *self._arguments)
+
+
+def parse_urls(url: str | Sequence[str]) -> list[str]:
+    """The servers' URLs, with their scheme and without a trailing slash; raises InvalidRequest."""
+    urls = [_parse_url(u) for u in ([url] if isinstance(url, str) else url)]
+    if not urls:
+        raise InvalidRequest("no server URL given")
+    return list(dict.fromkeys(urls))
+
+
+def _parse_url(url: str) -> str:
+    full = (url if "://" in url else f"http://{url}").rstrip("/")
+    help = "give http://host:port, https://host:port or grpc://host:port"  # noqa: A001 - the word that errors use
+    try:
+        parts = urlsplit(full)
+        port = parts.port
+    except ValueError as e:
+        raise InvalidRequest(f"server URL {url!r}: {e}; {help}") from e
+    if parts.scheme not in ("http", "https", "grpc") or not parts.hostname:
+        raise InvalidRequest(f"server URL {url!r} is not one: {help}")
+    if parts.scheme == "grpc" and (port is None or parts.path):
+        raise InvalidRequest(f"server URL {url!r} needs a port and no path: {help}")
+    return full
+
+
+def _grpc() -> Any:
+    try:
+        from guerdon.client import grpc
+    except ImportError as e:
+        raise ImportError("grpc:// URLs need gRPC, which is an extra: pip install 'guerdon[grpc]'") from e
+    return grpc
+
+
+def _rebuild(cls: Callable[..., T], url: Any, model: str, policy: RetryPolicy, max_in_flight: int) -> T:
+    return cls(url, model, policy=policy, max_in_flight=max_in_flight)

@@ -1,0 +1,45 @@
+"""A server's status as the error that it raised."""
+
+from __future__ import annotations
+
+from guerdon import errors
+from guerdon.errors import GuerdonError
+
+
+def error_of(
+    status: int | str, message: str, retry_after_s: float | None = None, kind: str | bytes | None = None
+) -> GuerdonError:
+    """The error that an HTTP status or the name of a gRPC status stands for: the class that the server raised.
+
+    `kind` is the class's name, where the server tells it; the status alone stands for several.
+    """
+    if kind == "Overloaded" or status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None):
+        return errors.Overloaded(message, retry_after_s or 0.0)
+    cls = getattr(errors, kind, None) if isinstance(kind, str) else None
+    if isinstance(cls, type) and issubclass(cls, GuerdonError) and not issubclass(cls, errors.StartError):
+        return cls(message)
+    if isinstance(status, int):
+        return _BY_HTTP.get(status, errors.InvalidRequest if status < 500 else errors.ServerFault)(message)
+    return _BY_GRPC.get(status, errors.ServerFault)(message)
+
+
+_BY_HTTP: dict[int, type[GuerdonError]] = {
+    404: errors.RouteNotFound,
+    405: errors.MethodNotAllowed,
+    413: errors.PayloadTooLarge,
+    499: errors.Cancelled,
+    501: errors.Unsupported,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
+    507: errors.StorageFailed,
+}
+_BY_GRPC: dict[str, type[GuerdonError]] = {
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "NOT_FOUND": errors.UnknownModel,
+    "RESOURCE_EXHAUSTED": errors.PayloadTooLarge,
+    "UNIMPLEMENTED": errors.Unsupported,
+    "UNAVAILABLE": errors.Unavailable,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.Cancelled,
+}

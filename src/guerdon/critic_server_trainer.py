@@ -1,0 +1,157 @@
+"""`CriticServerTrainer` with NeMo-Aligner's signature: a user's own critic and optimiser behind guerdon's server."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from guerdon.assembly import build_service
+from guerdon.config import CriticConfig, ServerConfig
+from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
+from guerdon.engine.callable import FunctionEncoder
+from guerdon.errors import ConfigError
+from guerdon.server import runtime
+from guerdon.server.critic import Critic
+from guerdon.server.loop import Group
+from guerdon.server.scheduler import Limits
+from guerdon.server.service import Service
+from guerdon.training.callable import UserCritic
+
+_NAME = "critic"
+_REQUIRED = object()
+
+
+class CriticServerTrainer:
+    """Serves a user's critic as `critic_infer`, `critic_train` and `critic_save`, and trains it with their optimiser.
+
+    `model` is a torch module with `infer(inputs=(tokens [B,T], lengths [B])) -> values [B,T]`, or, where
+    `cfg.combine_rm_and_critic_server`, `infer_rm_critic` of the same inputs `-> (rewards [B] or [B,1], values)`; and
+    `get_loss_and_metrics(batch, forward_only) -> (loss, metrics)`, which leaves the gradient of one global batch of
+    `gbs` rows in its parameters. Its `prepare_for_inference`, `finish_inference`, `prepare_for_training`,
+    `finish_training`, `prepare_for_training_step` and `finish_training_step` are called where it has them.
+
+    `cfg`, by attribute or by key: `port`, `inference_micro_batch_size`, `combine_rm_and_critic_server`; optionally
+    `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None). What is
+    saved, and where, is `ckpt_callback.custom_save`'s; guerdon keeps no journal for it, so that what was trained since
+    is lost with the process.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        logger: Any,
+        ckpt_callback: Any,
+        tokenize_func: Any,
+        gbs: int,
+        model_forward_micro_batch_size: int,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        sizes = _setting(cfg, "inference_micro_batch_size")
+        self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        if not self.batch_sizes or min(*self.batch_sizes, model_forward_micro_batch_size, gbs) < 1:
+            raise ConfigError("a batch size is below 1", "give sizes of at least 1")
+        self.max_delay_s = float(_setting(cfg, "max_queue_delay_microseconds", 2000)) / 1e6
+        self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
+        self.logger, self.ckpt_callback, self.gbs = logger, ckpt_callback, gbs
+        is_combined = bool(_setting(cfg, "combine_rm_and_critic_server"))
+        self.config = ServerConfig(
+            host=host, port=int(_setting(cfg, "port")), grpc_port=None, critic=CriticConfig(name=_NAME)
+        )
+        self.critic = UserCritic(
+            ModelInfo(
+                f"{_NAME}_infer",
+                "function",
+                outputs=("values", "rewards") if is_combined else ("values",),
+                path="padded",
+                why="a user's critic",
+            ),
+            model,
+            optimizer,
+            scheduler,
+            logger,
+            encoder=FunctionEncoder(tokenize_func),
+            save_elsewhere=self.save,
+            global_batch_size=gbs,
+            forward_batch_size=model_forward_micro_batch_size,
+            strip_to_multiple=_setting(cfg, "strip_sequence_length_to_multiple", None) or 1,
+            gradient_clip_val=float(_setting(cfg, "gradient_clip_val", None) or 0.0) or math.inf,
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps made."""
+        return self.critic.step
+
+    def run_inference(self, inputs: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray]:
+        """`(rewards [B], values [B,T])`, float32, of `inputs`: `inputs` `[B,T]` and `sequence_length` `[B,1]`.
+
+        The rewards are None where the reward model is not combined with the critic.
+        """
+        return self.critic.infer(inputs["inputs"], inputs["sequence_length"])
+
+    def run_training(self, tokens: Any, returns: Any, prev_values: Any, mask: Any) -> float:
+        """One optimiser step a global batch of `tokens` `[N,T]` and the others `[N,T-1]`; the loss over all of them.
+
+        The last global batch is filled up to `gbs` rows with mask 0. Raises TrainFailed where the model raises.
+        """
+        targets = {"returns": returns, "prev_values": prev_values, "mask": mask}
+        arrays: dict[str, Any] = {name: np.asarray(x, dtype=np.float32) for name, x in targets.items()}
+        return self.critic.train(TrainRequest("", np.asarray(tokens, dtype=np.int64), **arrays)).loss
+
+    def save(
+        self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False, save_top_only: bool = False
+    ) -> None:
+        """Saves through `ckpt_callback.custom_save(monitor_candidates, is_train_end, save_top_only)`."""
+        candidates = {name: torch.tensor(value, dtype=torch.int32) for name, value in self.state_dict().items()}
+        with self.critic.between("prepare_for_training", "finish_training"):
+            self.ckpt_callback.custom_save(
+                monitor_candidates=candidates | (extra_candidates or {}),
+                is_train_end=is_train_end,
+                save_top_only=save_top_only,
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """What the trainer itself keeps: `step`, the number of optimiser steps."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Goes on counting from `state_dict["step"]`; weights and optimiser are the caller's to load."""
+        self.critic.count(int(state_dict["step"]))
+
+    def run_server(self) -> None:
+        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns."""
+        runtime.run(self.build_service(), self.config)
+
+    def build_service(self) -> Service:
+        """The service that `run_server` runs, for an event loop of your own."""
+        limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
+        return build_service(
+            self.config,
+            trainer=lambda _: self.critic,
+            critic=functools.partial(_Operations, operations=(Operation.TRAIN, Operation.SAVE, Operation.STATE)),
+            limits={self.critic.info.name: limits},
+        )
+
+
+class _Operations(Critic):
+    """The operations of a critic that its user saves."""
+
+    def save(self, asked: ControlRequest, group: Group) -> None:
+        group.lead(Command(Signal.SAVE, self.name))
+
+
+def _setting(cfg: Any, name: str, default: Any = _REQUIRED) -> Any:
+    """A setting of a mapping or of an object's attributes; raises ConfigError where it is required and missing."""
+    value = cfg.get(name, default) if hasattr(cfg, "get") else getattr(cfg, name, default)
+    if value is _REQUIRED:
+        raise ConfigError(f"cfg has no {name}", "give it as a key or an attribute of cfg")
+    return value

@@ -1,0 +1,111 @@
+"""Causal attention over a packed batch in parts, merged by their log-sum-exp; for CPUs.
+
+Legend: H query heads, K key/value heads, T packed tokens, D head size.
+
+A part is some queries on some keys. Every segment attends to itself, causally, in blocks of queries; then all
+descendants of a segment attend to it in one unmasked part, so that a shared beginning is read once for all of them.
+With the log-sum-exp l_p of each part's logits and l of all, the output is the sum of exp(l_p - l) times the part's.
+
+The backward pass needs no trace of the merging: given the *merged* output and log-sum-exp, the kernel computes
+exp(logits - l), the weights that attention over all the keys would have, and with them each part's exact share of the
+gradients, which add up. (PyTorch does not differentiate the kernel's log-sum-exp: to let autograd follow the forward
+pass would be silently wrong.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guerdon.engine.packing import PackedBatch
+
+QUERY_BLOCK = 128
+"""Queries of one kernel call: the kernel computes what a causal mask hides within 512 keys, too."""
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def cascade(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`; differentiable."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out: Tensor = _Cascade.apply(query, key, value, batch, scale)
+        return out
+    return _forward(batch, query, key, value, scale)[0]
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, scale: float) -> Tensor:
+        out, lse = _forward(batch, query, key, value, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.batch, ctx.scale = batch, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        return *_backward(ctx.batch, grad, query, key, value, out, lse, ctx.scale), None, None
+
+
+def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output `[1,H,T,D]` and the log-sum-exp of all logits, float32 `[1,H,T]`."""
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    for s in batch.segments:
+        for start in range(s.start, s.stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, s.stop)
+            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
+            out[:, :, start:stop], lse[:, :, start:stop] = _flash(
+                query[:, :, start:stop], key[:, :, s.start : stop], value[:, :, s.start : stop], 0.0, mask is None,
+                attn_mask=mask, scale=scale,
+            )  # fmt: skip
+    for s in batch.segments:
+        if s.end == s.stop:
+            continue
+        below, own = slice(s.stop, s.end), slice(s.start, s.stop)
+        o, weight = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
+        before = lse[:, :, below]
+        both = torch.logaddexp(before, weight)
+        share = torch.exp(weight - both)[..., None]
+        out[:, :, below] = torch.lerp(out[:, :, below].float(), o.float(), share).to(out.dtype)
+        lse[:, :, below] = both
+    return out, lse
+
+
+def _backward(
+    batch: PackedBatch, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given that of the output; parts are summed in float32."""
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+
+    def add(queries: slice, keys: slice, mask: Tensor | None, causal: bool) -> None:
+        parts = _flash_backward(
+            grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys], out[:, :, queries],
+            lse[:, :, queries], 0.0, causal, attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        for total, part, where in zip(sums, parts, (queries, keys, keys), strict=True):
+            total[:, :, where] += part
+
+    for s in batch.segments:
+        for start in range(s.start, s.stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, s.stop)
+            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
+            add(slice(start, stop), slice(s.start, stop), mask, mask is None)
+        if s.end > s.stop:
+            add(slice(s.stop, s.end), slice(s.start, s.stop), None, False)
+    dq, dk, dv = (total.to(query.dtype) for total in sums)
+    return dq, dk, dv
+
+
+def _diagonal(batch: PackedBatch, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """The mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 where seen and else -inf.
+
+    It is a view of one mask for all blocks of as many rows, as wide as the longest sequence.
+    """
+    whole: Tensor | None = batch.cache.get((rows, dtype))
+    if whole is None:
+        whole = torch.full((rows, batch.max_length), float("-inf"), dtype=dtype).triu_(batch.max_length - rows + 1)
+        batch.cache[rows, dtype] = whole
+    return whole[:, batch.max_length - keys :]

@@ -1,0 +1,140 @@
+"""Which way a model runs: the best path that agrees with the plain forward, tried on a few short sequences.
+
+Some models take a packed batch without complaint and compute something else, such as those with a recurrent state. So
+every start compares the hidden states of each path with those of one sequence at a time, and for a model that will be
+trained the gradients, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from guerdon.core import ModelInfo
+from guerdon.engine import attention
+
+if TYPE_CHECKING:
+    from guerdon.engine.engine import Engine, Layout
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Largest accepted difference between two paths' hidden states, relative to their root mean square."""
+GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
+"""The same for gradients, which are rounded on the way up and on the way down."""
+
+
+def choose(engine: Engine, info: ModelInfo, *, gradients: bool) -> tuple[str, str]:
+    """The first path that agrees with the plain forward, and why not a better one."""
+    rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), engine.pad_token_id)
+    candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
+    if engine.device.type != "cpu":
+        candidates.append("padded")  # on a CPU padding costs more than batching gains
+    probe = _Probe(engine, rows, gradients)
+    reasons = []
+    for path in candidates:
+        try:
+            attention.register()
+            engine.use(path)
+            if path.startswith("packed") and engine.trunk.config._attn_implementation != attention.NAME:
+                raise NotImplementedError("its attention is not in transformers' registry")
+            states, slopes = probe.differences(path)
+        except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
+            reasons.append(f"{path}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
+            continue
+        finally:
+            engine.use("single")
+        if states > TOLERANCE.get(engine.dtype, 5e-2):
+            reasons.append(f"{path}: differs from the plain forward by {states:.1e}")
+        elif slopes is not None and slopes > GRADIENT_TOLERANCE.get(engine.dtype, 1e-1):
+            reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
+        else:
+            also = "" if slopes is None else f", its gradients within {slopes:.1e}"
+            return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
+    return "single", "; ".join(reasons)
+
+
+class _Probe:
+    """A few sequences, and what the plain forward makes of each by itself."""
+
+    def __init__(self, engine: Engine, rows: list[np.ndarray], gradients: bool) -> None:
+        self._engine, self._rows = engine, rows
+        with torch.inference_mode():
+            self._states = {x.rows[0]: x for x in self._run("single")}
+        # Any numbers will do that make every element of every hidden state count by itself.
+        random = torch.Generator().manual_seed(0)
+        width = next(iter(self._states.values())).hidden.shape[-1]
+        self._counts = [torch.randn(len(row), width, generator=random).to(engine.device) for row in rows]
+        self._gradients = {x.rows[0]: x.hidden for x in self._gradients_by("single")} if gradients else None
+
+    def differences(self, path: str) -> tuple[float, float | None]:
+        """Largest relative root-mean-square difference of a sequence's readable states, and of its gradients."""
+        with torch.inference_mode():
+            states = max(self._states_differ(layout) for layout in self._run(path))
+        if self._gradients is None:
+            return states, None
+        return states, max(self._gradients_differ(layout) for layout in self._gradients_by(path))
+
+    def _run(self, path: str) -> Iterator[Layout]:
+        return self._engine.run(path, self._rows, [None] * len(self._rows))
+
+    def _states_differ(self, layout: Layout) -> float:
+        engine, worst = self._engine, 0.0
+        pooled = engine.pool(layout, self._rows)
+        for i, row in enumerate(layout.rows):
+            plain = self._states[row]
+            if engine.head.per_token or engine.head.pooling == "mean":
+                worst = max(worst, _relative(layout.hidden[engine.index(layout.gather(i))], plain.hidden))
+            else:
+                worst = max(worst, _relative(pooled[i], engine.pool(plain, self._rows)[0]))
+        return worst
+
+    def _gradients_by(self, path: str) -> Iterator[Layout]:
+        """The path's layouts, with the gradients of the embeddings in the place of the hidden states.
+
+        Whatever goes wrong in the backward pass of a layer reaches the embeddings below it.
+        """
+        engine = self._engine
+        leaves: list[torch.Tensor] = []
+
+        def catch(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+            leaves[:] = [embedded.detach().requires_grad_()]
+            return leaves[0].clone()  # some models scale it in place, which a leaf does not allow
+
+        handle = engine.trunk.get_input_embeddings().register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                for layout in self._run(path):
+                    read = [layout.hidden[engine.index(layout.gather(i))] for i in range(len(layout.rows))]
+                    counts = [self._counts[row] for row in layout.rows]
+                    total = torch.stack([(x.float() * c).sum() for x, c in zip(read, counts, strict=True)]).sum()
+                    layout.hidden = torch.autograd.grad(total, leaves[0])[0].flatten(0, 1)
+                    yield layout
+        finally:
+            handle.remove()
+
+    def _gradients_differ(self, layout: Layout) -> float:
+        assert self._gradients is not None
+        own = [self._engine.index(layout.gather(i)) for i in range(len(layout.rows))]
+        # A token that several sequences share has the sum of their gradients.
+        want = torch.zeros_like(layout.hidden, dtype=torch.float32)
+        for at, row in zip(own, layout.rows, strict=True):
+            want.index_add_(0, at, self._gradients[row].float())
+        return max(_relative(layout.hidden[at], want[at]) for at in own)
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.float(), want.float()
+    relative = ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
+    return relative if np.isfinite(relative) else float("inf")
+
+
+def _probe_rows(vocab_size: int, longest: int, avoid: int) -> list[np.ndarray]:
+    """A few random sequences, most with a shared beginning, of at most `longest` tokens; never the padding token."""
+    rng = np.random.default_rng(0)
+    ids = np.setdiff1d(np.arange(vocab_size), [avoid])
+    prompt = rng.choice(ids, longest // 2)
+    rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
+    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]
+    return [r[:longest].astype(np.int64) for r in rows]

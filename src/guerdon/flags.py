@@ -1,0 +1,148 @@
+"""Settings from the command line and the YAML file: every field of a config's dataclass is a flag and a key."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, Literal
+
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check, from_mapping, read_yaml
+from guerdon.errors import ConfigError
+
+CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
+"""Where `serve-critic` listens by default, so that a reward model's server may run beside it."""
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def add_settings(group: argparse._ArgumentGroup, cls: type, defaults: dict[str, Any] | None = None) -> None:
+    """One flag for each field of the dataclass `cls`; a flag that is not given leaves no trace in the result.
+
+    `defaults` are those that the help shows in place of the fields' own.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if not field.metadata["flag"]:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = field.metadata["help"].replace("%", "%%")
+        hint, default = hints[field.name], (defaults or {}).get(field.name, _default(field))
+        if isinstance(hint, types.UnionType):
+            hint = next(a for a in typing.get_args(hint) if a is not type(None))
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if hint is bool:
+            group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
+            continue
+        is_list, automatic = typing.get_origin(hint) is list, field.metadata["auto"]
+        if default is not None or automatic:
+            shown = "auto" if automatic else ",".join(map(str, default)) if is_list else default
+            text += f" (default: {shown})"
+        if typing.get_origin(hint) is Literal:
+            group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
+        elif is_list:
+            if default is None:
+                text += f"; write them as 0.7,0.3, and with a leading minus as {flag}=-0.5,1"
+            group.add_argument(flag, help=text, type=_numbers, metavar="X,Y", **options)
+        else:
+            kind = functools.partial(_number_or_auto, hint) if automatic else hint
+            group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
+    if cls is ServerConfig:
+        group.add_argument("--no-grpc", dest="grpc_port", action="store_const", const=None, default=argparse.SUPPRESS)
+
+
+def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The flags of `cls` that stood on the command line."""
+    names = [field.name for field in dataclasses.fields(cls) if field.metadata["flag"]]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The settings of `serve`: defaults, over them the YAML file, over that the flags; raises ConfigError."""
+    config = _server(args, {})
+    flags = given(args, ModelConfig)
+    if args.MODEL is not None:
+        if config.models:
+            raise ConfigError(
+                f"MODEL is given as {args.MODEL}, and {args.config} has models too", "name the models in one place"
+            )
+        config.models = [ModelConfig(model=args.MODEL, **flags)]
+    elif len(config.models) == 1:
+        config.models = [dataclasses.replace(config.models[0], **flags)]
+    elif flags and config.models:
+        raise ConfigError(
+            f"{_flag(flags)} is given, but {args.config} has several models", "set it in the file, for each model"
+        )
+    elif flags and config.critic is not None:
+        raise ConfigError(
+            f"{_flag(flags)} is given, but {args.config} has no reward model, only a critic",
+            f"guerdon serve-critic --config {args.config} takes flags for the critic",
+        )
+    return _checked(config)
+
+
+def critic_server_config(args: argparse.Namespace) -> ServerConfig:
+    """The settings of `serve-critic`, as `server_config`; the flags beyond the server's are the critic's."""
+    config = _server(args, CRITIC_PORTS)
+    flags = given(args, CriticConfig)
+    critic = config.critic or CriticConfig()
+    if args.MODEL is not None:
+        if critic.model and critic.model != args.MODEL:
+            raise ConfigError(
+                f"MODEL is given as {args.MODEL}, and {args.config} has {critic.model}", "name the model in one place"
+            )
+        flags["model"] = args.MODEL
+    config.critic = dataclasses.replace(critic, **flags)
+    if not config.critic.model:
+        raise ConfigError(
+            "no model to make a critic of",
+            "name one: guerdon serve-critic MODEL, or `critic: {model: ...}` in the YAML file",
+        )
+    return _checked(config)
+
+
+def _server(args: argparse.Namespace, defaults: dict[str, Any]) -> ServerConfig:
+    """The server's settings, with whatever models and critic the YAML file has."""
+    settings = read_yaml(args.config) if args.config else {}
+    if isinstance(settings, dict):
+        settings = defaults | settings
+    return typing.cast(
+        ServerConfig, dataclasses.replace(from_mapping(ServerConfig, settings), **given(args, ServerConfig))
+    )
+
+
+def _checked(config: ServerConfig) -> ServerConfig:
+    for i, model in enumerate(config.models):
+        if not model.model:
+            raise ConfigError(f"models[{i}] names no model", "add `model:` with a folder, a hub id or module:function")
+        check(model)
+    if config.critic is not None:
+        if not config.critic.model:
+            raise ConfigError("the critic names no model", "add `model:` with a folder or a hub id under `critic:`")
+        check(config.critic)
+    check(config)
+    return config
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _flag(flags: dict[str, Any]) -> str:
+    return "--" + next(iter(flags)).replace("_", "-")
+
+
+def _number_or_auto(kind: type, text: str) -> Any:
+    try:
+        return None if text == "auto" else kind(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from e
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from e

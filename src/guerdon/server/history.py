@@ -1,0 +1,232 @@
+"""How a critic came to its weights: the journal, the checkpoints and the answers, and the way back after a crash.
+
+A checkpoint says up to which record of the journal it has everything. So the state before a crash is the newest whole
+checkpoint with the records behind it done again, and it does not matter between which two writes the crash came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from guerdon.config import CriticConfig
+from guerdon.core import CheckpointInfo, Command, Signal, TrainReport, TrainRequest
+from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
+from guerdon.server.answers import Answer, Answers
+from guerdon.server.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
+from guerdon.server.durable import storing
+from guerdon.server.journal import Journal, Record
+
+log = logging.getLogger(__name__)
+
+# What decides, beside the requests, which weights come out of them.
+_SETTINGS = (
+    "model",
+    "revision",
+    "dtype",
+    "attribute_weights",
+    "mean",
+    "std",
+    "global_batch_size",
+    "learning_rate",
+    "weight_decay",
+    "betas",
+    "optimizer",
+    "lr_schedule",
+    "warmup_steps",
+    "total_steps",
+    "gradient_clip_val",
+    "loss_clip_val",
+    "lora",
+    "lora_alpha",
+)
+
+Lead = Callable[[Command], Any]
+
+
+class History:
+    """What was done to one critic; without `config.checkpoint_dir` it keeps the answers alone.
+
+    `num_unsaved` counts the train requests since the newest checkpoint. The constructor takes the folder for itself;
+    raises StartError where it cannot be had.
+    """
+
+    def __init__(self, config: CriticConfig) -> None:
+        self.answers = Answers()
+        self.num_unsaved = 0
+        self.is_durable = config.checkpoint_dir is not None
+        self._name = config.name
+        self._settings = {name: getattr(config, name) for name in _SETTINGS}
+        if Path(config.model).exists():
+            self._settings["model"] = str(Path(config.model).resolve())
+        if config.checkpoint_dir is None:
+            return
+        folder = Path(config.checkpoint_dir)
+        self._journal = Journal(folder / "journal")  # its lock guards the whole folder
+        try:
+            self._checkpoints = Checkpoints(folder, config.keep_checkpoints, config.keep_best, config.keep_best_mode)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        if self.is_durable:
+            self._journal.close()
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints, the oldest first."""
+        return self._checkpoints.infos() if self.is_durable else []
+
+    def accept(self, content: TrainRequest | str, digest: str = "") -> int:
+        """Writes down what is about to be done, a train request or the return to a checkpoint: its position.
+
+        Raises StorageFailed, and then it must not be done.
+        """
+        return self._journal.append(self._settings, content, digest) if self.is_durable else 0
+
+    def withdraw(self, position: int) -> None:
+        """Takes back what was accepted, as nothing of it was done."""
+        if self.is_durable:
+            self._journal.withdraw(position)
+
+    def done(self, request: TrainRequest, position: int, answer: Answer) -> None:
+        """Keeps the answer to an accepted train request, and how much of it was done, before anyone is told."""
+        self.answers.put(request.id, answer)
+        if answer.report is None and not answer.num_steps:
+            self.withdraw(position)
+            return
+        self.num_unsaved += 1
+        if not self.is_durable:
+            return
+        if answer.report is None:
+            self._journal.stop_at(position, answer.num_steps)
+        else:
+            self._journal.mark_done(position)
+
+    def save(self, lead: Lead, facts: dict[str, Any], metrics: dict[str, float]) -> CheckpointInfo:
+        """Makes a checkpoint of everything up to now, and lets go of what it replaces.
+
+        Where the newest one has it all, with the same metrics, that is it: so a save can be asked for again. `facts`
+        are the trainer's `step` and `weights_version`. Raises InvalidRequest where there is no folder for it,
+        StorageFailed where the disk cannot take it; then the older checkpoints are as they were.
+        """
+        checkpoints, position = self._kept("saved"), self._journal.position
+        newest = checkpoints.newest_whole(at=position)
+        if newest is not None and newest.info.metrics == metrics:
+            return newest.info
+        with storing("the checkpoint cannot be saved; the older ones are as they were"):
+            aside = checkpoints.begin()
+            try:
+                lead(Command(Signal.SAVE, self._name, folder=str(aside)))
+                info = checkpoints.commit(
+                    aside,
+                    step=facts["step"],
+                    weights_version=facts["weights_version"],
+                    metrics=metrics,
+                    position=position,
+                    answers=self.answers.to_json(),
+                    settings=self._settings,
+                )
+            except BaseException as e:
+                checkpoints.discard(aside)
+                if isinstance(e, SafetensorError):  # so it tells of a full disk
+                    raise OSError(0, str(e), str(aside)) from e
+                raise
+        self.num_unsaved = 0
+        self._journal.forget(checkpoints.oldest_position())
+        checkpoints.prune(spare=self._journal.checkpoints())
+        return info
+
+    def checkpoint(self, name: str | None) -> Checkpoint:
+        """The whole checkpoint of that name, or the newest; raises InvalidRequest, and StorageFailed for a damaged."""
+        try:
+            return self._kept("loaded").whole(name)
+        except DamagedCheckpoint as e:
+            raise StorageFailed(f"checkpoint {name or 'the newest'} is damaged: {e}; load another one") from e
+
+    def restore(self, lead: Lead) -> CheckpointInfo | None:
+        """Brings the trainer to where it was: loads the newest whole checkpoint and does again what came after it.
+
+        Returns that checkpoint. Raises StartError where something is missing or damaged without which this cannot be.
+        """
+        if not self.is_durable:
+            return None
+        position, info = 0, None
+        if (newest := self._checkpoints.newest_whole()) is not None:
+            log.info("loading %s", newest.folder)
+            lead(Command(Signal.LOAD, self._name, folder=str(newest.folder)))
+            self.answers = Answers.from_json(newest.answers())
+            position, info = newest.position, newest.info
+        elif self._checkpoints.has_damaged and not self._journal.position:
+            raise StartError(
+                "all checkpoints are damaged, and the journal is empty",
+                "restore one from a backup; or move the folder elsewhere, which gives up what was learnt",
+            )
+        self._journal.start_after(position)
+        count = self._journal.count(position)
+        for i, record in enumerate(self._journal.records(position), 1):
+            what = f"train request {record.request.id}" if record.request else f"return to {record.checkpoint}"
+            log.info("replaying the journal: %d of %d, %s", i, count, what)
+            self._check_settings(record)
+            try:
+                self._replay(record, lead)
+            except Exception as e:
+                self._not_replayed(record, what, e)
+        return info
+
+    def _replay(self, record: Record, lead: Lead) -> None:
+        if record.request is None:
+            source = self.checkpoint(record.checkpoint)
+            lead(Command(Signal.LOAD, self._name, folder=str(source.folder), lineage=record.position))
+            self.answers = Answers.from_json(source.answers())
+            return
+        command = Command(Signal.TRAIN, self._name, train=record.request, first_steps=record.num_steps)
+        report: TrainReport = lead(command)
+        if record.num_steps is None:
+            answer = Answer(record.digest, report)
+        else:
+            stand = f"broke off; the first {record.num_steps} of its global batches stand"
+            answer = Answer(record.digest, None, f"train request {record.request.id} {stand}", record.num_steps)
+        self.answers.put(record.request.id, answer)
+        self.num_unsaved += 1
+
+    def _not_replayed(self, record: Record, what: str, error: Exception) -> None:
+        """Deals with a record that failed: as with any train request, if it can be the first time that it did."""
+        if record.is_done or record.request is None or record.position != self._journal.position:
+            raise StartError(
+                f"record {record.position} of the journal ({what}) cannot be done again: {error}",
+                "mend the cause (memory, a missing checkpoint) and start again, since it may have been acknowledged; "
+                "to give it up, move it and all records behind it elsewhere",
+            ) from error
+        if isinstance(error, TrainFailed):
+            log.warning("%s, which nobody was answered to, failed: %s", what, error)
+            self.done(record.request, record.position, Answer(record.digest, None, str(error), error.num_steps))
+            return
+        self.withdraw(record.position)
+        raise StartError(
+            f"{what}, which nobody was answered to, broke the critic down: {error}",
+            "start again: it was taken out of the journal",
+        ) from error
+
+    def _check_settings(self, record: Record) -> None:
+        other = record.settings
+        differing = [k for k in {**other, **self._settings} if other.get(k) != self._settings.get(k)]
+        if differing:
+            then = ", ".join(f"{k} {other.get(k)}" for k in differing)
+            now = ", ".join(f"{k} {self._settings.get(k)}" for k in differing)
+            raise StartError(
+                f"the journal was written with {then}; now: {now}",
+                "start once more with the settings of then and save a checkpoint; it can be gone on from with others",
+            )
+
+    def _kept(self, what: str) -> Checkpoints:
+        if not self.is_durable:
+            raise InvalidRequest(
+                f"nothing can be {what}: the server has no folder for checkpoints; start it with --checkpoint-dir"
+            )
+        return self._checkpoints

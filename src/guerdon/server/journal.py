@@ -1,0 +1,272 @@
+"""What changed a critic since its oldest kept checkpoint, on disk in the order in which it was done.
+
+Every record is one safetensors file, numbered upwards: a train request, or a client's return to a checkpoint. It is
+written before it is done, and names the record before it, so that a gap is seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import orjson
+from safetensors import SafetensorError
+from safetensors.numpy import load as unpack
+from safetensors.numpy import save as pack
+
+from guerdon.core import TrainRequest
+from guerdon.errors import StartError, StorageFailed
+from guerdon.server.durable import ASIDE, storing, sync, write_new
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
+_TENSORS = ("tokens", "returns", "prev_values", "mask")
+_DAMAGED = "damaged-"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One thing that was done: `request` was trained on, or `checkpoint` was gone back to.
+
+    `previous` is the position of the record that was done before it, 0 for none. Of a request that broke off,
+    `num_steps` global batches stand; None is all of them. `is_done` where it is known that it came to its end, and
+    so may have been answered. `settings` are those under which it was done.
+    """
+
+    position: int
+    previous: int
+    settings: dict[str, Any]
+    digest: str
+    request: TrainRequest | None = None
+    checkpoint: str | None = None
+    num_steps: int | None = None
+    is_done: bool = False
+
+
+class Journal:
+    """The records in `folder`, which is locked against other servers until `close`.
+
+    Raises StartError where another server has it, or it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._owed: dict[Path, Path | None] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / "lock")
+            if not os.access(folder, os.W_OK):
+                raise OSError(errno.EROFS, "it cannot be written")
+            for leftover in folder.glob(ASIDE + "*"):
+                leftover.unlink()
+        except OSError as e:
+            raise StartError(
+                f"cannot keep a journal in {folder}: {e.strerror}", "give a checkpoint_dir that can be written"
+            ) from e
+        self._paths = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+        self._next = max(self._paths, default=0) + 1
+        self._base = 0
+
+    @property
+    def position(self) -> int:
+        """The position of the last thing that was done."""
+        return max(self._base, *self._paths, 0)
+
+    def start_after(self, position: int) -> None:
+        """Says up to where a checkpoint has it all: the next record comes later, whatever is left of the journal."""
+        self._base = position
+        self._next = max(self._next, position + 1)
+
+    def append(self, settings: dict[str, Any], content: TrainRequest | str, digest: str = "") -> int:
+        """The position of a new record: of a train request and its digest, or of a return to the checkpoint named.
+
+        When this returns, the record outlives a crash; raises StorageFailed, and then nothing of it remains.
+        """
+        self._settle()
+        position = self._next
+        kind = "-return" if isinstance(content, str) else ""
+        path = self._folder / f"{position:012d}{kind}.safetensors"
+        data = _encode({"position": position, "previous": self.position, "settings": settings}, content, digest)
+        self._next += 1
+        with storing("the journal cannot take it, so that nothing was changed"):
+            try:
+                write_new(path, data)
+            except OSError:
+                self._owe(path, None)
+                raise
+        self._paths[position] = path
+        return position
+
+    def withdraw(self, position: int) -> None:
+        """Takes a record back of which nothing was done."""
+        self._owe(self._paths.pop(position), None)
+
+    def mark_done(self, position: int) -> None:
+        """Notes that a train request came to its end.
+
+        It is not made to outlive a power cut, which would cost time: the next record tells the same.
+        """
+        path = self._paths[position]
+        try:
+            self._paths[position] = path.rename(path.with_name(f"{position:012d}-done.safetensors"))
+        except OSError as e:  # only a restart that cannot do the last request again would miss it
+            log.warning("cannot mark %s as done: %s", path, e)
+
+    def stop_at(self, position: int, num_steps: int) -> None:
+        """Notes that a train request broke off after so many of its global batches; needs no room on the disk."""
+        path = self._paths[position]
+        stopped = self._paths[position] = path.with_name(f"{position:012d}-stopped-{num_steps}.safetensors")
+        self._owe(path, stopped)
+
+    def records(self, after: int) -> Iterator[Record]:
+        """The whole records after that position, in order.
+
+        A damaged last one is left out, loudly: a record is only cut before its request is answered. Raises StartError
+        for a damaged or missing one before others.
+        """
+        previous = after
+        for position in sorted(p for p in self._paths if p > after):
+            path = self._paths[position]
+            try:
+                record = _decode(path)
+                if record.position != position:
+                    raise ValueError(f"it is record {record.position}")
+            except OSError as e:
+                raise StartError(f"cannot read {path}: {e.strerror}", "mend the disk, or its permissions") from e
+            except (SafetensorError, ValueError, KeyError, TypeError) as e:
+                if position != max(self._paths):
+                    raise StartError(
+                        f"record {path} is damaged ({e}), and others follow it",
+                        "restore it from a backup; or move all records from it on elsewhere, which gives them up",
+                    ) from e
+                log.warning("the last record of the journal, %s, is damaged (%s): IT IS LEFT OUT", path, e)
+                path.rename(path.with_name(_DAMAGED + path.name))
+                del self._paths[position]
+                return
+            if record.previous != previous:
+                raise StartError(
+                    f"record {path} was done after record {record.previous}, but the state at hand is that of "
+                    f"record {previous}",
+                    "restore the newest checkpoint or the missing records from a backup; or move the folder "
+                    f"{self._folder} elsewhere, which gives up what it holds",
+                )
+            previous = position
+            yield record
+
+    def count(self, after: int) -> int:
+        """The number of records after that position."""
+        return sum(position > after for position in self._paths)
+
+    def checkpoints(self) -> set[str]:
+        """The checkpoints that its records go back to."""
+        paths = [path for path in self._paths.values() if path.stem.endswith("-return")]
+        return {_meta(path.read_bytes())["checkpoint"] for path in paths}
+
+    def forget(self, upto: int) -> None:
+        """Removes the records up to that position, which checkpoints hold; the last of all stays.
+
+        By the last one a start sees whether a checkpoint is as new as the journal.
+        """
+        try:
+            for position in sorted(p for p in self._paths if p <= upto and p != self.position):
+                self._paths[position].unlink()
+                del self._paths[position]
+        except OSError as e:  # harmless: what a checkpoint holds is not replayed
+            log.warning("cannot remove old records of the journal: %s", e)
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        self._lock.close()
+
+    def _owe(self, path: Path, renamed: Path | None) -> None:
+        """Removes or renames a record; what the disk refuses is tried again before anything else is accepted."""
+        self._owed[path] = renamed
+        try:
+            self._settle()
+        except StorageFailed as e:
+            log.error("record %s must go, or be marked, before another start: %s", path, e)
+
+    def _settle(self) -> None:
+        if not self._owed:
+            return
+        with storing("the journal cannot note what became of an earlier request"):
+            for path, renamed in list(self._owed.items()):
+                if path.exists():
+                    path.rename(renamed) if renamed else path.unlink()
+                sync(self._folder)
+                del self._owed[path]
+
+
+def digest_of(request: TrainRequest) -> str:
+    """What tells whether two train requests ask for the same; the id is not in it."""
+    digest = hashlib.sha256()
+    for name in _TENSORS:
+        array = np.ascontiguousarray(getattr(request, name))
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+def _encode(meta: dict[str, Any], content: TrainRequest | str, digest: str) -> bytes:
+    tensors: dict[str, np.ndarray] = {}
+    if isinstance(content, TrainRequest):
+        meta |= {"id": content.id, "digest": digest}
+        tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in _TENSORS}
+    else:
+        meta |= {"checkpoint": content}
+    text = orjson.dumps(meta).decode()
+    return pack(tensors, {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def _decode(path: Path) -> Record:
+    """The record in a file; raises what tells that it is damaged."""
+    data = path.read_bytes()
+    meta = _meta(data)
+    num_steps = _NAME.fullmatch(path.name)[2]  # type: ignore[index]
+    record = Record(
+        meta["position"],
+        meta["previous"],
+        meta["settings"],
+        meta.get("digest", ""),
+        checkpoint=meta.get("checkpoint"),
+        num_steps=None if num_steps is None else int(num_steps),
+        is_done=num_steps is not None or path.stem.endswith("-done"),
+    )
+    tensors = unpack(data)
+    if record.checkpoint is None:
+        tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
+        record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask)
+        if digest_of(record.request) != record.digest:
+            raise ValueError("its tensors are not those that were written")
+    return record
+
+
+def _meta(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    header = orjson.loads(data[8 : 8 + length])["__metadata__"]
+    if hashlib.sha256(header["record"].encode()).hexdigest() != header["sha256"]:
+        raise ValueError("its head is not what was written")
+    return orjson.loads(header["record"])
+
+
+def _locked(path: Path) -> TextIO:
+    """An open file whose lock ends with it, and so with the process."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise StartError(
+            f"another server works on {path.parent}", "stop it, or give each critic a checkpoint_dir of its own"
+        ) from None
+    return file

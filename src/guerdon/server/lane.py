@@ -1,0 +1,127 @@
+"""One model's scores and orders in the order in which they came. Pure: no clock, no thread.
+
+An order waits for the scores before it, and scores behind it wait for it: what is asked after a train is answered by
+the trained weights, what was asked before it by those of then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+from guerdon.server.scheduler import Batch, Job, Scheduler
+
+
+class Sized(Protocol):
+    """Whatever takes its turn between scores; it counts in the queue by what it holds."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+OrderT = TypeVar("OrderT", bound=Sized)
+
+
+class Lane(Generic[OrderT]):
+    """The queue of one model. Not thread-safe: its owner holds a lock.
+
+    The scheduler has the scores up to the first order that waits; that order and all that came later are held back.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._held: deque[Job | OrderT] = deque()  # its first is an order
+        self._num_held_sequences = 0
+        self._num_held_tokens = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that wait, those of orders included."""
+        return self._scheduler.num_sequences + self._num_held_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait, those of orders included."""
+        return self._scheduler.num_tokens + self._num_held_tokens
+
+    def add(self, job: Job) -> None:
+        """Accepts the whole job, or raises Overloaded at once."""
+        if not self._held:
+            self._scheduler.add(job)
+            return
+        self.check_room(*_size(job))
+        self._hold(job)
+
+    def add_order(self, order: OrderT) -> None:
+        """Accepts the order behind all that came before, or raises Overloaded; one that holds nothing always."""
+        if order.num_sequences:
+            self.check_room(order.num_sequences, order.num_tokens)
+        self._hold(order)
+
+    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
+        """Raises Overloaded where the queue has no room for so much more; an empty one has room for anything."""
+        self._scheduler.check_room(num_sequences, num_tokens, held=(self._num_held_sequences, self._num_held_tokens))
+
+    def cancel(self, job: Job) -> None:
+        """Drops what of the job has not been taken yet."""
+        if job in self._held:
+            self._held.remove(job)
+            self._count(job, -1)
+            job.cancelled = True
+        else:
+            self._scheduler.cancel(job)
+
+    def drop_all(self) -> tuple[list[Job], list[OrderT]]:
+        """Empties the queue; returns the jobs and orders that were in it."""
+        jobs, orders = self._scheduler.drop_all(), []
+        for item in self._held:
+            if isinstance(item, Job):
+                item.cancelled = True
+                jobs.append(item)
+            else:
+                orders.append(item)
+        self._held.clear()
+        self._num_held_sequences = self._num_held_tokens = 0
+        return jobs, orders
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a finished batch how fast the worker is, for Retry-After."""
+        self._scheduler.observe(num_tokens, seconds)
+
+    def starts_at(self) -> float | None:
+        """When the next batch or order may start: None with an empty queue, 0.0 for at once."""
+        return 0.0 if self._held else self._scheduler.starts_at()
+
+    def take(self, now: float, *, hurry: bool = False) -> Batch | OrderT | None:
+        """The next batch or order at time `now`, or None where there is none, or none yet.
+
+        What was taken must be done before the next is taken. Scores before an order wait for no company: those that
+        come now are held behind it.
+        """
+        batch = self._scheduler.take(now, hurry=hurry or bool(self._held))
+        if batch is not None or not self._held:
+            return batch
+        order = self._held.popleft()
+        assert not isinstance(order, Job)
+        self._count(order, -1)
+        while self._held and isinstance(job := self._held[0], Job):
+            self._held.popleft()
+            self._count(job, -1)
+            self._scheduler.add(job)
+        return order
+
+    def _hold(self, item: Job | OrderT) -> None:
+        self._held.append(item)
+        self._count(item, 1)
+
+    def _count(self, item: Job | OrderT, sign: int) -> None:
+        num_sequences, num_tokens = _size(item)
+        self._num_held_sequences += sign * num_sequences
+        self._num_held_tokens += sign * num_tokens
+
+
+def _size(item: Job | Sized) -> tuple[int, int]:
+    """Sequences and tokens."""
+    if isinstance(item, Job):
+        return len(item.sequences), sum(s.num_tokens for s in item.sequences)
+    return item.num_sequences, item.num_tokens

@@ -1,0 +1,59 @@
+"""What is wrong with a train request; found before anything of it is written or queued."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from guerdon.core import ModelInfo, TrainRequest
+from guerdon.errors import InvalidRequest
+
+MAX_ID_LENGTH = 200
+
+
+def check(request: TrainRequest, info: ModelInfo) -> None:
+    """Raises InvalidRequest naming the tensor, row and column at fault.
+
+    Only what is learnt from is looked at: targets where the mask is above 0, tokens up to the action behind the last
+    such column.
+    """
+    tokens, mask = request.tokens, request.mask
+    if len(request.id) > MAX_ID_LENGTH:
+        raise InvalidRequest(f"train_id has {len(request.id)} characters; {MAX_ID_LENGTH} are the most")
+    if tokens.ndim != 2 or not len(tokens) or tokens.shape[1] < 2:
+        raise InvalidRequest(
+            f"tokens has shape {list(tokens.shape)}, not [N, T] of at least one row of two tokens: values are trained "
+            "on the actions that follow them"
+        )
+    num_rows, width = tokens.shape
+    for name in ("returns", "prev_values", "mask"):
+        shape = getattr(request, name).shape
+        if shape != (num_rows, width - 1):
+            hint = (
+                "; it has T columns: leave out the last one, which no action follows" if shape == tokens.shape else ""
+            )
+            raise InvalidRequest(f"{name} has shape {list(shape)}, not [N, T-1] = [{num_rows}, {width - 1}]{hint}")
+    _refuse(~(np.isfinite(mask) & (mask >= 0)), mask, "mask", "give numbers from 0 up")
+    is_learnt = mask > 0
+    if not is_learnt.any():
+        raise InvalidRequest("mask is 0 everywhere: there is nothing to learn from")
+    for name in ("returns", "prev_values"):
+        values = getattr(request, name)
+        _refuse(is_learnt & ~np.isfinite(values), values, name, "give finite numbers wherever the mask is above 0")
+    columns = np.arange(1, width)
+    lengths = (is_learnt * columns).max(axis=1)  # tokens up to the last learnt column
+    is_read = (np.arange(width) <= lengths[:, None]) & (lengths[:, None] > 0)
+    _refuse(is_read & (tokens < 0), tokens, "tokens", "ids are never negative")
+    if info.vocab_size is not None:
+        outside = f"the vocabulary ends at {info.vocab_size - 1}; was it tokenised for another model?"
+        _refuse(is_read & (tokens >= info.vocab_size), tokens, "tokens", outside)
+    if info.max_length is not None and lengths.max() > info.max_length:
+        row = int(lengths.argmax())
+        raise InvalidRequest(
+            f"row {row} learns from {lengths[row]} tokens, {info.name} takes at most {info.max_length}; shorten it"
+        )
+
+
+def _refuse(is_wrong: np.ndarray, values: np.ndarray, name: str, advice: str) -> None:
+    if is_wrong.any():
+        row, column = np.unravel_index(int(is_wrong.argmax()), is_wrong.shape)
+        raise InvalidRequest(f"{name} is {values[row, column]} in row {row}, column {column}: {advice}")

@@ -1,0 +1,235 @@
+"""A user's own critic and optimiser, as NeMo-Aligner's `CriticServerTrainer` takes them, run as the worker runs one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.engine.callable import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
+from guerdon.errors import InvalidRequest, SampleFailed, TrainFailed, Unsupported
+
+log = logging.getLogger(__name__)
+
+
+class UserCritic:
+    """Scores and trains with `model`, `optimizer` and `scheduler`, which know nothing of guerdon.
+
+    What `model` must have is said at `CriticServerTrainer`. `save_elsewhere()` saves what the server does not keep.
+    """
+
+    max_batch_tokens = MAX_BATCH_TOKENS
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        logger: Any,
+        *,
+        encoder: FunctionEncoder,
+        save_elsewhere: Callable[[], None],
+        global_batch_size: int,
+        forward_batch_size: int,
+        strip_to_multiple: int,
+        gradient_clip_val: float,
+    ) -> None:
+        self.info = info
+        self.encoder = encoder
+        self.step = 0
+        self._model, self._optimizer, self._scheduler, self._logger = model, optimizer, scheduler, logger
+        self._save_elsewhere = save_elsewhere
+        self._global_batch_size = global_batch_size
+        self._forward_batch_size = forward_batch_size
+        self._multiple = strip_to_multiple
+        self._largest_norm = gradient_clip_val
+        self._is_combined = "rewards" in info.outputs
+
+    @torch.no_grad()
+    def infer(self, tokens: Any, lengths: Any) -> tuple[np.ndarray | None, np.ndarray]:
+        """Rewards float32 `[B]` (None without a reward model) and values `[B,T]` of padded `tokens` `[B,T]`."""
+        device = self._device()
+        inputs = (
+            torch.as_tensor(tokens, dtype=torch.long, device=device),
+            torch.as_tensor(lengths, dtype=torch.long, device=device).reshape(-1),
+        )
+        with self.between("prepare_for_inference", "finish_inference"):
+            if not self._is_combined:
+                return None, _numpy(self._model.infer(inputs=inputs))
+            rewards, values = self._model.infer_rm_critic(inputs=inputs)
+        return _numpy(rewards).reshape(len(inputs[0])), _numpy(values)
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """One result a sequence, in order."""
+        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple)
+        rewards, values = self.infer(tokens, lengths)
+        if values.shape != tuple(tokens.shape):
+            raise ValueError(f"the critic returned values {list(values.shape)} for tokens {list(tokens.shape)}")
+        results: list[Score | SampleFailed] = []
+        for i, s in enumerate(sequences):
+            own = values[i, : len(s.tokens)]
+            reward = 0.0 if rewards is None else float(rewards[i])
+            if not (np.isfinite(own).all() and math.isfinite(reward)):
+                results.append(SampleFailed("the critic gave no finite number for this sample"))
+            else:
+                results.append(Score(reward, values=own))
+        return results
+
+    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
+        """One optimiser step a global batch, only the first so many of them where asked.
+
+        The last global batch is filled up with rows of mask 0; one without any masked token makes no step. Raises
+        TrainFailed where the model, or another part of the user's, raises.
+        """
+        done: list[tuple[dict[str, Any], float, int]] = []
+        num_stand, step = 0, self.step
+        try:
+            with self.between("prepare_for_training", "finish_training"):
+                for batch in itertools.islice(self._global_batches(request), first_steps):
+                    if num_tokens := int((batch["mask"] > 0).sum()):
+                        done.append((self._train_step(batch), float(batch["mask"].sum()), num_tokens))
+                    num_stand, step = num_stand + 1, self.step
+        except Exception as e:
+            num_stand += self.step > step  # what raised came behind the step itself
+            stand = f"its first {num_stand} global batches stand" if num_stand else "nothing was changed"
+            raise TrainFailed(f"training failed: {type(e).__name__}: {e}; {stand}", num_stand) from e
+        finally:
+            self._optimizer.zero_grad()
+        return self._report(request.id, done)
+
+    def validate(self, request: TrainRequest) -> TrainReport:
+        """The loss of the request as `get_loss_and_metrics(batch, forward_only=True)` tells it; nothing changes."""
+        done: list[tuple[dict[str, Any], float, int]] = []
+        for batch in self._global_batches(request):
+            if num_tokens := int((batch["mask"] > 0).sum()):
+                loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=True)
+                done.append(({**metrics, "loss": float(loss)}, float(batch["mask"].sum()), num_tokens))
+        return self._report(request.id, done)
+
+    def save(self, folder: Path) -> None:
+        """Saves where the user saves; nothing is written into `folder`."""
+        self._save_elsewhere()
+
+    def load(self, folder: Path, lineage: int | None = None) -> None:
+        raise Unsupported("this server runs a user's own critic, and loads no checkpoint for it")
+
+    def offload(self) -> None:
+        raise Unsupported("this server runs a user's own critic, and does not move its weights")
+
+    onload = offload
+
+    def state(self) -> dict[str, Any]:
+        """Step, learning rate, and how many parameters there are and how many train."""
+        parameters = list(self._model.parameters())
+        return {
+            "step": self.step,
+            "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
+            "num_parameters": sum(p.numel() for p in parameters),
+            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        }
+
+    def count(self, step: int) -> None:
+        """Goes on counting from `step`, which is in the weights' version."""
+        self.step = step
+        self.info = dataclasses.replace(self.info, weights_version=f"1+{step}" if step else "1")
+
+    @contextmanager
+    def between(self, before: str, after: str) -> Iterator[None]:
+        """Calls the model's hooks of those names, where it has them."""
+        getattr(self._model, before, _nothing)()
+        try:
+            yield
+        finally:
+            getattr(self._model, after, _nothing)()
+
+    def _train_step(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """One optimiser step, unless its gradient is not finite; the metrics that were logged."""
+        self._optimizer.zero_grad()
+        started = time.monotonic()
+        with self.between("prepare_for_training_step", "finish_training_step"):
+            loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=False)
+        step_time = time.monotonic() - started
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm))
+        metrics = {
+            **metrics,
+            "loss": float(loss),
+            "grad_norm": grad_norm,
+            "lr": float(self._optimizer.param_groups[0]["lr"]),
+            "step_time": step_time,
+        }
+        if math.isfinite(grad_norm):
+            self._optimizer.step()
+            self.count(self.step + 1)
+            self._scheduler.step()
+            self._logger.log_metrics(metrics, step=self.step - 1, prefix="train/")
+        else:
+            log.warning("the gradient after step %d is not finite: its global batch changes nothing", self.step)
+        return metrics
+
+    def _global_batches(self, request: TrainRequest) -> Iterator[dict[str, torch.Tensor]]:
+        """Dicts of `global_batch_size` rows on the model's device; zero where the mask lets nothing be read."""
+        is_read = request.mask > 0
+        last = np.where(is_read.any(1), is_read.shape[1] - is_read[:, ::-1].argmax(1), -1)
+        behind = np.arange(request.tokens.shape[1])[None] > last[:, None]
+        arrays = {
+            "tokens": np.where(behind, 0, request.tokens),
+            "returns": np.where(is_read, request.returns, np.float32(0)),
+            "prev_values": np.where(is_read, request.prev_values, np.float32(0)),
+            "mask": np.where(is_read, request.mask, np.float32(0)),
+        }
+        for start in range(0, len(request), self._global_batch_size):
+            rows = min(self._global_batch_size, len(request) - start)
+            fill = ((0, self._global_batch_size - rows), (0, 0))
+            yield {
+                name: torch.from_numpy(np.pad(x[start : start + rows], fill)).to(self._device())
+                for name, x in arrays.items()
+            }
+
+    def _report(self, name: str, done: list[tuple[dict[str, Any], float, int]]) -> TrainReport:
+        """`done` has the metrics, the mask's sum and the count of masked tokens of each global batch."""
+        if not done:
+            raise InvalidRequest("the mask is 0 everywhere: there is nothing to learn from")
+        metrics, weights, counts = zip(*done, strict=True)
+        losses = [m["loss"] for m in metrics]
+        num_skipped = sum(not math.isfinite(m.get("grad_norm", 0.0)) for m in metrics)
+
+        def mean(key: str) -> float:
+            return float(np.average([m.get(key, math.nan) for m in metrics], weights=weights))
+
+        return TrainReport(
+            id=name,
+            step=self.step,
+            weights_version=self.info.weights_version,
+            loss=mean("loss"),
+            losses=losses,
+            num_tokens=sum(counts),
+            clip_fraction=mean("clip_fraction"),
+            explained_variance=mean("explained_variance"),
+            grad_norm=metrics[-1].get("grad_norm", math.nan),
+            learning_rate=metrics[-1].get("lr", math.nan),
+            num_steps=len(done) - num_skipped,
+            num_skipped=num_skipped,
+        )
+
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+
+def _nothing() -> None:
+    """Stands for a hook that the user's model has not."""
+
+
+def _numpy(x: Any) -> np.ndarray:
+    made: np.ndarray = torch.as_tensor(x).detach().float().cpu().numpy()
+    return made

@@ -1,0 +1,143 @@
+"""A reward model beside the critic: one request is answered by both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.engine.engine import Engine
+from guerdon.errors import ConfigError, SampleFailed
+from guerdon.training.critic import CriticTrainer
+
+PROBE = "Is 1 + 1 = 2? Yes, naïvely.\n"
+
+
+class CriticWithReward:
+    """A critic that learns and a reward model that does not: values from the one, rewards from the other.
+
+    With `resident` memory both trunks are on the device. With `swap` one of them is, and the other waits in the
+    host's memory; a request goes first to the one that is there, so that it costs one exchange. The optimiser's state
+    stays where it is: what it takes, the reward model leaves free anyway while the critic trains.
+    """
+
+    def __init__(
+        self, critic: CriticTrainer, load_reward: Callable[[], Any], memory: Literal["resident", "swap"] = "resident"
+    ) -> None:
+        """Loads the reward model, with `swap` in the critic's place; raises ConfigError where it does not fit it."""
+        self._critic = critic
+        self._swaps = memory == "swap"
+        if self._swaps:
+            critic.engine.offload()
+        self._reward: Engine = load_reward()
+        self._there: Engine | None = self._reward
+        _check_fits(critic, self._reward)
+        self.encoder = critic.encoder
+        self.max_batch_tokens = min(critic.max_batch_tokens, self._reward.max_batch_tokens)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The critic's, with rewards beside the values, and no wider than either model."""
+        critic, reward = self._critic.info, self._reward.info
+        return dataclasses.replace(
+            critic,
+            outputs=("values", "rewards"),
+            vocab_size=_least(critic.vocab_size, reward.vocab_size),
+            max_length=_least(critic.max_length, reward.max_length),
+        )
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """Each sequence's reward and values; where one of the models fails on it, that failure. Raises Offloaded."""
+        self._critic.check_ready()
+        if self._swaps and self._there is self._reward:
+            rewards = self._score_rewards(sequences)
+            values = self._score_values(sequences)
+        else:
+            values = self._score_values(sequences)
+            rewards = self._score_rewards(sequences)
+        return [_both(value, reward) for value, reward in zip(values, rewards, strict=True)]
+
+    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
+        """As the critic's own."""
+        self._critic.check_ready()
+        self._bring(self._critic.engine)
+        return self._critic.train(request, first_steps)
+
+    def validate(self, request: TrainRequest) -> TrainReport:
+        """As the critic's own."""
+        self._critic.check_ready()
+        self._bring(self._critic.engine)
+        return self._critic.validate(request)
+
+    def save(self, folder: Path) -> None:
+        """As the critic's own, wherever its weights are at the moment."""
+        self._critic.save(folder)
+
+    def load(self, folder: Path, lineage: int | None = None) -> None:
+        """As the critic's own, wherever its weights are at the moment."""
+        self._critic.load(folder, lineage)
+
+    def state(self) -> dict[str, Any]:
+        """As the critic's own."""
+        return self._critic.state()
+
+    def offload(self) -> None:
+        """Moves both models and the optimiser's state to the host's memory."""
+        self._critic.offload()
+        self._reward.offload()
+        self._there = None
+
+    def onload(self) -> None:
+        """Moves them back to the device; with `swap` the reward model follows when it is needed."""
+        self._critic.onload()
+        if not self._swaps:
+            self._reward.onload()
+        self._there = self._critic.engine
+
+    def _score_values(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        self._bring(self._critic.engine)
+        return self._critic.score(sequences)
+
+    def _score_rewards(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        self._bring(self._reward)
+        return self._reward.score(sequences)
+
+    def _bring(self, engine: Engine) -> None:
+        """With `swap`, makes the engine the one that is on the device."""
+        if not self._swaps or self._there is engine:
+            return
+        if self._there is not None:
+            self._there.offload()
+        # Nobody is there until the other has arrived whole: memory may not suffice for it.
+        self._there = None
+        engine.onload()
+        self._there = engine
+
+
+def _check_fits(critic: CriticTrainer, reward: Any) -> None:
+    if not isinstance(reward, Engine):
+        raise ConfigError("the reward model is a function", "give a folder or hub id as reward_model")
+    if critic.encoder is None or reward.encoder is None:
+        return
+    own, other = (np.asarray(encoder.encode([PROBE])[0]) for encoder in (critic.encoder, reward.encoder))
+    if not np.array_equal(own, other):
+        raise ConfigError(
+            "the reward model's tokenizer is another than the critic's, and both read the same tokens",
+            "use two models of one family, or serve the reward model by itself and send it text",
+        )
+
+
+def _both(value: Score | SampleFailed, reward: Score | SampleFailed) -> Score | SampleFailed:
+    if isinstance(value, SampleFailed):
+        return value
+    if isinstance(reward, SampleFailed):
+        return reward
+    return Score(reward.reward, values=value.values)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)

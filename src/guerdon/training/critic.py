@@ -1,0 +1,304 @@
+"""The critic that learns: global batches, the clipped value loss over micro-batches, the step, and its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
+from guerdon.config import CriticConfig
+from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.engine.checkpoints import find_folder
+from guerdon.engine.engine import Engine
+from guerdon.engine.loading import LoadedModel
+from guerdon.engine.placement import dtype_name
+from guerdon.engine.recompute import recompute_activations
+from guerdon.errors import CheckpointError, Offloaded, SampleFailed, ServerFault, TrainFailed
+from guerdon.training import adapters, checkpoint
+from guerdon.training.batches import GlobalBatch, global_batches
+from guerdon.training.optimiser import Optimiser
+
+FORMAT = 1
+log = logging.getLogger(__name__)
+
+
+class CriticTrainer:
+    """A critic with its optimiser: it scores, and it learns from train requests, one at a time.
+
+    Its weights are a function of the checkpoint that it began from and of what it was trained on since; on a CPU
+    bitwise.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: CriticConfig) -> None:
+        """Raises ConfigError where a setting needs a library that is not there, or does not fit the model."""
+        self._config = config
+        self._loaded = loaded
+        if config.lora is None:
+            folder = find_folder(loaded.config.model, loaded.config.revision)
+            self._files = checkpoint.model_files(loaded, folder)
+        else:
+            adapters.add_adapters(loaded.trunk, config.lora, config.lora_alpha)
+            note = adapters.describe_adapters(loaded.trunk, loaded.config.model)
+            self._files = {"adapter_config.json": checkpoint.to_json(note)}
+        if config.activation_checkpointing:
+            recompute_activations(loaded.trunk)
+        self.engine = Engine(loaded)
+        parameters = {f"trunk.{name}": p for name, p in loaded.trunk.named_parameters()}
+        parameters |= {f"head.{name}": p for name, p in loaded.head.named_parameters()}
+        self._num_parameters = sum(p.numel() for p in parameters.values())
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._optimiser = Optimiser(self._trained, config)
+        self._base_version = loaded.info.weights_version
+        self._lineage = 0
+        self._is_offloaded = False
+        self._broken = ""
+        self.encoder = loaded.encoder
+
+    # ---------------------------------------------------------------------------------------- what it is
+
+    @property
+    def info(self) -> ModelInfo:
+        """The critic's values as a served model, under the version of its weights at this moment."""
+        return dataclasses.replace(
+            self.engine.info, name=f"{self._config.name}_infer", weights_version=self.weights_version
+        )
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Tokens of one forward, after sharing."""
+        return self.engine.max_batch_tokens
+
+    @property
+    def weights_version(self) -> str:
+        """`<as loaded>+<step>`; behind it the number of the load by which training went back to a checkpoint."""
+        version = self._base_version
+        if self._optimiser.step:
+            version += f"+{self._optimiser.step}"
+        return f"{version}-load{self._lineage}" if self._lineage else version
+
+    def state(self) -> dict[str, Any]:
+        """Step, learning rate of the next step, and how many parameters there are and are trained."""
+        return {
+            "step": self._optimiser.step,
+            "learning_rate": self._optimiser.learning_rate,
+            "num_parameters": self._num_parameters,
+            "num_trainable": sum(p.numel() for p in self._trained.values()),
+        }
+
+    # ---------------------------------------------------------------------------------------- scoring and learning
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """The value of every token; the reward is the last one's. Raises Offloaded."""
+        self.check_ready()
+        return self.engine.score(sequences)
+
+    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
+        """One optimiser step a global batch, of which `first_steps` bounds the number.
+
+        A batch without a token that counts makes no step, and none whose gradient is not finite; such steps change
+        nothing, the schedule included. Raises TrainFailed where it breaks off: what was done before it stands.
+        """
+        self.check_ready()
+        batches = global_batches(request, self._config.global_batch_size)[:first_steps]
+        tally = _Tally(self._optimiser.learning_rate)
+        failure = None
+        try:
+            for batch in batches:
+                self._learn(batch, tally)
+        # Whatever a device or a model raises, out of memory included.
+        except Exception as e:
+            log.exception("train request %s broke off", request.id)
+            failure = f"{type(e).__name__}: {e}"
+        finally:
+            self._optimiser.free()
+        if failure is None:
+            return self._report(request, tally)
+        # Raised out here, so that it does not carry the frames that hold the activations: this error is kept.
+        done = len(tally.losses)
+        stands = f"the {done} before it stand" if done else "nothing was changed"
+        what = self._broken or f"{stands}, and the critic is at step {self._optimiser.step}"
+        raise TrainFailed(f"global batch {done + 1} of {len(batches)} failed ({failure}): {what}", done)
+
+    def validate(self, request: TrainRequest) -> TrainReport:
+        """What `train` would report of the weights as they are, without a step."""
+        self.check_ready()
+        tally = _Tally(self._optimiser.learning_rate)
+        with torch.no_grad():
+            for batch in global_batches(request, self._config.global_batch_size):
+                tally.add(batch, sum((stats for _, stats in self._losses(batch)), ValueLossStats()))
+        return self._report(request, tally)
+
+    def _learn(self, batch: GlobalBatch, tally: _Tally) -> None:
+        sums = ValueLossStats()
+        with torch.enable_grad():
+            for loss, stats in self._losses(batch):
+                loss.backward()
+                sums += stats
+        if batch.num_tokens:
+            tally.grad_norm = self._optimiser.gradient_norm()
+            if math.isfinite(tally.grad_norm):
+                tally.learning_rate = self._optimiser.learning_rate
+                with self._changing("a step broke off inside the optimiser"):
+                    self._optimiser.apply(tally.grad_norm)
+                tally.num_steps += 1
+            else:
+                log.warning("a step is left out: the norm of its gradient is %s", tally.grad_norm)
+                self._optimiser.free()
+                tally.num_skipped += 1
+        tally.add(batch, sums)
+
+    def _losses(self, batch: GlobalBatch) -> Iterator[tuple[Tensor, ValueLossStats]]:
+        """Micro-batch by micro-batch its share of the batch's loss; the graph is to be used before the next."""
+        clip = self._config.loss_clip_val
+        for numbers, values in self.engine.values(batch.rows):
+            targets = torch.from_numpy(np.concatenate([batch.targets[i] for i in numbers], axis=1))
+            prev_values, returns, mask = targets.to(values[0].device)
+            yield clipped_value_loss(torch.cat(values), prev_values, returns, mask, clip, batch.sum_mask)
+
+    def _report(self, request: TrainRequest, tally: _Tally) -> TrainReport:
+        return TrainReport(
+            id=request.id,
+            step=self._optimiser.step,
+            weights_version=self.weights_version,
+            loss=_mean_loss(tally.sums),
+            losses=tally.losses,
+            num_tokens=tally.num_tokens,
+            clip_fraction=tally.sums.clip_fraction,
+            explained_variance=tally.sums.explained_variance,
+            grad_norm=tally.grad_norm,
+            learning_rate=tally.learning_rate,
+            num_steps=tally.num_steps,
+            num_skipped=tally.num_skipped,
+        )
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed."""
+        self._check_whole()
+        for stem, tensors in self._stored_weights().items():
+            checkpoint.write_tensors(folder, stem, tensors)
+        for name, data in self._files.items():
+            checkpoint.write(folder / name, data)
+        checkpoint.write_tensors(folder, "optimizer", self._optimiser.tensors())
+        checkpoint.write_tensors(folder, "rng", checkpoint.rng_tensors(self.engine.device))
+        facts = self._made_with() | {
+            "step": self._optimiser.step,
+            "lineage": self._lineage,
+            "base_version": self._base_version,
+            "weights_version": self.weights_version,
+            "learning_rate": self._optimiser.learning_rate,
+        }
+        checkpoint.write(folder / "trainer.json", checkpoint.to_json(facts))
+
+    def load(self, folder: Path, lineage: int | None = None) -> None:
+        """Becomes what was saved, bitwise, on whichever device the weights are.
+
+        `lineage` is a number that no load had before, by which all later versions differ from those that other
+        training from this checkpoint gave; None goes on under the saved one. Raises CheckpointError, with nothing
+        changed, where the folder is damaged or was made with another model or other settings.
+        """
+        facts = self._read_facts(folder)
+        weights = {
+            stem: (own, checkpoint.open_tensors(folder, stem)) for stem, own in self._stored_weights().items()
+        }  # fmt: skip
+        optimiser, rng = checkpoint.open_tensors(folder, "optimizer"), checkpoint.open_tensors(folder, "rng")
+        for own, stored in [*weights.values(), (self._optimiser.tensors(), optimiser)]:
+            checkpoint.check_same(stored, own, folder)
+        with self._changing("a checkpoint was read only in part"):
+            for own, stored in weights.values():
+                checkpoint.copy_into(own, stored)
+            self._optimiser.restore(facts["step"], lambda name: optimiser[name][...])
+            checkpoint.restore_rng(rng, self.engine.device)
+            self._base_version = facts["base_version"]
+            self._lineage = facts["lineage"] if lineage is None else lineage
+
+    def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
+        """The model's own tensors as they go into files: by the file's stem and the name there."""
+        if self._config.lora is None:
+            return {"model": checkpoint.model_tensors(self._loaded)}
+        trunk = self._loaded.trunk.named_parameters()
+        adapted = {name: parameter.data for name, parameter in trunk if adapters.is_adapter(name)}
+        return {"adapter_model": adapters.to_peft(adapted), "value_head": checkpoint.head_tensors(self._loaded)}
+
+    def _made_with(self) -> dict[str, Any]:
+        """What must be the same where a checkpoint is loaded; adapters also need the weights that they adapt."""
+        return {
+            "format": FORMAT,
+            "dtype": dtype_name(self.engine.dtype),
+            "optimizer": self._config.optimizer,
+            "lora": self._config.lora,
+            "lora_alpha": self._config.lora_alpha if self._config.lora else None,
+            "adapted": self._loaded.info.weights_version if self._config.lora else None,
+        }
+
+    def _read_facts(self, folder: Path) -> dict[str, Any]:
+        facts = checkpoint.read_json(folder / "trainer.json")
+        for name, own in self._made_with().items():
+            if facts.get(name) != own:
+                raise CheckpointError(
+                    f"{folder} was made with {name} {facts.get(name)}, the critic runs with {own}",
+                    "start with the model and the settings that it was made with, or load another checkpoint",
+                )
+        return facts
+
+    # ---------------------------------------------------------------------------------------- memory, and faults
+
+    def offload(self) -> None:
+        """Moves weights and optimiser state to the host's memory; nothing is scored or trained until `onload`."""
+        self._is_offloaded = True
+        self._optimiser.move(torch.device("cpu"))
+        self.engine.offload()
+
+    def onload(self) -> None:
+        """Moves them back to the device."""
+        self.engine.onload()
+        self._optimiser.move(self.engine.device)
+        self._is_offloaded = False
+
+    def check_ready(self) -> None:
+        """Raises Offloaded, or ServerFault where a fault has spoilt the weights."""
+        if self._is_offloaded:
+            raise Offloaded(f"{self._config.name} is offloaded: its weights are off the device; call onload first")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise ServerFault(self._broken)
+
+    @contextlib.contextmanager
+    def _changing(self, fault: str) -> Iterator[None]:
+        """What breaks off within it leaves weights that nobody asked for: they are not used again."""
+        self._broken = f"{fault}, which left the critic's weights spoilt: restart the server, which restores them"
+        yield
+        self._broken = ""
+
+
+class _Tally:
+    """What a request has come to so far."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self.sums = ValueLossStats()
+        self.losses: list[float] = []
+        self.num_tokens = self.num_steps = self.num_skipped = 0
+        self.grad_norm = math.nan
+        self.learning_rate = learning_rate
+
+    def add(self, batch: GlobalBatch, sums: ValueLossStats) -> None:
+        """Counts one global batch that is over."""
+        self.sums += sums
+        self.losses.append(_mean_loss(sums))
+        self.num_tokens += batch.num_tokens
+
+
+def _mean_loss(sums: ValueLossStats) -> float:
+    return sums.sum_loss / max(sums.sum_mask, 1.0)

@@ -1,0 +1,144 @@
+"""The tensors of a critic's operations under NeMo-Aligner's names: what they ask, and how their answers return."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+
+from guerdon.core import (
+    CheckpointInfo,
+    ControlRequest,
+    CriticState,
+    Operation,
+    OperationInfo,
+    TrainReport,
+    TrainRequest,
+)
+from guerdon.errors import InvalidRequest
+from guerdon.wire.kserve import InferReply, InferRequest, timeout_s
+from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs, known_outputs
+from guerdon.wire.tensors import Tensor, floats, integers
+
+Noun = TypeVar("Noun")
+
+TRAIN_ID = "train_id"
+"""The request parameter that names a train request. The protocol's own `id` will not do: clients count it from 0."""
+
+
+def to_operation_request(request: InferRequest, info: OperationInfo) -> TrainRequest | ControlRequest:
+    """What the tensors ask of a critic; raises InvalidRequest naming the tensor and shape at fault.
+
+    A train request that names no id has an empty one. What its numbers must be is the critic's to check.
+    """
+    check_names(request.inputs, request.outputs, info)
+    if info.operation in (Operation.TRAIN, Operation.VALIDATE):
+        return _train_request(request, info)
+    asked = ControlRequest(info.operation, timeout_s=timeout_s(request.parameters))
+    if "checkpoint" in request.inputs:
+        asked.checkpoint = _text(request.inputs["checkpoint"]) or None
+    if "metrics" in request.inputs:
+        asked.metrics = _metrics(_text(request.inputs["metrics"]))
+    return asked
+
+
+def to_operation_reply(
+    answer: TrainReport | CheckpointInfo | CriticState | None, request: InferRequest, info: OperationInfo
+) -> InferReply:
+    """The tensors that answer `request`, all that there are where it names none."""
+    outputs: list[Tensor] = []
+    for name in request.outputs or known_outputs(info):
+        if name == "loss_mean":
+            assert isinstance(answer, TrainReport)
+            outputs.append(Tensor.of(name, np.array([answer.loss], np.float32)))
+        elif name == "status":
+            outputs.append(Tensor.of(name, np.zeros(1, np.int64)))
+        elif answer is not None:
+            outputs.append(Tensor(name, "BYTES", (1,), [to_json(answer)]))
+    parameters = {} if answer is None else {"weights_version": answer.weights_version}
+    return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
+
+
+def to_json(noun: TrainReport | CheckpointInfo | CriticState) -> bytes:
+    """The noun as a JSON object; a number that is not finite is null there."""
+    return orjson.dumps(noun, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def from_json(cls: type[Noun], text: bytes) -> Noun:
+    """The noun of class `cls` in a JSON object, NaN where a number is null; ValueError where it is not one."""
+    value = orjson.loads(text)
+    try:
+        return _noun(cls, value)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"not a {cls.__name__}: {text[:200]!r}") from e
+
+
+def _noun(cls: type[Noun], value: dict[str, Any]) -> Noun:
+    """Keys that the class does not have are left out: the other side may be newer."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return cls(**{f.name: _field(hints[f.name], value[f.name]) for f in fields})
+
+
+def _field(hint: Any, value: Any) -> Any:
+    if hint is float:
+        return math.nan if value is None else float(value)
+    if typing.get_origin(hint) is list:
+        return [_field(typing.get_args(hint)[0], v) for v in value]
+    if typing.get_origin(hint) is dict:
+        return {k: _field(typing.get_args(hint)[1], v) for k, v in value.items()}
+    return _noun(typing.cast(type, hint), value) if dataclasses.is_dataclass(hint) else value
+
+
+def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
+    inputs = request.inputs
+    needed = [name for name, _, _ in input_specs(info)]
+    missing = [name for name in needed if name not in inputs]
+    if missing:
+        raise InvalidRequest(f"model '{info.name}' needs the inputs {', '.join(needed)}; missing: {', '.join(missing)}")
+    name = request.parameters.get(TRAIN_ID, "")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"parameter '{TRAIN_ID}' is {name!r}; it must be a text")
+    tokens = integers(inputs["tokens"])
+    if tokens.ndim != 2:
+        raise InvalidRequest(f"input 'tokens' must have shape [N, T], not {list(tokens.shape)}")
+    num_rows, width = tokens.shape
+    if num_rows == 0 or width < 2:
+        raise InvalidRequest(
+            f"input 'tokens' has shape {list(tokens.shape)}: at least one row of two tokens is needed, as values are "
+            "trained on the actions that follow them"
+        )
+    targets = {name: _target(inputs[name], num_rows, width) for name in ("returns", "prev_values", "mask")}
+    return TrainRequest(name, tokens, **targets, timeout_s=timeout_s(request.parameters))
+
+
+def _target(tensor: Tensor, num_rows: int, width: int) -> np.ndarray:
+    if tensor.shape != (num_rows, width - 1):
+        raise InvalidRequest(
+            f"input '{tensor.name}' must have shape [N, T-1] = [{num_rows}, {width - 1}] beside tokens "
+            f"[{num_rows}, {width}], not {list(tensor.shape)}: column t concerns the action at token t+1"
+        )
+    return floats(tensor)
+
+
+def _text(tensor: Tensor) -> str:
+    if not isinstance(tensor.data, list) or len(tensor.data) != 1:
+        raise InvalidRequest(f"input '{tensor.name}' must be BYTES [1], not {tensor.datatype} {list(tensor.shape)}")
+    try:
+        return bytes(tensor.data[0]).decode()
+    except UnicodeDecodeError as e:
+        raise InvalidRequest(f"input '{tensor.name}': not valid UTF-8 at byte {e.start}") from e
+
+
+def _metrics(text: str) -> dict[str, float]:
+    try:
+        metrics = orjson.loads(text)
+    except orjson.JSONDecodeError as e:
+        raise InvalidRequest(f"input 'metrics': not valid JSON: {e}") from e
+    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+        raise InvalidRequest("input 'metrics': must be a JSON object of names and numbers")
+    return {name: float(value) for name, value in metrics.items()}

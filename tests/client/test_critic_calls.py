@@ -1,0 +1,186 @@
+"""A critic's calls as tensors and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guerdon import errors
+from guerdon.client.calls import ModelSignature, make_request
+from guerdon.client.critic_calls import controlling, inferring, make_train_request, training
+from guerdon.core import (
+    CheckpointInfo,
+    ControlRequest,
+    CriticState,
+    ModelInfo,
+    Operation,
+    OperationInfo,
+    Score,
+    ScoreReply,
+    TrainReport,
+    TrainRequest,
+)
+from guerdon.wire import operations, signature
+from guerdon.wire.kserve import InferReply
+from guerdon.wire.tensors import Tensor
+
+CRITIC = ModelInfo("critic_infer", "critic", outputs=("values",))
+COMBINED = ModelInfo("critic_infer", "critic", outputs=("values", "rewards"))
+TRAIN = OperationInfo("critic_train", Operation.TRAIN, "critic")
+REPORT = TrainReport("a", 3, "w+3", 0.5, [0.25, 0.75], 6, 0.1, 0.2, 1.5, 9e-6, 2, 0)
+CHECKPOINT = CheckpointInfo("checkpoint-000001-step-3", 1, 3, "w+3", {"loss": 0.5})
+STATE = CriticState(3, "w+3", 9e-6, False, True, 0, 10, 10, [CHECKPOINT])
+
+
+def described(info: ModelInfo | OperationInfo) -> ModelSignature:
+    return ModelSignature.from_metadata(signature.metadata(info))
+
+
+def test_rows_are_padded_to_the_longest_and_copied() -> None:
+    tokens = [np.array([5, 6, 7, 8]), [9, 10]]
+    returns = [np.array([1.0, 2.0, 3.0]), [4]]
+    request = make_train_request(tokens, returns, returns, [[0, 1, 1], [True]])
+    assert request.tokens.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
+    assert request.returns.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert request.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert (request.tokens.dtype, request.prev_values.dtype, request.mask.dtype) == (np.int64, np.float32, np.float32)
+    assert len(request.id) == 32
+    returns[0][0] = 9.0
+    assert request.returns[0, 0] == 1.0
+
+
+def test_arrays_are_rows_of_one_length() -> None:
+    tokens, target = np.arange(8).reshape(2, 4).astype(np.int32), np.ones((2, 3))
+    request = make_train_request(tokens, target, target, target, "mine")
+    assert request.tokens.tolist() == tokens.tolist()
+    assert (request.id, request.tokens.shape, request.mask.shape) == ("mine", (2, 4), (2, 3))
+    target[:] = 5
+    assert request.mask.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+ROWS = {"tokens": [[1, 2, 3], [4, 5]], "returns": [[1, 2], [3]], "prev_values": [[1, 2], [3]], "mask": [[1, 1], [1]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": []}, "tokens must have at least one row"),
+        ({"returns": [[1, 2]]}, "returns has 1 rows, tokens 2"),
+        ({"mask": [[1, 1], [1, 1]]}, r"mask\[1\] has 2 entries for 2 tokens; it must have one less"),
+        ({"prev_values": np.zeros((2, 3))}, r"prev_values\[0\] has 3 entries for 3 tokens"),
+        ({"tokens": [[1, 2, 3], []]}, r"returns\[1\] has 1 entries for 0 tokens"),
+        ({"tokens": [[1, 2, 3], [4.5, 1]]}, r"tokens\[1\] must be a flat list of integers"),
+        ({"returns": [[1, 2], ["x"]]}, r"returns\[1\] must be a flat list of numbers"),
+        ({"returns": [[1, [2]], [3]]}, r"returns\[0\] cannot be read as numbers"),
+        ({"tokens": [1, 2]}, r"tokens\[0\] must be a flat list"),
+    ],
+)
+def test_a_malformed_train_call_says_which_argument_and_row(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=message):
+        make_train_request(**(ROWS | change))
+
+
+def test_a_train_request_reaches_the_server_as_it_was() -> None:
+    request = make_train_request(**ROWS, train_id="a-1")
+    sent = training("critic_train", request).build(described(TRAIN), 2.5)
+    assert sent.outputs == {"report": True}
+    got = operations.to_request(sent, TRAIN)
+    assert isinstance(got, TrainRequest)
+    assert (got.id, got.timeout_s) == ("a-1", 2.5)
+    for name in ROWS:
+        np.testing.assert_array_equal(getattr(got, name), getattr(request, name))
+
+
+def test_a_report_comes_back() -> None:
+    errand = training("critic_train", make_train_request(**ROWS))
+    sent = errand.build(described(TRAIN), 1.0)
+    assert errand.parse(operations.to_reply(REPORT, sent, TRAIN), 0.0, 0.0) == REPORT
+    for outputs in ([], [Tensor("report", "BYTES", (1,), [b"{}"])], [Tensor("report", "BYTES", (1,), [b"nonsense"])]):
+        with pytest.raises(errors.ServerFault, match="sent no 'report', or not a TrainReport"):
+            errand.parse(InferReply("critic_train", "1", list(outputs)), 0.0, 0.0)
+
+
+def test_a_server_that_would_train_twice_is_not_trained() -> None:
+    nemo = ModelSignature("critic_train", ("1",), "python", described(TRAIN).inputs, {"loss_mean": "FP32"})
+    with pytest.raises(errors.InvalidRequest, match=r"gives no report.*train on it twice"):
+        training("critic_train", make_train_request(**ROWS)).build(nemo, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        (ControlRequest(Operation.SAVE, metrics={"reward": 1.5}), CHECKPOINT),
+        (ControlRequest(Operation.SAVE), None),
+        (ControlRequest(Operation.LOAD, "checkpoint-000001-step-3"), CHECKPOINT),
+        (ControlRequest(Operation.LOAD), None),
+        (ControlRequest(Operation.OFFLOAD), None),
+        (ControlRequest(Operation.ONLOAD), None),
+        (ControlRequest(Operation.STATE), STATE),
+    ],
+)
+def test_each_other_operation_there_and_back(request_: ControlRequest, answer: Any) -> None:
+    info = OperationInfo(f"critic_{request_.operation}", request_.operation, "critic")
+    errand = controlling(info.name, request_)
+    sent = errand.build(described(info), 3.0)
+    got = operations.to_request(sent, info)
+    assert isinstance(got, ControlRequest)
+    assert (got.operation, got.checkpoint, got.metrics) == (info.operation, request_.checkpoint, request_.metrics)
+    assert got.timeout_s == 3.0
+    assert errand.parse(operations.to_reply(answer, sent, info), 0.0, 0.0) == answer
+
+
+def scores(rows: list[Any], info: ModelInfo, **samples: Any) -> Any:
+    errand = inferring("critic_infer", make_request(**samples))
+    sent = errand.build(described(info), 5.0)
+    assert sent.parameters["timeout"] == 5_000_000
+    lengths = [0 if isinstance(row, Exception) else len(row.values) for row in rows]
+    return errand.parse(operations.to_reply(ScoreReply(rows, lengths, "w+1"), sent, info), 0.25, 0.5)
+
+
+def test_values_come_without_their_padding_and_rewards_where_there_are_any() -> None:
+    rows = [Score(1.5, values=np.float32([1, 2, 3])), Score(-2, values=np.float32([4]))]
+    for samples in ({"tokens": [[7, 8, 9], [7]]}, {"texts": ["abc", "d"]}):
+        found = scores(rows, CRITIC, **samples)
+        assert [row.tolist() for row in found.values] == [[1, 2, 3], [4]]
+        assert (found.rewards, found.errors, found.weights_version) == (None, [None, None], "w+1")
+        assert (found.queue_s, found.compute_s, len(found)) == (0.25, 0.5, 2)
+        assert scores(rows, COMBINED, **samples).rewards.tolist() == [1.5, -2]
+    assert found.raise_for_failed() is found
+
+
+def test_a_failed_sample_is_nan_with_its_error() -> None:
+    rows = [errors.SampleFailed("no"), Score(-2, values=np.float32([4, 5]))]
+    found = scores(rows, COMBINED, tokens=[[7, 8], [7, 9]])
+    assert found.errors == ["no", None]
+    assert np.isnan(found.values[0]).all()
+    assert (len(found.values[0]), found.values[1].tolist()) == (2, [4, 5])
+    assert np.array_equal(found.rewards, [np.nan, -2], equal_nan=True)
+    with pytest.raises(errors.SampleFailed, match="1 of 2 samples failed; row 0: no"):
+        found.raise_for_failed()
+    found = scores(rows[:1], CRITIC, tokens=[[7, 8]])
+    assert (found.errors, len(found.values[0])) == (["no"], 2)
+    assert np.isnan(found.values[0]).all()
+
+
+def test_a_value_or_reward_that_is_not_finite_is_a_failed_sample() -> None:
+    rows = [Score(1, values=np.float32([1, np.nan])), Score(np.inf, values=np.float32([4, 5]))]
+    found = scores(rows, COMBINED, tokens=[[7, 8], [7, 9]])
+    assert found.errors == ["the server gave a value that is not finite", "the server gave no finite reward"]
+    assert np.isnan(found.rewards).all()
+
+
+def test_a_reply_of_another_length_is_the_servers_fault() -> None:
+    errand = inferring("critic_infer", make_request(tokens=[[1, 2]]))
+    table = Tensor.of("values", np.zeros((2, 2), np.float32))
+    for outputs in ([], [table], [Tensor.of("values", table.data[:1]), Tensor.of("rewards", table.data)]):
+        with pytest.raises(errors.ServerFault, match=r"no values|values of 2 samples; 1 were|2 rewards for 1"):
+            errand.parse(InferReply("critic_infer", "1", outputs), 0.0, 0.0)
+
+
+def test_rewards_that_are_needed_must_be_there() -> None:
+    errand = inferring("critic_infer", make_request(tokens=[[1, 2]]), needs_rewards=True)
+    assert "rewards" in (errand.build(described(COMBINED), 1.0).outputs or {})
+    with pytest.raises(errors.InvalidRequest, match=r"'critic_infer' gives no rewards; .*--reward-model"):
+        errand.build(described(CRITIC), 1.0)

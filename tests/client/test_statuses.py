@@ -1,0 +1,60 @@
+"""Statuses as the errors that a server raised."""
+
+from __future__ import annotations
+
+import pytest
+
+from guerdon import errors
+from guerdon.client.statuses import error_of
+
+BY_STATUS = (
+    errors.InvalidRequest("x"),
+    errors.RouteNotFound("x"),
+    errors.MethodNotAllowed("x"),
+    errors.PayloadTooLarge("x"),
+    errors.ServerFault("x"),
+    errors.Unsupported("x"),
+    errors.Unavailable("x"),
+    errors.Overloaded("x", 2.5),
+    errors.DeadlineExceeded("x"),
+)
+BY_KIND = (
+    *BY_STATUS,
+    errors.UnknownModel("x"),
+    errors.SampleFailed("x"),
+    errors.TrainFailed("x"),
+    errors.Offloaded("x"),
+    errors.StorageFailed("x"),
+    errors.Cancelled("x"),
+)
+
+
+@pytest.mark.parametrize("error", BY_STATUS, ids=lambda e: type(e).__name__)
+def test_the_client_raises_the_class_that_the_server_raised(error: errors.GuerdonError) -> None:
+    seen = error_of(error.http, "x", error.retry_after_s)
+    assert type(seen) is type(error)
+    assert seen.retry_after_s == error.retry_after_s
+    if type(error) not in (errors.RouteNotFound, errors.MethodNotAllowed):  # HTTP's own
+        assert type(error_of(error.grpc, "x", error.retry_after_s)) is type(error)
+
+
+@pytest.mark.parametrize("error", BY_KIND, ids=lambda e: type(e).__name__)
+def test_the_kind_tells_apart_what_shares_a_status(error: errors.GuerdonError) -> None:
+    for status in (error.http, error.grpc):
+        seen = error_of(status, "x", error.retry_after_s, type(error).__name__)
+        assert type(seen) is type(error)
+        assert (str(seen), seen.retry_after_s) == ("x", error.retry_after_s)
+
+
+@pytest.mark.parametrize("kind", ["StartError", "annotations", "Nonsense", "", b"Offloaded", None])
+def test_a_kind_that_is_none_leaves_it_to_the_status(kind: str | bytes | None) -> None:
+    assert type(error_of(503, "x", None, kind)) is errors.Unavailable
+
+
+def test_statuses_that_others_send() -> None:
+    assert type(error_of("NOT_FOUND", "x")) is errors.UnknownModel
+    assert type(error_of(429, "x")) is errors.Overloaded
+    assert type(error_of(502, "x")) is errors.Unavailable
+    assert type(error_of(401, "x")) is errors.InvalidRequest
+    assert type(error_of(507, "x")) is errors.StorageFailed
+    assert type(error_of(599, "x")) is errors.ServerFault

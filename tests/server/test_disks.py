@@ -1,0 +1,336 @@
+"""Disks that are full, limited or read-only while a critic works on them, and what is on them before it acts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guerdon.core import Operation
+from guerdon.errors import StartError, StorageFailed, TrainFailed
+from processes import in_child
+from server.arithmetic_critic import FAIL_TOKEN, after, request
+from server.driving import Driver
+
+A, B, C, D = (request(name, value) for name, value in zip("abcd", (3, 5, 7, 11), strict=True))
+LARGE = request("large", *range(400), length=12)
+NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def on_small_disk(folder: Path, work: Callable[[], Any]) -> Any:
+    """What `work` returns in a child for which `folder` is a disk of 128 KiB; skips where that is not allowed."""
+    user, group = os.getuid(), os.getgid()
+
+    def child() -> Any:
+        if ctypes.CDLL(None).unshare(NEW_MOUNTS | (NEW_USER if user else 0)):
+            return "skip"
+        if user:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=False)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], check=False).returncode:
+            return "skip"
+        return work()
+
+    result = in_child(child)
+    if result == "skip":
+        pytest.skip("mounting a small disk is not allowed here")
+    return result
+
+
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Takes all the room that there is."""
+    path = folder.parent / folder.name / "filling"
+    with path.open("wb", buffering=0) as f:
+        for size in (4096, 1):
+            try:
+                while True:
+                    f.write(b"x" * size)
+            except OSError:
+                pass
+    return path
+
+
+def test_on_a_full_disk_trains_and_saves_are_refused_and_everything_stays(tmp_path: Path) -> None:
+    def work() -> None:
+        with Driver(tmp_path) as critic:
+            critic.train(A)
+            saved = critic.ask(Operation.SAVE)
+            critic.train(B)
+            before = names(tmp_path)
+            filling = fill(tmp_path)
+            with pytest.raises(StorageFailed, match=r"nothing was changed: No space left on device"):
+                critic.train(C)
+            with pytest.raises(StorageFailed, match=r"older ones are as they were: No space left on device"):
+                critic.ask(Operation.SAVE)
+            assert critic.values(1) == ([after([A, B])], "1+2")
+            filling.unlink()
+            assert names(tmp_path) == before
+            with pytest.raises(StorageFailed):  # not full, but too full for this
+                critic.train(request("huge", *range(4000), length=12))
+            critic.trainer.num_bytes = 1 << 20
+            with pytest.raises(StorageFailed):
+                critic.ask(Operation.SAVE)
+            critic.trainer.num_bytes = 0
+            assert names(tmp_path) == before
+            assert critic.state().checkpoints == [saved]
+            assert critic.train(C).step == 3
+            assert critic.ask(Operation.SAVE).step == 3
+        with Driver(tmp_path) as critic:
+            assert critic.trainer.weight == after([A, B, C])
+
+    on_small_disk(tmp_path, work)
+
+
+def test_on_a_full_disk_a_failed_train_is_still_noted(tmp_path: Path) -> None:
+    bad = request("bad", 1, 2, 3)
+    bad.tokens[2, 0] = FAIL_TOKEN
+
+    def work() -> None:
+        with Driver(tmp_path, global_batch_size=1) as critic:
+            fails, critic.trainer.train = critic.trainer.train, lambda *more: (fill(tmp_path), fails(*more))[1]
+            with pytest.raises(TrainFailed):
+                critic.train(bad)
+            with pytest.raises(StorageFailed):
+                critic.train(A)
+            (tmp_path / "filling").unlink()
+        with Driver(tmp_path, global_batch_size=1) as critic:
+            assert critic.trainer.weight == after([request("", 1, 2)], 1)
+
+    on_small_disk(tmp_path, work)
+
+
+def test_on_a_disk_that_becomes_read_only_the_server_lives_and_says_so(tmp_path: Path) -> None:
+    def work() -> None:
+        with Driver(tmp_path) as critic:
+            critic.train(A)
+            critic.ask(Operation.SAVE)
+            critic.train(B)
+            remount(tmp_path, "ro")
+            for _ in range(2):
+                with pytest.raises(StorageFailed, match="Read-only file system"):
+                    critic.train(C)
+            with pytest.raises(StorageFailed, match="Read-only file system"):
+                critic.ask(Operation.SAVE, metrics={"reward": 1.0})
+            assert critic.values(1)[0] == [after([A, B])] and critic.train(B).step == 2
+            remount(tmp_path, "rw")
+            assert critic.train(C).step == 3
+        with Driver(tmp_path) as critic:
+            assert critic.trainer.weight == after([A, B, C])
+        remount(tmp_path, "ro")
+        with pytest.raises(StartError, match=r"cannot keep a journal .* cannot be written"):
+            Driver(tmp_path)
+
+    on_small_disk(tmp_path, work)
+
+
+def test_a_withdrawal_that_the_disk_refuses_is_made_up_for_before_anything_else(tmp_path: Path) -> None:
+    """The train fails in the moment in which the disk becomes read-only."""
+
+    def work() -> None:
+        with Driver(tmp_path) as critic:
+            critic.train(A)
+            fails = critic.trainer.train
+            critic.trainer.train = lambda *more: (remount(tmp_path, "ro"), fails(*more))[1]
+            with pytest.raises(TrainFailed):
+                critic.train(request("bad", 1, first_token=FAIL_TOKEN))
+            critic.trainer.train = fails
+            with pytest.raises(StorageFailed, match="cannot note what became of an earlier request"):
+                critic.train(B)
+            remount(tmp_path, "rw")
+            critic.train(B)
+        assert [n for n in names(tmp_path / "journal") if "safetensors" in n] == [
+            "000000000001-done.safetensors",
+            "000000000003-done.safetensors",
+        ]
+        with Driver(tmp_path) as critic:
+            assert critic.trainer.weight == after([A, B])
+
+    on_small_disk(tmp_path, work)
+
+
+def test_files_that_may_not_grow_are_refused_like_a_full_disk(tmp_path: Path) -> None:
+    """As under a quota, and where no small disk may be mounted."""
+
+    def work() -> None:
+        with Driver(tmp_path) as critic:
+            critic.train(A)
+            critic.ask(Operation.SAVE)
+            before = names(tmp_path)
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            with pytest.raises(StorageFailed, match="File too large"):
+                critic.train(LARGE)
+            critic.trainer.num_bytes = 10_000
+            with pytest.raises(StorageFailed, match="File too large"):
+                critic.ask(Operation.SAVE, metrics={"reward": 1.0})
+            assert names(tmp_path) == before
+            critic.train(B)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            assert critic.train(LARGE).step == 9
+        with Driver(tmp_path) as critic:
+            assert critic.trainer.weight == after([A, B, LARGE])
+
+    in_child(work)
+
+
+def test_a_failed_save_by_itself_fails_no_train_and_is_tried_again(tmp_path: Path) -> None:
+    def work() -> None:
+        with Driver(tmp_path, save_every=1) as critic:
+            critic.trainer.num_bytes = 10_000
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            assert critic.train(A).step == 1
+            assert critic.state().checkpoints == []
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            critic.train(B)
+            assert [info.step for info in critic.state().checkpoints] == [2]
+
+    in_child(work)
+
+
+def test_a_return_whose_checkpoint_cannot_be_written_outlives_a_restart(tmp_path: Path) -> None:
+    def work() -> None:
+        with Driver(tmp_path) as critic:
+            critic.train(A)
+            first = critic.ask(Operation.SAVE)
+            critic.train(B)
+            critic.trainer.num_bytes = 10_000
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            assert critic.ask(Operation.LOAD, checkpoint=first.name) == first
+            critic.train(C)
+        with Driver(tmp_path) as critic:
+            assert critic.trainer.weight == after([A, C]) and critic.train(B).step == 3
+
+    in_child(work)
+
+
+def test_a_request_is_safe_from_a_power_cut_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has the record's bytes and its name, and the checkpoint's, before anyone counts on them."""
+    synced: list[str] = []
+    really_sync, really_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        really_sync(descriptor)
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix())
+
+    def rename(path: Path, target: Path) -> Path:
+        synced.append(f"{path.relative_to(tmp_path)} > {target.name}")
+        return really_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    with Driver(tmp_path) as critic:
+        trains = critic.trainer.train
+        critic.trainer.train = lambda *more: (synced.append("train"), trains(*more))[1]
+        critic.train(A)
+        record = "000000000001.safetensors"
+        assert synced == [
+            f"journal/.aside-{record}",
+            f"journal/.aside-{record} > {record}",
+            "journal",
+            "train",
+            f"journal/{record} > 000000000001-done.safetensors",
+        ]
+        synced.clear()
+        name = critic.ask(Operation.SAVE).name
+        place = synced.index(f".aside-000001 > {name}")
+        assert synced[place + 1] == "."
+        assert {".aside-000001", *(f".aside-000001/{file}" for file in ("weight.json", "rest.bin"))} <= {
+            *synced[:place]
+        }
+        assert synced[place - 3 : place] == [
+            ".aside-000001/.aside-manifest.json",
+            ".aside-000001/.aside-manifest.json > manifest.json",
+            ".aside-000001",
+        ]
+
+
+def test_a_folder_that_cannot_be_synced_keeps_nothing_of_what_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new name is there, but might be gone after a power cut: so it must go now."""
+    really_sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        really_sync(descriptor)
+
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        before = names(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(StorageFailed, match="Input/output error"):
+                critic.train(B)
+            assert names(tmp_path) == before
+            with pytest.raises(StorageFailed, match="Input/output error"):
+                critic.ask(Operation.SAVE)
+            assert names(tmp_path) == before
+        with monkeypatch.context() as patch:  # only in the folder of the checkpoints themselves
+            fails_at = tmp_path.stat().st_ino
+
+            def fsync_here(descriptor: int) -> None:
+                if os.fstat(descriptor).st_ino == fails_at:
+                    raise OSError(errno.EIO, "Input/output error")
+
+            patch.setattr(os, "fsync", fsync_here)
+            with pytest.raises(StorageFailed, match="Input/output error"):
+                critic.ask(Operation.SAVE)
+            assert names(tmp_path) == before
+        critic.train(B)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B])
+
+
+def test_a_record_that_can_neither_be_kept_nor_removed_is_removed_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path | int, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refuse)
+            patch.setattr(Path, "unlink", refuse)
+            with pytest.raises(StorageFailed):
+                critic.train(B)
+        with monkeypatch.context() as patch:
+            really_rename = Path.rename
+
+            def rename_and_break(path: Path, target: Path) -> Path:
+                patch.setattr(os, "fsync", refuse)
+                patch.setattr(Path, "unlink", refuse)
+                return really_rename(path, target)
+
+            patch.setattr(Path, "rename", rename_and_break)
+            with pytest.raises(StorageFailed):
+                critic.train(B)
+            assert "journal/000000000003.safetensors" in names(tmp_path)
+            patch.setattr(Path, "rename", really_rename)
+            with pytest.raises(StorageFailed, match="cannot note what became of an earlier request"):
+                critic.train(C)
+        critic.train(C)
+        assert "journal/000000000003.safetensors" not in names(tmp_path)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, C])

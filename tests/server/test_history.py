@@ -1,0 +1,310 @@
+"""What a critic comes back to after its server ended, with its folder as it was left, or damaged by hand."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from guerdon.core import Operation, TrainRequest
+from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
+from server.arithmetic_critic import FAIL_TOKEN, after, request
+from server.driving import Driver
+
+A, B, C, D, E = (request(name, value) for name, value in zip("abcde", (3, 5, 7, 11, 13), strict=True))
+
+
+def checkpoint(folder: Path, number: int) -> Path:
+    (found,) = folder.glob(f"checkpoint-{number:06d}-*")
+    return found
+
+
+def records(folder: Path) -> list[int]:
+    return sorted(int(path.name[:12]) for path in (folder / "journal").glob("*.safetensors"))
+
+
+def damage(folder: Path) -> None:
+    (folder / "weight.json").write_bytes(b'{"weight": 0}')
+
+
+def test_without_a_checkpoint_the_journal_alone_gives_the_state_back(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        reports = [critic.train(asked) for asked in (A, B, C)]
+        before = critic.state(), critic.values(1)
+    with Driver(tmp_path) as critic:
+        assert (critic.state(), critic.values(1)) == before
+        assert critic.trainer.trained == ["a", "b", "c"]
+        assert str(critic.train(B)) == str(reports[1])  # as texts, since NaN is not equal to itself
+        assert critic.train(D).step == 4
+        assert critic.trainer.weight == after([A, B, C, D])
+        assert critic.trainer.trained == ["a", "b", "c", "d"]
+
+
+def test_a_checkpoint_and_the_records_behind_it_give_the_state_and_all_answers_back(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        reports = [critic.train(asked) for asked in (A, B)]
+        critic.ask(Operation.SAVE, metrics={"reward": 1.5})
+        reports.append(critic.train(C))
+        before = critic.state()
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.trained == ["c"]
+        assert critic.state() == before and before.num_unsaved == 1
+        assert list(map(str, map(critic.train, (A, B, C)))) == list(map(str, reports))
+        with pytest.raises(InvalidRequest, match="'a' was used"):
+            critic.train(request("a", 1))
+        assert critic.trainer.weight == after([A, B, C])
+
+
+def test_answers_are_kept_as_they_were(tmp_path: Path) -> None:
+    bad = request("bad", 1, 2, 3)
+    bad.tokens[1, 0] = FAIL_TOKEN
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        with pytest.raises(TrainFailed) as first:
+            critic.train(bad)
+        critic.ask(Operation.SAVE)
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        with pytest.raises(TrainFailed) as again:
+            critic.train(bad)
+        assert (str(again.value), again.value.num_steps) == (str(first.value), 1)
+        assert critic.trainer.trained == []
+
+
+def test_positions_go_on_behind_a_checkpoint_whose_journal_is_empty_or_gone(tmp_path: Path) -> None:
+    with Driver(tmp_path, keep_checkpoints=1) as critic:
+        critic.train(A)
+        critic.train(B)
+        critic.ask(Operation.SAVE)
+    shutil.rmtree(tmp_path / "journal")
+    for asked in (C, D):
+        with Driver(tmp_path, keep_checkpoints=1) as critic:
+            critic.train(asked)
+    assert records(tmp_path) == [3, 4]
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, C, D])
+
+
+def test_with_the_newest_checkpoint_damaged_the_one_before_and_the_journal_give_the_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Driver(tmp_path) as critic:
+        for asked in (A, B, C):
+            critic.train(asked)
+            critic.ask(Operation.SAVE)
+        critic.train(D)
+    assert records(tmp_path) == [3, 4]
+    damage(checkpoint(tmp_path, 3))
+    with caplog.at_level(logging.ERROR), Driver(tmp_path) as critic:
+        assert "IS DAMAGED: weight.json" in caplog.text
+        assert critic.trainer.trained == ["c", "d"]
+        assert critic.trainer.weight == after([A, B, C, D]) and critic.trainer.step == 4
+        assert [info.step for info in critic.state().checkpoints] == [2]
+        critic.ask(Operation.SAVE)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, C, D])
+
+
+def test_with_the_only_checkpoint_damaged_the_whole_journal_gives_the_state(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+        critic.train(B)
+    damage(checkpoint(tmp_path, 1))
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B])
+
+
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_a_state_that_cannot_be_had_stops_the_start_and_is_never_silently_an_older_one(
+    tmp_path: Path, num_behind: int
+) -> None:
+    with Driver(tmp_path, keep_checkpoints=1, keep_best="loss", keep_best_mode="min") as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE, metrics={"loss": -1})
+        critic.train(B)
+        critic.train(C)
+        critic.ask(Operation.SAVE)
+        for asked in (D, E)[:num_behind]:
+            critic.train(asked)
+        assert [info.step for info in critic.state().checkpoints] == [1, 3]
+    damage(checkpoint(tmp_path, 2))
+    with pytest.raises(StartError, match="the state at hand is that of record 1") as refused:
+        Driver(tmp_path)
+    assert "backup" in refused.value.help and "journal" in refused.value.help
+
+
+def test_with_all_checkpoints_damaged_and_no_journal_nothing_starts_from_scratch(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+    shutil.rmtree(tmp_path / "journal")
+    damage(checkpoint(tmp_path, 1))
+    for _ in range(2):  # also when it was put aside before
+        with pytest.raises(StartError, match="all checkpoints are damaged"):
+            Driver(tmp_path)
+
+
+def test_a_journal_of_other_settings_is_not_replayed(tmp_path: Path) -> None:
+    with Driver(tmp_path, learning_rate=0.5) as critic:
+        critic.train(A)
+    with pytest.raises(StartError, match=r"written with learning_rate 0\.5; now: learning_rate 0\.25") as refused:
+        Driver(tmp_path, learning_rate=0.25)
+    assert "save a checkpoint" in refused.value.help
+    with Driver(tmp_path, learning_rate=0.5, max_batch_tokens=7) as critic:
+        critic.ask(Operation.SAVE)
+    with Driver(tmp_path, learning_rate=0.25) as critic:
+        critic.train(B)
+    with Driver(tmp_path, learning_rate=0.25) as critic:
+        assert critic.trainer.weight == after([A, B])
+
+
+FAILS_LATER = request("x", 2, 4, 6)
+FAILS_LATER.tokens[1, 0] = LATER = 80_000
+
+
+def fails_now(patch: pytest.MonkeyPatch) -> None:
+    """As where memory has become less: what was done before fails at its second global batch."""
+    patch.setattr("server.arithmetic_critic.FAIL_TOKEN", LATER)
+
+
+@pytest.mark.parametrize("behind", [[], [B]])
+def test_what_may_have_been_answered_is_never_given_up(
+    tmp_path: Path, behind: list[TrainRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        for asked in (A, FAILS_LATER, *behind):
+            critic.train(asked)
+    with monkeypatch.context() as patch:
+        fails_now(patch)
+        for _ in range(2):
+            with pytest.raises(
+                StartError, match=r"record 2 .*request x\) cannot be done again: global batch 1"
+            ) as told:
+                Driver(tmp_path, global_batch_size=1)
+    assert "acknowledged" in told.value.help
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        assert critic.trainer.weight == after([A, FAILS_LATER, *behind], 1)
+
+
+def unmark_last(folder: Path) -> None:
+    """Leaves the journal as a crash does in the middle of its last train request."""
+    last = max((folder / "journal").glob("*.safetensors"))
+    last.rename(last.with_name(f"{last.name[:12]}.safetensors"))
+
+
+def test_what_was_never_answered_may_fail_at_the_start_as_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        critic.train(A)
+        critic.train(FAILS_LATER)
+    unmark_last(tmp_path)
+    fails_now(monkeypatch)
+    for _ in range(2):
+        with Driver(tmp_path, global_batch_size=1) as critic:
+            with pytest.raises(TrainFailed) as failed:
+                critic.train(FAILS_LATER)
+            assert failed.value.num_steps == 1
+            assert critic.trainer.weight == after([A, request("", 2)], 1)
+
+
+def test_what_was_never_answered_and_breaks_the_trainer_down_is_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        critic.train(A)
+        critic.train(FAILS_LATER)
+    unmark_last(tmp_path)
+    monkeypatch.setattr("server.arithmetic_critic.BUG_TOKEN", LATER)
+    with pytest.raises(
+        StartError, match="request x, which nobody was answered to, broke the critic down: a bug"
+    ) as told:
+        Driver(tmp_path, global_batch_size=1)
+    assert told.value.help.startswith("start again")
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        assert critic.trainer.weight == after([A], 1)
+
+
+def test_going_back_to_a_checkpoint_is_a_branch_with_versions_of_its_own(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        critic.train(B)
+        old = critic.values(1)
+        loaded = critic.ask(Operation.LOAD, checkpoint=first.name)
+        assert (loaded.number, loaded.step) == (2, 1)
+        assert critic.trainer.weight == after([A])
+        critic.train(C)
+        new = critic.values(1)
+        assert new == ([after([A, C])], "1+2.3") and old == ([after([A, B])], "1+2")
+        report = critic.train(B)  # it was not done in this state
+        assert report.step == 3 and critic.trainer.weight == after([A, C, B])
+        assert critic.train(A).step == 1
+        with pytest.raises(InvalidRequest, match=f"no checkpoint nobody; there are: {first.name}, {loaded.name}"):
+            critic.ask(Operation.LOAD, checkpoint="nobody")
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, C, B]) and critic.values(1)[1] == "1+3.3"
+        assert str(critic.train(B)) == str(report)
+        again = critic.ask(Operation.LOAD, checkpoint=first.name)
+        assert again.weights_version == "1+1.6"
+
+
+def test_a_return_is_done_again_where_the_checkpoint_behind_it_is_damaged(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        critic.train(B)
+        critic.ask(Operation.LOAD, checkpoint=first.name)
+        critic.train(C)
+        before = critic.state(), critic.values(1)
+    damage(checkpoint(tmp_path, 2))
+    with Driver(tmp_path) as critic:
+        assert critic.values(1) == before[1] and critic.trainer.weight == after([A, C])
+        assert critic.trainer.trained == ["b", "c"]
+        assert critic.train(B).step == 3
+
+
+def test_the_checkpoint_that_a_record_returns_to_is_spared(tmp_path: Path) -> None:
+    with Driver(tmp_path, keep_checkpoints=2) as critic:
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        critic.train(B)
+        critic.ask(Operation.SAVE)
+        critic.train(C)
+        critic.ask(Operation.LOAD, checkpoint=first.name)  # a third one
+        critic.train(D)
+        assert [info.number for info in critic.state().checkpoints] == [1, 2, 3]
+    damage(checkpoint(tmp_path, 3))
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, D]) and critic.trainer.trained == ["c", "d"]
+        for asked in (E, request("f", 1)):
+            critic.train(asked)
+            critic.ask(Operation.SAVE)
+        assert [info.number for info in critic.state().checkpoints] == [4, 5]
+
+
+def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        critic.train(B)
+        damage(checkpoint(tmp_path, 1))
+        with pytest.raises(StorageFailed, match=r"is damaged: weight\.json"):
+            critic.ask(Operation.LOAD, checkpoint=first.name)
+        assert critic.trainer.weight == after([A, B]) and records(tmp_path) == [1, 2]
+
+
+def test_a_save_may_be_asked_for_again(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        empty = critic.ask(Operation.SAVE)
+        assert (empty.step, empty.number) == (0, 1)
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        assert critic.ask(Operation.SAVE) == first
+        assert critic.ask(Operation.SAVE, metrics={"reward": 1}).number == 3
+    with Driver(tmp_path) as critic:
+        assert critic.ask(Operation.SAVE, metrics={"reward": 1}).number == 3
+        damage(checkpoint(tmp_path, 3))
+        assert critic.ask(Operation.SAVE, metrics={"reward": 1}).number == 4
+        assert [info.number for info in critic.state().checkpoints] == [2, 4]

@@ -1,0 +1,80 @@
+"""What is refused of a train request, and the place that the text names; what is never read is never looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from guerdon.core import ModelInfo, TrainRequest
+from guerdon.errors import InvalidRequest
+from guerdon.server.train_checks import MAX_ID_LENGTH, check
+
+INFO = ModelInfo("critic_infer", "test", vocab_size=100, max_length=4)
+
+
+def request() -> TrainRequest:
+    """Three rows of six tokens: learnt from are the columns 1 and 2, nothing, and 0."""
+    mask = np.zeros((3, 5), np.float32)
+    mask[0, 1:3] = mask[2, 0] = 1
+    targets = np.ones((3, 5), np.float32)
+    return TrainRequest("a", np.full((3, 6), 7), targets, targets.copy(), mask)
+
+
+def test_padding_may_hold_anything() -> None:
+    asked = request()
+    asked.tokens[0, 4:] = asked.tokens[1] = asked.tokens[2, 2:] = -100
+    asked.tokens[2, 5] = 10_000
+    for targets in (asked.returns, asked.prev_values):
+        targets[asked.mask == 0] = np.nan
+    check(asked, INFO)
+
+
+def set_at(name: str, row: int, column: int, value: float) -> Callable[[TrainRequest], None]:
+    def change(asked: TrainRequest) -> None:
+        getattr(asked, name)[row, column] = value
+
+    return change
+
+
+def cut(name: str) -> Callable[[TrainRequest], None]:
+    return lambda asked: setattr(asked, name, getattr(asked, name)[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_at("returns", 0, 2, np.nan), "returns is nan in row 0, column 2"),
+        (set_at("returns", 2, 0, -np.inf), "returns is -inf in row 2, column 0"),
+        (set_at("prev_values", 0, 1, np.inf), "prev_values is inf in row 0, column 1"),
+        (set_at("mask", 1, 4, np.nan), "mask is nan in row 1, column 4"),
+        (set_at("mask", 0, 0, -1), "mask is -1.0 in row 0, column 0"),
+        (set_at("tokens", 0, 3, 100), "tokens is 100 in row 0, column 3: the vocabulary ends at 99"),
+        (set_at("tokens", 0, 0, -1), "tokens is -1 in row 0, column 0"),
+        (set_at("tokens", 2, 1, 100), "tokens is 100 in row 2, column 1"),
+        (set_at("mask", 1, 4, 0.5), "row 1 learns from 5 tokens, critic_infer takes at most 4"),
+        (lambda asked: asked.mask.fill(0), "mask is 0 everywhere"),
+        (cut("returns"), r"returns has shape \[3, 4\], not \[N, T-1\] = \[3, 5\]"),
+        (cut("mask"), r"mask has shape \[3, 4\]"),
+        (cut("tokens"), r"returns has shape \[3, 5\], not \[N, T-1\] = \[3, 4\]; it has T columns: leave out"),
+        (lambda asked: setattr(asked, "tokens", asked.tokens[:0]), r"tokens has shape \[0, 6\]"),
+        (lambda asked: setattr(asked, "tokens", asked.tokens[:, :1]), r"tokens has shape \[3, 1\]"),
+        (lambda asked: setattr(asked, "tokens", asked.tokens[0]), r"tokens has shape \[6\]"),
+        (lambda asked: setattr(asked, "prev_values", asked.prev_values[:2]), r"prev_values has shape \[2, 5\]"),
+        (lambda asked: setattr(asked, "id", "x" * (MAX_ID_LENGTH + 1)), "train_id has 201 characters"),
+    ],
+)
+def test_each_mistake_is_refused_by_its_place(change: Callable[[TrainRequest], None], says: str) -> None:
+    asked = request()
+    check(asked, INFO)
+    change(asked)
+    with pytest.raises(InvalidRequest, match=says):
+        check(asked, INFO)
+
+
+def test_a_model_without_bounds_has_none() -> None:
+    asked = request()
+    asked.tokens[0] = 10**12
+    check(asked, replace(INFO, vocab_size=None, max_length=None))

@@ -1,0 +1,207 @@
+"""A critic's server, killed with SIGKILL wherever it hurts: no train request is lost, and none is applied twice."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import killed_critic
+import zoo
+from guerdon import CriticClient, RetryPolicy, TrainReport
+from guerdon.config import CriticConfig, ServerConfig
+from processes import environment
+
+NUM_REQUESTS = 20
+GBS = 4
+TIMEOUT_S = 100.0
+KILLS_AT_RANDOM = 3
+SECONDS_OF_A_RUN = 0.25
+"""What the requests take about, undisturbed."""
+FORKS = multiprocessing.get_context("forkserver")
+PRELOADED = ["killed_critic", "guerdon.engine.critics", "transformers.models.llama.modeling_llama"]
+"""What the children of FORKS have imported when they start, so that a restart takes a fraction of a second."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended: what each train request was answered, and answered when it was sent once more at the end.
+
+    `step` is the critic's, `files` are the bytes of its last checkpoint.
+    """
+
+    reports: list[TrainReport]
+    reports_again: list[TrainReport]
+    step: int
+    files: dict[str, bytes]
+    num_kills: int
+
+
+class KilledServer:
+    """One critic's server on a fixed port, started again whenever it dies.
+
+    `kills` are the points at which each process kills itself, with the count of the call; a number is the time in
+    seconds for which it answers before it is killed from outside. The process after the last of them lives.
+    """
+
+    def __init__(self, config: ServerConfig, kills: list[tuple[str, int] | float]) -> None:
+        self.num_kills = 0
+        self._config = config
+        self._kills = kills
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> KilledServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for kill in [*self._kills, None]:
+            point, nth = kill if isinstance(kill, tuple) else (None, 0)
+            process = FORKS.Process(target=killed_critic.serve, args=(self._config, point, nth), daemon=True)
+            process.start()
+            if isinstance(kill, float):
+                self._wait_until_it_answers(process)
+                if not self._stopping.wait(kill):
+                    process.kill()
+            while process.is_alive() and not self._stopping.is_set():
+                process.join(0.02)
+            if self._stopping.is_set():
+                process.terminate()
+            process.join()
+            if process.exitcode != -signal.SIGKILL:
+                return
+            self.num_kills += 1
+
+    def _wait_until_it_answers(self, process: multiprocessing.process.BaseProcess) -> None:
+        while process.is_alive() and not self._stopping.wait(0.005):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self._config.port)).close()
+                return
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver() -> Iterator[None]:
+    """What the children need is imported once, in the process that they are forked from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{Path(__file__).parent}")
+        FORKS.set_forkserver_preload(PRELOADED)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.checkpoint("llama", tmp_path_factory.mktemp("killed") / "model")
+
+
+def requests() -> list[tuple[np.ndarray, ...]]:
+    """Tokens, returns, previous values and masks, of one to three global batches each."""
+    random_numbers = np.random.default_rng(0)
+    made = []
+    for _ in range(NUM_REQUESTS):
+        num_rows, width = int(random_numbers.integers(2, 10)), int(random_numbers.integers(6, 20))
+        tokens = random_numbers.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, (num_rows, width))
+        tokens[:, : width // 2] = tokens[0, : width // 2]
+        returns, values = random_numbers.normal(size=(2, num_rows, width - 1)).astype(np.float32)
+        mask = (np.arange(width - 1) >= width // 2 - 1).astype(np.float32)[None].repeat(num_rows, 0)
+        made.append((tokens, returns, values, mask))
+    return made
+
+
+NUM_STEPS = [-(-len(tokens) // GBS) for tokens, *_ in requests()]
+
+
+def train_through(kills: list[tuple[str, int] | float], model: Path, folder: Path) -> Outcome:
+    """All requests, in order, through a server that dies at `kills`."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    critic = CriticConfig(
+        model=str(model), checkpoint_dir=str(folder), global_batch_size=GBS, learning_rate=1e-2, save_every=6
+    )
+    config = ServerConfig(port=port, grpc_port=None, log_level="error", critic=critic)
+    policy = RetryPolicy(timeout_s=TIMEOUT_S, tries=10_000, backoff_s=0.05, max_backoff_s=0.1)
+    with (
+        KilledServer(config, kills) as server,
+        CriticClient(f"http://127.0.0.1:{port}", policy=policy) as client,
+    ):
+        client.wait_ready(timeout_s=TIMEOUT_S)
+        futures = [client.train(*request) for request in requests()]
+        reports = [future.result(TIMEOUT_S) for future in futures]
+        again = [client.train(*request, train_id=r.id) for request, r in zip(requests(), reports, strict=True)]
+        reports_again = [future.result(TIMEOUT_S) for future in again]
+        state = client.state()
+        saved = folder / client.save().name
+    files = {p.name: p.read_bytes() for p in sorted(saved.glob("*.safetensors"))}
+    return Outcome(reports, reports_again, state.step, files, server.num_kills)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_through([], model, tmp_path_factory.mktemp("undisturbed") / "critic")
+
+
+def assert_same(outcome: Outcome, want: Outcome) -> None:
+    """Bitwise the same weights and optimiser, the same answers, and every step made once."""
+    assert outcome.step == sum(NUM_STEPS)
+    assert [report.step for report in outcome.reports] == np.cumsum(NUM_STEPS).tolist()
+    assert [report.loss for report in outcome.reports] == [report.loss for report in want.reports]
+    assert outcome.reports_again == outcome.reports
+    assert outcome.files.keys() == want.files.keys() and "model.safetensors" in want.files
+    for name, data in want.files.items():
+        assert outcome.files[name] == data, name
+
+
+def plan(seed: int) -> list[tuple[str, int] | float]:
+    """A kill at a point that is met, then more of them, and some at random times, in random order.
+
+    Every point is the first of one of eight seeds.
+    """
+    numbers = random.Random(seed)
+    points = list(killed_critic.POINTS)
+    first = (points[seed % len(points)], numbers.randint(1, 2))
+    more: list[tuple[str, int] | float] = [(numbers.choice(points), numbers.randint(1, 4)) for _ in range(2)]
+    more += [numbers.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(KILLS_AT_RANDOM)]
+    numbers.shuffle(more)
+    return [first, *more]
+
+
+def test_an_undisturbed_run_makes_every_step(undisturbed: Outcome) -> None:
+    assert undisturbed.num_kills == 0
+    assert_same(undisturbed, undisturbed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_run_ends_as_an_undisturbed_one(seed: int, undisturbed: Outcome, model: Path, tmp_path: Path) -> None:
+    outcome = train_through(plan(seed), model, tmp_path / "critic")
+    assert outcome.num_kills
+    assert_same(outcome, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(3, 53))
+def test_fifty_more_killed_runs(seed: int, undisturbed: Outcome, model: Path, tmp_path: Path) -> None:
+    outcome = train_through(plan(seed), model, tmp_path / "critic")
+    assert outcome.num_kills
+    assert_same(outcome, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", killed_critic.POINTS)
+def test_a_kill_at_each_point_in_turn(point: str, undisturbed: Outcome, model: Path, tmp_path: Path) -> None:
+    outcome = train_through([(point, 1), (point, 2)], model, tmp_path / "critic")
+    assert outcome.num_kills == 2
+    assert_same(outcome, undisturbed)

@@ -1,0 +1,201 @@
+"""A critic served from a checkpoint: what its clients are answered is what plain transformers and torch compute."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zoo
+from guerdon import CriticClient, RewardClient
+from guerdon.assembly import build_service
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.errors import ConfigError, InvalidRequest, Offloaded, StartError
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from training.plain import PlainCritic, request
+
+GBS, LR = 4, 1e-3
+pytriton_client = pytest.importorskip("pytriton.client")
+pytestmark = pytest.mark.filterwarnings("ignore::pytriton.client.warnings.NotSupportedTimeoutWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model `model`, and another one `reward`, of the same tokenizer."""
+    folder = tmp_path_factory.mktemp("critic")
+    for seed, name in enumerate(("model", "reward")):
+        zoo.tokenizer(zoo.checkpoint("llama", folder / name, seed=seed))
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, checkpoints: Path | None, **settings: object) -> Iterator[RunningServer]:
+    critic = CriticConfig(
+        model=str(folder / "model"),
+        checkpoint_dir=None if checkpoints is None else str(checkpoints),
+        global_batch_size=GBS,
+        learning_rate=LR,
+        max_batch_tokens=150,
+        **settings,  # type: ignore[arg-type]
+    )
+    config = ServerConfig(port=0, grpc_port=0, critic=critic)
+    with RunningServer(build_service(config), config) as running:
+        yield running
+
+
+def rows_of(count: int, *, shared: bool) -> list[np.ndarray]:
+    groups = ((30, count),) if shared else ((20, 1),) * count
+    return zoo.rows(0, groups=groups, least=5)[:count]
+
+
+def arrays_of(asked: object) -> dict[str, np.ndarray]:
+    return {name: getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("count", [3, GBS, 10])
+def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, folder: Path, tmp_path: Path) -> None:
+    rows = rows_of(count, shared=shared)
+    asked = request(rows)
+    plain = PlainCritic(folder / "model", lr=LR)
+    tokens, lengths = asked.tokens, np.array([[len(row)] for row in rows])
+    with serving(folder, tmp_path / "critic") as server:
+        clients = {n: pytriton_client.FuturesModelClient(server.http_url, f"critic_{n}") for n in ("infer", "train")}
+        try:  # as NeMo-Aligner's actor asks
+            before = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(60)["values"]
+            want_before = [plain.values(row).detach().numpy() for row in rows]
+            loss = clients["train"].infer_sample(**arrays_of(asked)).result(60)["loss_mean"]
+            after = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(60)["values"]
+        finally:
+            for client in clients.values():
+                client.close()
+        losses, _ = plain.train(asked, GBS)
+        with CriticClient(server.grpc_url or "") as critic:
+            saved = critic.save()
+    for values, want in ((before, want_before), (after, [plain.values(row).detach().numpy() for row in rows])):
+        for got, own in zip(values, want, strict=True):
+            np.testing.assert_allclose(got[: len(own)], own, atol=1e-4)
+    sums = [float(asked.mask[i : i + GBS].sum()) for i in range(0, count, GBS)]
+    assert loss.shape == (1,) and loss[0] == pytest.approx(np.average(losses, weights=sums), abs=1e-5)
+    weights = load_file(tmp_path / "critic" / saved.name / "model.safetensors")
+    own = {f"model.{name}": p.detach() for name, p in plain.trunk.named_parameters()}
+    own["score.weight"] = plain.head.weight.detach()
+    assert weights.keys() == own.keys()
+    begun = load_file(folder / "model" / "model.safetensors")
+    for name, weight in own.items():
+        assert (weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+        assert not torch.equal(weights[name], begun[name]), f"{name} has not moved"
+
+
+@pytest.mark.parametrize("memory", ["resident", "swap"])
+def test_rewards_come_with_the_values(memory: str, folder: Path) -> None:
+    rows = zoo.rows(1)
+    with (
+        serving(folder, None, reward_model=str(folder / "reward"), reward_model_memory=memory) as server,
+        CriticClient(server.http_url) as critic,
+    ):
+        for _ in range(2):
+            scores = critic.infer_with_rewards(tokens=rows)
+            np.testing.assert_allclose(scores.rewards, zoo.reference(folder / "reward", rows), atol=1e-4)
+            plain = PlainCritic(folder / "model", lr=LR)
+            for got, row in zip(scores.values, rows, strict=True):
+                np.testing.assert_allclose(got, plain.values(row).detach().numpy(), atol=1e-4)
+        critic.train(**arrays_of(request(rows))).result(60)
+        again = critic.infer_with_rewards(tokens=rows)
+        np.testing.assert_array_equal(again.rewards, scores.rewards)
+        assert again.weights_version != scores.weights_version
+        with pytriton_client.ModelClient(server.http_url, "critic_infer") as client:
+            out = client.infer_batch(sentences=np.array([[b"the"], [b"in a"]]))
+        assert out["rewards"].shape == (2, 1) and out["values"].shape[0] == 2
+
+
+def test_operations_by_the_clients_of_pytriton(folder: Path, tmp_path: Path) -> None:
+    dummy = {"dummy_var": np.array([0])}
+    asked = request(rows_of(3, shared=True))
+    with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
+        for url in (server.http_url, server.grpc_url):
+            with pytriton_client.ModelClient(url, "critic_offload") as client:
+                assert client.infer_sample(**dummy)["status"].tolist() == [0]
+            with pytest.raises(Offloaded, match="onload"):
+                critic.infer(tokens=asked.tokens)
+            with pytriton_client.ModelClient(url, "critic_onload") as client:
+                assert client.infer_sample(**dummy)["status"].tolist() == [0]
+            with pytriton_client.ModelClient(url, "critic_save") as client:
+                assert client.infer_sample(**dummy)["status"].tolist() == [0]
+            with pytriton_client.ModelClient(url, "critic_validate") as client:
+                measured = client.infer_sample(**arrays_of(asked))
+            with pytriton_client.ModelClient(url, "critic_load") as client:
+                name = np.array([critic.state().checkpoints[0].name.encode()], dtype=object)
+                assert client.infer_sample(**dummy, checkpoint=name)["status"].tolist() == [0]
+            assert measured["loss_mean"][0] == pytest.approx(critic.validate(**arrays_of(asked)).loss, rel=1e-5)
+        assert critic.state().step == 0
+
+
+def test_a_saved_checkpoint_is_served_as_any_other(folder: Path, tmp_path: Path) -> None:
+    rows = rows_of(5, shared=True)
+    with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
+        critic.train(**arrays_of(request(rows))).result(60)
+        values = critic.infer(tokens=rows).values
+        saved = tmp_path / "critic" / critic.save().name
+    models = [ModelConfig(model=str(saved), name="critic_of_then")]
+    config = ServerConfig(port=0, grpc_port=None, models=models, critic=CriticConfig(model=str(saved)))
+    with (
+        RunningServer(build_service(config), config) as server,
+        RewardClient(server.http_url, model="critic_of_then") as client,
+        CriticClient(server.http_url) as critic,
+    ):
+        scores = client.score(tokens=rows)
+        for got, also, want in zip(scores.values or [], critic.infer(tokens=rows).values, values, strict=True):
+            np.testing.assert_allclose(got[: len(want)], want, atol=1e-5)
+            np.testing.assert_allclose(also, want, atol=1e-5)
+        with pytest.raises(InvalidRequest, match="checkpoint-dir"):
+            critic.save()
+
+
+def test_what_cannot_be_a_critic_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    encoder = zoo.checkpoint("bert", tmp_path / "bert")
+    with pytest.raises(StartError, match="is an encoder"):
+        build_service(ServerConfig(critic=CriticConfig(model=str(encoder))))
+    two = [ModelConfig(model=str(folder / "reward"), name="critic_infer")]
+    with pytest.raises(ConfigError, match="two models are named critic_infer"):
+        build_service(ServerConfig(models=two, critic=CriticConfig(model=str(folder / "model"))))
+    with serving(folder, tmp_path / "critic"), pytest.raises(StartError, match="another server"):
+        build_service(
+            ServerConfig(critic=CriticConfig(model=str(folder / "model"), checkpoint_dir=str(tmp_path / "critic")))
+        )
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    file = tmp_path / "critic.yaml"
+    file.write_text(f"critic:\n  model: {folder / 'model'}\n  global_batch_size: {GBS}\n  learning_rate: 1e-3\n")
+    command = [sys.executable, "-m", "guerdon", "serve-critic", "--config", str(file), "--port", str(port), "--no-grpc"]
+    asked = request(rows_of(10, shared=True))
+    said, states = [], []
+    with CriticClient(f"http://127.0.0.1:{port}") as critic:
+        for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
+            process = subprocess.Popen(
+                [*command, "--checkpoint-dir", str(tmp_path / "critic")],
+                stdout=subprocess.PIPE, text=True, env=environment(),
+            )  # fmt: skip
+            critic.wait_ready(timeout_s=60)
+            states.append(critic.state().step)
+            critic.train(**arrays_of(asked)).result(60)
+            process.send_signal(stop)
+            said.append(process.communicate(timeout=30)[0])
+            assert process.returncode == (-stop if stop is signal.SIGKILL else 0)
+    assert states == [0, 3, 6]
+    assert f"what it learns is kept in {tmp_path / 'critic'}" in said[0]
+    assert f"ready at http://127.0.0.1:{port}" in said[2]

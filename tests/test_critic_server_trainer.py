@@ -1,0 +1,289 @@
+"""CriticServerTrainer: a user's own critic and optimiser, driven by the clients that NeMo-Aligner uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from guerdon import CriticClient, CriticServerTrainer
+from guerdon.config import ServerConfig
+from guerdon.errors import ConfigError, InvalidRequest, TrainFailed
+from guerdon.server.runtime import RunningServer
+
+GBS = 4
+LEARNING_RATE = 0.1
+RAISES = 99
+"""A token that makes the model raise while it trains."""
+
+
+class TinyCritic(torch.nn.Module):
+    """A value a token from its embedding; the reward is the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(100, 8)
+        self.head = torch.nn.Linear(8, 1)
+        self.called: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("prepare_", "finish_")):
+            return lambda: self.called.append(name)
+        return super().__getattr__(name)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))[..., 0]
+
+    def infer(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, _ = inputs
+        self.shapes.append(tuple(tokens.shape))
+        return self(tokens)
+
+    def infer_rm_critic(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs[1].float()[:, None], self.infer(inputs)
+
+    def get_loss_and_metrics(self, batch: dict[str, torch.Tensor], forward_only: bool) -> tuple[float, dict]:
+        if (batch["tokens"] == RAISES).any():
+            raise RuntimeError("a bug in the user's model")
+        self.shapes.append(tuple(batch["tokens"].shape))
+        loss = masked_loss(self(batch["tokens"])[:, :-1], batch)
+        if not forward_only:
+            loss.backward()
+        return loss.item(), {"loss": loss.item(), "clip_fraction": 0.25}
+
+
+def masked_loss(values: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return 0.5 * ((values - batch["returns"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str, dict]] = []
+
+    def log_metrics(self, metrics: dict, step: int, prefix: str) -> None:
+        self.lines.append((step, prefix, metrics))
+
+
+class CheckpointCallback:
+    def __init__(self) -> None:
+        self.saved: list[dict] = []
+
+    def custom_save(self, monitor_candidates: dict, is_train_end: bool, save_top_only: bool) -> None:
+        self.saved.append({**monitor_candidates, "is_train_end": is_train_end, "save_top_only": save_top_only})
+
+
+def tokenize_func(sentences: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [torch.tensor([ord(c) % 90 for c in text]) for text in sentences]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+
+
+def make(cfg: Any = None, **settings: Any) -> CriticServerTrainer:
+    model = TinyCritic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    cfg = cfg or {
+        "port": 0,
+        "inference_micro_batch_size": 4,
+        "combine_rm_and_critic_server": False,
+        "gradient_clip_val": 1000.0,
+        **settings,
+    }
+    return CriticServerTrainer(
+        cfg, model, optimizer, scheduler, Logger(), CheckpointCallback(), tokenize_func, GBS, 2
+    )  # fmt: skip
+
+
+def batch_of(num_rows: int, width: int = 6, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    shape = (num_rows, width - 1)
+    mask = (random.random(shape) < 0.7).astype(np.float32)
+    mask[:, 0] = 1
+    return {
+        "tokens": random.integers(1, 90, (num_rows, width)),
+        "returns": random.normal(size=shape).astype(np.float32),
+        "prev_values": random.normal(size=shape).astype(np.float32),
+        "mask": mask,
+    }
+
+
+def by_hand(trainer: CriticServerTrainer, batch: dict[str, np.ndarray]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of plain gradient descent over the same global batches, and the weights after it."""
+    model = copy.deepcopy(trainer.model)
+    losses, rate = [], LEARNING_RATE
+    for start in range(0, len(batch["tokens"]), GBS):
+        rows = {name: torch.from_numpy(x[start : start + GBS]) for name, x in batch.items()}
+        model.zero_grad()
+        loss = masked_loss(model(rows["tokens"])[:, :-1], rows)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+        rate *= 0.5
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 10])
+def test_training_makes_one_step_a_global_batch(num_rows: int) -> None:
+    trainer, batch = make(), batch_of(num_rows)
+    losses, weights = by_hand(trainer, batch)
+    loss = trainer.run_training(**batch)
+    counts = [batch["mask"][i : i + GBS].sum() for i in range(0, num_rows, GBS)]
+    assert loss == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
+    assert trainer.step == len(losses) and trainer.state_dict() == {"step": len(losses)}
+    for name, weight in trainer.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name])
+    assert set(trainer.model.shapes) == {(GBS, 6)}
+    assert [(step, prefix) for step, prefix, _ in trainer.logger.lines] == [(i, "train/") for i in range(len(losses))]
+    assert [m["lr"] for *_, m in trainer.logger.lines] == [LEARNING_RATE * 0.5**i for i in range(len(losses))]
+    step = ["prepare_for_training_step", "finish_training_step"]
+    assert trainer.model.called == ["prepare_for_training", *step * len(losses), "finish_training"]
+
+
+def test_the_gradient_is_clipped() -> None:
+    trainer, batch = make(gradient_clip_val=0.01), batch_of(4)
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.run_training(**batch)
+    moved = sum((w - before[n]).square().sum() for n, w in trainer.model.state_dict().items()).sqrt().item()
+    assert moved == pytest.approx(0.01 * LEARNING_RATE, rel=1e-4)
+    assert trainer.logger.lines[0][2]["grad_norm"] > 0.01
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, batch = make(), batch_of(4)
+    batch["returns"][1, 0] = np.inf
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.run_training(**batch)
+    assert all(torch.equal(w, before[n]) for n, w in trainer.model.state_dict().items())
+    assert trainer.step == 0 and trainer.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+    assert "not finite" in caplog.text
+
+
+def test_what_the_mask_leaves_out_is_never_read() -> None:
+    trainer, other, batch = make(), make(), batch_of(4)
+    batch["mask"][2, 3:] = 0
+    trainer.run_training(**batch)
+    batch["returns"][batch["mask"] == 0] = np.nan
+    batch["tokens"][2, 4:] = -1
+    other.run_training(**batch)
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, other.model.state_dict()[name])
+
+
+def test_a_failure_says_which_steps_stand() -> None:
+    trainer, batch = make(), batch_of(8)
+    batch["tokens"][5, 0] = RAISES
+    _, weights = by_hand(trainer, {name: x[:4] for name, x in batch.items()})
+    with pytest.raises(TrainFailed, match="a bug in the user's model; its first 1 global batches stand") as e:
+        trainer.run_training(**batch)
+    assert e.value.num_steps == 1 and trainer.step == 1
+    torch.testing.assert_close(trainer.model.head.weight, weights["head.weight"])
+    assert trainer.model.called[-1] == "finish_training"
+
+
+def test_a_failure_behind_the_step_counts_it() -> None:
+    trainer, batch = make(), batch_of(4)
+    trainer.logger.lines = None  # appending to it fails
+    with pytest.raises(TrainFailed, match="its first 1 global batches stand") as e:
+        trainer.run_training(**batch)
+    assert e.value.num_steps == 1 and trainer.step == 1
+
+
+def test_a_mask_of_zeros_is_refused() -> None:
+    trainer, batch = make(), batch_of(4)
+    with pytest.raises(InvalidRequest, match="mask is 0 everywhere"):
+        trainer.run_training(**batch | {"mask": np.zeros_like(batch["mask"])})
+
+
+def test_inference_in_this_process() -> None:
+    trainer = make(combine_rm_and_critic_server=True)
+    tokens = np.array([[1, 2, 3], [4, 5, 0]])
+    rewards, values = trainer.run_inference({"inputs": tokens, "sequence_length": np.array([[3], [2]])})
+    assert rewards is not None and rewards.tolist() == [3.0, 2.0]
+    torch.testing.assert_close(torch.from_numpy(values), trainer.model(torch.from_numpy(tokens)).detach())
+    assert trainer.model.called == ["prepare_for_inference", "finish_inference"]
+    assert make().run_inference({"inputs": tokens, "sequence_length": np.array([[3], [2]])})[0] is None
+
+
+def test_saving_goes_to_the_callback() -> None:
+    trainer = make()
+    trainer.load_state_dict({"step": 7})
+    trainer.save(extra_candidates={"reward": torch.tensor(1.5)}, is_train_end=True)
+    assert trainer.ckpt_callback.saved == [
+        {"step": torch.tensor(7), "reward": torch.tensor(1.5), "is_train_end": True, "save_top_only": False}
+    ]
+
+
+def test_settings_by_attribute_or_key() -> None:
+    cfg = SimpleNamespace(port=7, inference_micro_batch_size=[2, 4], combine_rm_and_critic_server=True)
+    trainer = make(cfg)
+    assert (trainer.config.port, trainer.batch_sizes, trainer.max_delay_s) == (7, (2, 4), 0.002)
+    with pytest.raises(ConfigError, match="cfg has no inference_micro_batch_size"):
+        make({"port": 7, "combine_rm_and_critic_server": True})
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[CriticServerTrainer, str]]:
+    trainer = make(combine_rm_and_critic_server=True, strip_sequence_length_to_multiple=8)
+    with RunningServer(trainer.build_service(), ServerConfig(port=0, grpc_port=None)) as running:
+        yield trainer, running.http_url
+
+
+def test_the_clients_that_nemo_aligner_uses_are_answered(served: tuple[CriticServerTrainer, str]) -> None:
+    pytriton_client = pytest.importorskip("pytriton.client")
+    trainer, url = served
+    batch = batch_of(6)
+    lengths = np.array([[6], [3], [6], [5], [1], [2]])
+    losses, _ = by_hand(trainer, batch)
+    before = trainer.model(torch.from_numpy(batch["tokens"])).detach().numpy()
+    futures = {
+        name: pytriton_client.FuturesModelClient(url, name) for name in ("critic_infer", "critic_train", "critic_save")
+    }
+    try:
+        infer, train, save = futures.values()
+        scores = infer.infer_batch(tokens=batch["tokens"], sequence_lengths=lengths).result(30)
+        assert scores["values"].dtype == np.float32 and scores["values"].shape == (6, 6)
+        for got, want, length in zip(scores["values"], before, lengths[:, 0], strict=True):
+            np.testing.assert_allclose(got[:length], want[:length], rtol=1e-5)
+            assert not got[length:].any()
+        assert scores["rewards"].tolist() == lengths.astype(float).tolist()
+        assert trainer.model.shapes[0] == (4, 8)
+
+        done = train.infer_sample(**batch).result(30)
+        weights = [batch["mask"][:4].sum(), batch["mask"][4:].sum()]
+        assert set(done) == {"loss_mean"} and done["loss_mean"].shape == (1,)
+        assert done["loss_mean"][0] == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
+        after = infer.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(30)["values"]
+        want = trainer.model(torch.tensor([[97 % 90, 98 % 90], [99 % 90, 0]])).detach().numpy()
+        np.testing.assert_allclose(after[0], want[0], rtol=1e-5)
+
+        saved = save.infer_sample(dummy_var=np.array([0])).result(30)
+        assert saved["status"].tolist() == [0]
+        assert trainer.ckpt_callback.saved[0]["step"] == torch.tensor(2)
+    finally:
+        for client in futures.values():
+            client.close()
+
+
+def test_a_known_train_id_is_answered_again_and_trains_once(served: tuple[CriticServerTrainer, str]) -> None:
+    trainer, url = served
+    batch = batch_of(4)
+    arrays = [batch[name] for name in ("tokens", "returns", "prev_values", "mask")]
+    with CriticClient(url) as client:
+        first = client.train(*arrays, train_id="a").result(30)
+        second = client.train(*arrays, train_id="a").result(30)
+        assert first == second and first.step == trainer.step == 1
+        assert first.clip_fraction == pytest.approx(0.25) and first.num_tokens == int(batch["mask"].sum())
+        assert client.infer(tokens=[[1, 2]]).weights_version == first.weights_version
+        assert client.state().step == 1 and client.save() is None
+        arrays[0] = np.full_like(arrays[0], RAISES)
+        for _ in range(2):
+            with pytest.raises(TrainFailed, match="a bug in the user's model"):
+                client.train(*arrays, train_id="b").result(30)

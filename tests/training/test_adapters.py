@@ -1,0 +1,123 @@
+"""Low-rank adapters: only they and the head learn, by the same numbers as peft's own model in plain torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critics import LR, build, same, values, weights
+from plain import PlainCritic, request
+from safetensors.torch import load_file
+
+import zoo
+from guerdon.config import ModelConfig
+from guerdon.engine.loading import load
+from guerdon.errors import CheckpointError, ConfigError
+from guerdon.training.adapters import is_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+peft = pytest.importorskip("peft")
+
+ROWS = zoo.rows(0, ((40, 5), (20, 3), (3, 3)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_it_begins_as_the_model_and_only_adapters_and_head_move(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    trainer = build(folder, lora=4)
+    np.testing.assert_allclose(values(trainer, ROWS), values(build(folder), ROWS), atol=1e-6)
+    before = weights(trainer)
+    trainer.train(request(ROWS))
+    trainer.train(request(ROWS, seed=1))  # the first one moves only what is not multiplied by zeros
+    after = weights(trainer)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if is_adapter(name) or name.startswith("head.")}
+    state = trainer.state()
+    assert state["num_trainable"] == sum(after[name].numel() for name in moved) < state["num_parameters"]
+
+
+def test_it_begins_the_same_at_every_start_and_leaves_other_random_numbers_alone(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    torch.manual_seed(1)
+    one = weights(build(folder, lora=4))
+    drawn = torch.rand(1)
+    torch.manual_seed(2)
+    assert same(weights(build(folder, lora=4)), one)
+    torch.manual_seed(1)
+    build(folder)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def plain_lora(folder: Path, begun: dict[str, torch.Tensor], rank: int, alpha: float) -> PlainCritic:
+    """peft's own model of plain transformers, its adapters as they began in the trainer."""
+    plain = PlainCritic(folder, lr=LR)
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear")
+    plain.trunk = peft.get_peft_model(plain.trunk, settings)
+    named = {f"trunk.{n.removeprefix('base_model.model.')}": p for n, p in plain.trunk.named_parameters()}
+    plain.parameters = {n: p for n, p in named.items() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in plain.parameters.items():
+            parameter.copy_(begun[name])
+    plain.parameters["head.module.0.weight"] = plain.head.weight
+    plain.optimiser = torch.optim.AdamW(plain.parameters.values(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
+    return plain
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_every_adapter_learns_what_peft_in_plain_torch_does(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    trainer = build(folder, lora=4, lora_alpha=8.0)
+    plain = plain_lora(folder, weights(trainer), 4, 8.0)
+    for seed in range(2):
+        asked = request(ROWS, seed=seed)
+        report = trainer.train(asked)
+        losses, norms = plain.train(asked, 5)
+        np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
+        np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-4)
+    got = weights(trainer)
+    for key, parameter in plain.parameters.items():
+        assert (got[key] - parameter).norm() <= 1e-5 * parameter.norm(), key
+
+
+def test_half_precision_trunks_have_float32_adapters(tmp_path: Path) -> None:
+    trainer = build(zoo.checkpoint("llama", tmp_path), lora=4, dtype="bfloat16")
+    trainer.train(request(ROWS))
+    for name, parameter in trainer.engine.trunk.named_parameters():
+        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16)
+
+
+def test_the_file_is_pefts_own(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "base")
+    trainer = build(folder, lora=4)
+    trainer.train(request(ROWS))
+    trainer.train(request(ROWS, seed=1))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    trainer.save(kept)
+    assert json.loads((kept / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    plain = PlainCritic(folder, lr=LR)
+    plain.trunk = peft.PeftModel.from_pretrained(plain.trunk, kept)
+    with torch.no_grad():
+        plain.head.weight.copy_(load_file(kept / "value_head.safetensors")["score.weight"])
+        want = np.concatenate([plain.values(row).numpy() for row in ROWS])
+    np.testing.assert_allclose(values(trainer, ROWS), want, atol=1e-4 * want.std())
+    with pytest.raises(CheckpointError, match="only an adapter"):
+        load(ModelConfig(model=str(kept)))
+
+
+def test_a_model_that_peft_cannot_adapt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="peft cannot adapt a MambaModel") as caught:
+        build(zoo.checkpoint("mamba", tmp_path), lora=4)
+    assert caught.value.help == "leave lora out"
+
+
+def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError) as caught:
+        build(zoo.checkpoint("llama", tmp_path), lora=4)
+    assert "guerdon[lora]" in caught.value.help

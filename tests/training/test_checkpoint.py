@@ -1,0 +1,311 @@
+"""Checkpoints: training on from one is bitwise training without interruption; others can read it; damage is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critics import build, same, values, weights
+from plain import request
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
+
+import zoo
+from guerdon.config import ModelConfig
+from guerdon.core import TrainRequest
+from guerdon.engine.engine import Engine
+from guerdon.engine.loading import load
+from guerdon.errors import CheckpointError, StorageFailed
+from guerdon.training import checkpoint
+from guerdon.training.critic import CriticTrainer
+
+ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
+
+
+def asked(count: int = 4) -> list[TrainRequest]:
+    return [request(ROWS, seed=i, name=str(i)) for i in range(count)]
+
+
+def saved(trainer: CriticTrainer, folder: Path) -> Path:
+    folder.mkdir()
+    trainer.save(folder)
+    return folder
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("llama", {}),
+    "bfloat16": ("llama", {"dtype": "bfloat16"}),
+    "float16": ("gpt2", {"dtype": "float16"}),
+    "lora": ("llama", {"lora": 4}),
+    "lora-bfloat16": ("gpt2", {"lora": 4, "dtype": "bfloat16"}),
+    "8bit": ("llama", {"optimizer": "adamw_8bit", "dtype": "bfloat16"}),
+    "schedule": ("qwen3", {"lr_schedule": "cosine", "warmup_steps": 3, "total_steps": 12}),
+    "recomputed": ("llama", {"activation_checkpointing": True}),
+    "experts": ("mixtral", {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_path: Path) -> None:
+    name, settings = KINDS[kind]
+    if kind == "8bit":
+        pytest.importorskip("bitsandbytes")
+    folder = zoo.checkpoint(name, tmp_path / "base")
+    first, *_ = a = build(folder, **settings), build(folder, **settings)
+    requests = asked()
+    for one in requests[:2]:
+        first.train(one)
+    kept = saved(first, tmp_path / "kept")
+    at_save, told = weights(first), values(first, ROWS)
+    reports = [first.train(one) for one in requests[2:]]
+
+    a[1].train(requests[3])  # what it had become before is forgotten
+    a[1].load(kept)
+    assert same(weights(a[1]), at_save)
+    np.testing.assert_array_equal(values(a[1], ROWS), told)
+    assert [repr(a[1].train(one)) for one in requests[2:]] == [repr(report) for report in reports]
+    assert same(weights(a[1]), weights(first))
+    assert a[1].state() == first.state()
+    # And both write the same files, bit for bit.
+    ends = [saved(trainer, tmp_path / str(i)) for i, trainer in enumerate(a)]
+    assert files(ends[0]) == files(ends[1])
+    for name in files(ends[0]) - {"rng.safetensors"}:
+        assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", zoo.DECODERS)
+def test_the_folder_is_a_checkpoint_that_is_served(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path / "base")
+    trainer = build(folder, mean=0.5, std=2.0)
+    trainer.train(request(ROWS))
+    kept = saved(trainer, tmp_path / "kept")
+    want = values(trainer, ROWS)
+    np.testing.assert_array_equal(values(Engine(load(ModelConfig(model=str(kept), max_batch_tokens=150))), ROWS), want)
+    again = build(kept)
+    np.testing.assert_array_equal(values(again, ROWS), want)
+    assert again.state()["step"] == 0
+
+
+@pytest.mark.parametrize("kind", ["trlx", "trlx-critic", "trl", "openrlhf-critic", "tokcls"])
+def test_so_is_that_of_every_kind_of_head(kind: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path / "base", kind)
+    trainer = build(folder)
+    trainer.train(request(ROWS))
+    kept = saved(trainer, tmp_path / "kept")
+    np.testing.assert_array_equal(values(build(kept), ROWS), values(trainer, ROWS))
+
+
+def test_several_attributes_are_written_as_the_one_value_that_they_became(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "base", num_labels=3)
+    trainer = build(folder, attribute_weights=[0.5, -1.0, 2.0])
+    kept = saved(trainer, tmp_path / "kept")
+    assert load_file(kept / "model.safetensors")["score.weight"].shape == (1, zoo.HIDDEN)
+    np.testing.assert_array_equal(values(build(kept), ROWS), values(trainer, ROWS))
+
+
+def test_plain_transformers_reads_trunk_and_tokenizer(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))
+    trainer = build(folder, dtype="bfloat16")
+    trainer.train(request(ROWS))
+    kept = saved(trainer, tmp_path / "kept")
+    trunk = AutoModel.from_pretrained(kept)
+    own = dict(trainer.engine.trunk.named_parameters())
+    assert all(torch.equal(p, own[name]) and p.dtype == torch.bfloat16 for name, p in trunk.named_parameters())
+    texts = ["hello there", "1 + 1"]
+    assert (
+        AutoTokenizer.from_pretrained(kept)(texts)["input_ids"]
+        == AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+    )
+
+
+def test_nothing_in_it_is_a_pickle_and_others_may_read_it(tmp_path: Path) -> None:
+    kept = saved(build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))), tmp_path / "kept")
+    assert {path.suffix for path in kept.iterdir()} == {".safetensors", ".json", ".jinja"}
+    assert {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "trainer.json"} < files(kept)
+    mode = (kept / "trainer.json").stat().st_mode
+    assert all(path.stat().st_mode == mode for path in kept.iterdir())
+
+
+def test_large_weights_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    folder = zoo.checkpoint("llama", tmp_path / "base")
+    trainer = build(folder)
+    trainer.train(request(ROWS))
+    kept = saved(trainer, tmp_path / "kept")
+    assert len(list(kept.glob("model-*-of-*.safetensors"))) > 2 < len(list(kept.glob("optimizer-*.safetensors")))
+    again = build(folder)
+    again.load(kept)
+    assert same(weights(again), weights(trainer))
+    np.testing.assert_array_equal(values(build(kept), ROWS), values(trainer, ROWS))
+
+
+def test_every_file_is_on_the_disk_when_save_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, int] = {}
+    fsync = os.fsync
+
+    def watched(number: int) -> None:
+        fsync(number)
+        synced[Path(f"/proc/self/fd/{number}").readlink().name] = os.fstat(number).st_size
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    kept = saved(build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))), tmp_path / "kept")
+    assert synced == {path.name: path.stat().st_size for path in kept.iterdir()}
+
+
+def test_torchs_random_numbers_go_on(tmp_path: Path) -> None:
+    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
+    kept = saved(trainer, tmp_path / "kept")
+    want = torch.rand(3)
+    trainer.load(kept)
+    assert torch.equal(torch.rand(3), want)
+
+
+# ------------------------------------------------------------------------------------------- versions
+
+
+def test_versions_name_the_step_and_after_going_back_the_load(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "base")
+    trainer = build(folder, global_batch_size=100)
+    base = trainer.weights_version
+    seen = {base: weights(trainer)}
+    first = saved(trainer, tmp_path / "first")
+    for one in asked(3):
+        report = trainer.train(one)
+        assert report.weights_version == trainer.info.weights_version == f"{base}+{report.step}"
+        assert trainer.weights_version not in seen
+        seen[trainer.weights_version] = weights(trainer)
+    second = saved(trainer, tmp_path / "second")
+    trainer.load(first, 1)
+    for one in asked(3)[::-1]:
+        trainer.train(one)
+        assert trainer.weights_version not in seen
+        seen[trainer.weights_version] = weights(trainer)
+    third = saved(trainer, tmp_path / "third")
+    # A restart goes on under the version that the weights had.
+    for kept in (second, third):
+        again = build(folder, global_batch_size=100)
+        again.load(kept)
+        assert same(weights(again), seen[again.weights_version])
+    assert again.weights_version == trainer.weights_version == f"{base}+3-load1"
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """As on a disk that is full after so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 200_000])
+def test_a_full_disk_is_told_and_changes_nothing(size: int, tmp_path: Path) -> None:
+    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
+    trainer.train(request(ROWS))
+    before = weights(trainer)
+    (tmp_path / "full").mkdir()
+    with no_file_beyond(size), pytest.raises(StorageFailed, match=r"cannot write .*full/"):
+        trainer.save(tmp_path / "full")
+    assert same(weights(trainer), before)
+    assert trainer.train(request(ROWS)).num_steps == 3
+    saved(trainer, tmp_path / "kept")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def drop_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    tensors.popitem()
+    save_file(tensors, path)
+
+
+DAMAGE: dict[str, tuple[str, Any]] = {
+    "no weights": ("model.safetensors", Path.unlink),
+    "no optimiser": ("optimizer.safetensors", Path.unlink),
+    "no trainer": ("trainer.json", Path.unlink),
+    "weights cut": ("model.safetensors", cut),
+    "optimiser cut": ("optimizer.safetensors", cut),
+    "random numbers cut": ("rng.safetensors", cut),
+    "trainer cut": ("trainer.json", cut),
+    "trainer a list": ("trainer.json", lambda path: path.write_text("[]")),
+    "a weight less": ("model.safetensors", drop_tensor),
+    "a state less": ("optimizer.safetensors", drop_tensor),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_refused_and_changes_nothing(damage: str, tmp_path: Path) -> None:
+    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
+    trainer.train(request(ROWS))
+    kept = saved(trainer, tmp_path / "kept")
+    report = trainer.train(request(ROWS, seed=1))
+    before, version = weights(trainer), trainer.weights_version
+    name, harm = DAMAGE[damage]
+    harm(kept / name)
+    with pytest.raises(CheckpointError, match="kept") as caught:
+        trainer.load(kept)
+    assert caught.value.help
+    assert same(weights(trainer), before)
+    assert (trainer.weights_version, trainer.state()["step"]) == (version, report.step)
+
+
+@pytest.mark.parametrize(
+    ("made", "runs", "what"),
+    [
+        ({}, {"dtype": "bfloat16"}, "dtype float32"),
+        ({}, {"lora": 2}, "lora None"),
+        ({"lora": 4}, {"lora": 2}, "lora 4"),
+        ({"lora": 4}, {"lora": 4, "lora_alpha": 8.0}, "lora_alpha 32"),
+        ({}, {"optimizer": "adamw_8bit"}, "optimizer adamw,"),
+    ],
+)
+def test_other_settings_are_named(made: Any, runs: Any, what: str, tmp_path: Path) -> None:
+    if "optimizer" in runs:
+        pytest.importorskip("bitsandbytes")
+    folder = zoo.checkpoint("llama", tmp_path / "base")
+    kept = saved(build(folder, **made), tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=what):
+        build(folder, **runs).load(kept)
+
+
+def test_another_model_is_named(tmp_path: Path) -> None:
+    kept = saved(build(zoo.checkpoint("llama", tmp_path / "base")), tmp_path / "kept")
+    wider = build(zoo.checkpoint("llama", tmp_path / "wider", intermediate_size=96))
+    with pytest.raises(CheckpointError, match=r"of another model: model\.layers\.0\.mlp"):
+        wider.load(kept)
+
+
+def test_adapters_are_for_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
+    kept = saved(build(zoo.checkpoint("llama", tmp_path / "base"), lora=4), tmp_path / "kept")
+    other = build(zoo.checkpoint("llama", tmp_path / "other", seed=5), lora=4)
+    with pytest.raises(CheckpointError, match="adapted"):
+        other.load(kept)
+
+
+def test_the_trainers_file_is_for_people_too(tmp_path: Path) -> None:
+    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
+    trainer.train(request(ROWS))
+    facts = json.loads((saved(trainer, tmp_path / "kept") / "trainer.json").read_text())
+    assert facts["step"] == 3 and facts["weights_version"] == trainer.weights_version
+    assert facts["learning_rate"] == trainer.state()["learning_rate"]

@@ -1,0 +1,148 @@
+"""A train request against plain transformers and torch's AdamW, one sequence at a time: losses, norms, every weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critics import LR, build, same, values, weights
+from plain import PlainCritic, request
+
+import zoo
+from guerdon.core import TrainRequest
+from guerdon.training.critic import CriticTrainer
+
+SHARED = ((40, 5), (20, 3), (3, 3))
+"""Two prompts with several responses, and three rows that share nothing worth sharing; a prefix and a twin."""
+APART = ((1, 1),) * 7
+SINGLE = ("gptj", "falcon", "mamba", "jamba")
+"""Outside the attention registry, or with a state: run one by one."""
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The norm of the difference, relative to that of `b`."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_trained_alike(trainer: CriticTrainer, folder: Path, asked: list[TrainRequest], **settings: Any) -> None:
+    """Trains both on the requests, and a third in float64 that says what is the true result."""
+    size = trainer._config.global_batch_size
+    plain, exact = (PlainCritic(folder, lr=LR, dtype=dtype, **settings) for dtype in (torch.float32, torch.float64))
+    before = weights(trainer)
+    for one in asked:
+        report = trainer.train(one)
+        losses, norms = plain.train(one, size)
+        exact.train(one, size)
+        np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
+        np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-5)
+    after = weights(trainer)
+    assert after.keys() == plain.parameters.keys()
+    for name, parameter in plain.parameters.items():
+        # The first steps of AdamW are as large for a gradient of rounding noise as for any other, and that of a key's
+        # bias is nothing else: there plain float32 is itself no nearer to the truth than this.
+        noise = difference(parameter.detach(), exact.parameters[name].detach()) if "bias" in name else 0.0
+        assert difference(after[name], parameter.detach()) <= max(1e-5, 3 * noise), name
+        assert difference(after[name], before[name]) > 1e-4, f"{name} did not move"
+
+
+@pytest.mark.parametrize("name", zoo.DECODERS)
+def test_every_architecture_learns_what_plain_torch_does(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    trainer = build(folder)
+    assert trainer.engine.path == ("single" if name in SINGLE else "packed+shared"), trainer.engine.info.why
+    assert_trained_alike(trainer, folder, [request(zoo.rows(0, SHARED))])
+
+
+@pytest.mark.parametrize("groups", [SHARED, APART], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", [1, 4, 100], ids=["each", "several", "one"])
+def test_whatever_the_size_of_the_global_batch(size: int, groups: Any, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    rows = zoo.rows(1, groups, least=4)
+    assert_trained_alike(build(folder, global_batch_size=size), folder, [request(rows)])
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 10])
+def test_fewer_as_many_and_more_rows_than_a_global_batch(count: int, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    rows = zoo.rows(2, SHARED)[:count]
+    trainer = build(folder)
+    assert_trained_alike(trainer, folder, [request(rows)])
+    assert trainer.state()["step"] == -(-count // 5)
+
+
+@pytest.mark.parametrize("path", ["packed+shared", "packed", "padded", "single"])
+def test_by_every_path(path: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("qwen3", tmp_path)
+    trainer = build(folder)
+    trainer.engine.path = path
+    trainer.engine.use(path)
+    assert_trained_alike(trainer, folder, [request(zoo.rows(0, SHARED))])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"loss_clip_val": 0.0}, {"loss_clip_val": 5.0}, {"gradient_clip_val": 0.0}, {"gradient_clip_val": 0.1}],
+    ids=str,
+)
+def test_by_every_setting_of_the_loss(settings: dict[str, float], tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    plain = {name: value or float("inf") for name, value in settings.items()}
+    assert_trained_alike(build(folder, **settings), folder, [request(zoo.rows(0, SHARED))], **plain)
+
+
+def test_request_after_request_with_values_in_between(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    trainer, rows = build(folder), zoo.rows(0, SHARED)
+    plain = PlainCritic(folder, lr=LR)
+    for i in range(3):
+        asked = request(zoo.rows(i, SHARED), seed=i)
+        report = trainer.train(asked)
+        losses, _ = plain.train(asked, 5)
+        np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
+        with torch.no_grad():
+            want = np.concatenate([plain.values(row).numpy() for row in rows])
+        np.testing.assert_allclose(values(trainer, rows), want, atol=1e-4 * want.std())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path: Path) -> None:
+    """Both keep what they derived from the longest sequence, and scoring derives it without gradients."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
+    if kind == "longrope":
+        rope |= {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 48}
+        folder = zoo.checkpoint("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=48)
+    else:
+        folder = zoo.checkpoint("llama", tmp_path, rope_parameters=rope | {"factor": 2.0}, max_position_embeddings=48)
+    rows = zoo.rows(0, SHARED)
+    assert min(map(len, rows)) < 48 < max(map(len, rows))
+    asked, told = build(folder, max_length=256), build(folder, max_length=256)
+    for seed in range(2):
+        values(told, rows)
+        assert told.train(request(rows, seed=seed)) == asked.train(request(rows, seed=seed))
+    assert same(weights(asked), weights(told))
+
+
+def test_activations_computed_twice_change_nothing(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gemma2", tmp_path)
+    plain, twice = build(folder), build(folder, activation_checkpointing=True)
+    asked = request(zoo.rows(0, SHARED))
+    assert plain.train(asked) == twice.train(asked)
+    assert same(weights(plain), weights(twice))
+
+
+def test_a_standardised_critic_learns_standardised_values(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    rows = zoo.rows(0, SHARED)
+    asked = request(rows)
+    want = PlainCritic(folder, lr=LR)
+    plain_values = want.values
+    want.values = lambda tokens: (plain_values(tokens) - 0.25) / 2.0  # type: ignore[method-assign]
+    losses, _ = want.train(asked, 5)
+    trainer = build(folder, mean=0.25, std=2.0)
+    np.testing.assert_allclose(trainer.train(asked).losses, losses, rtol=1e-5)
+    got = weights(trainer)
+    for name, parameter in want.parameters.items():
+        assert difference(got[name], parameter.detach()) <= 1e-5, name
