@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
+
+
+def machine() -> dict[str, str]:
+    """When, at which commit and on what a measurement is made."""
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": revision.stdout.strip(),
+        "hardware": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
+    }
 
 
 def report(results: dict) -> str:

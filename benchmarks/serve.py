@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 import load
 from forms import FORMS, HERE, NULL_FORMS, NULL_ROW, PADDED_TO_MAXIMUM, REQUIREMENTS, Form, command
-from report import plot, report
+from report import machine, plot, report
 from workload import Group, make_groups, make_models, read_groups
 
 ENVIRONMENT = {
@@ -176,13 +175,8 @@ def serving(form: Form, args: argparse.Namespace, *, null: bool, probe: bytes) -
 def about(groups: list[Group]) -> dict:
     """What was measured, and on what."""
     lengths = [len(row) for g in groups for row in g.rows]
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": revision.stdout.strip(),
-        "hardware": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
+        **machine(),
         "prompts": len(groups),
         "sequences": len(lengths),
         "tokens": sum(lengths),

@@ -1,0 +1,194 @@
+"""One train step of a critic: plain transformers on padded batches, guerdon in process, guerdon over HTTP; alternating.
+
+  python benchmarks/critic.py --data FILE.jsonl[.gz]       a table on the terminal, results and a plot under --out
+
+Two loads: the text of FILE, and sequences of random ids whose lengths are RLHF's (prompts of about 180 tokens, eight
+responses of about 150 each). The server's form has a journal on the disk of --out; what the network and the journal
+take is the client's time less the time inside the trainer, which the server's metrics tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from critic_server import serving
+from guerdon.core import common_prefix
+from report import machine
+from workload import MAX_LENGTH, VOCAB_SIZE, make_models, read_groups
+
+HERE = Path(__file__).parent
+FORMS = ("padded", "guerdon", "guerdon over HTTP")
+RESPONSES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help='JSONL of {"prompt", "responses"}; default: the demo\'s prompts')
+    parser.add_argument("--out", type=Path, default=Path("out/bench-critic"), help="folder of models and results")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts, each with all its responses (default: 8)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all forms; medians are shown (default: 3)")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a form in a round (default: 1)")
+    parser.add_argument("--port", type=int, default=5556, help="the server's port (default: 5556)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = args.data or Path(str(files("guerdon.demo") / "heldout.jsonl"))
+    texts = read_groups(data, args.prompts)
+    folder = make_models(args.out, texts)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    loads = {
+        "random ids, 180 + 8 x 150": random_groups(args.prompts),
+        data.name: [[np.array(tokenizer(text)["input_ids"][:MAX_LENGTH]) for text in group] for group in texts],
+    }
+    results: dict = {"about": machine(), "loads": {}}
+    for name, groups in loads.items():
+        batch = make_batch(groups)
+        np.savez(args.out / "batch.npz", **batch)
+        results["loads"][name] = measure(folder, batch, args) | {
+            "sequences": len(batch["tokens"]),
+            "tokens": int(batch["lengths"].sum()),
+        }
+    (args.out / "critic.json").write_text(json.dumps(results, indent=1))
+    text = report(results)
+    (args.out / "critic.md").write_text(text)
+    print(text)
+    plot(results, args.out / "critic.png")
+
+
+def random_groups(count: int) -> list[list[np.ndarray]]:
+    """The sequences of each of `count` prompts: log-normal lengths of medians 180 and 150."""
+    rng = np.random.default_rng(0)
+
+    def ids(median: int, low: int, high: int) -> np.ndarray:
+        length = int(np.clip(rng.lognormal(np.log(median), 0.7), low, high))
+        return rng.integers(3, VOCAB_SIZE, length)
+
+    groups = []
+    for _ in range(count):
+        prompt = ids(180, 16, 768)
+        groups.append([np.concatenate([prompt, ids(150, 8, 768)]) for _ in range(RESPONSES)])
+    return groups
+
+
+def make_batch(groups: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """What a PPO trainer would send: a target for every token of the responses, the rows prompt by prompt."""
+    rng = np.random.default_rng(1)
+    rows = [(min(common_prefix(group[0], row) for row in group), row) for group in groups for row in group]
+    count, width = len(rows), max(len(row) for _, row in rows)
+    tokens = np.zeros((count, width), np.int64)
+    mask = np.zeros((count, width - 1), np.float32)
+    for i, (prompt, row) in enumerate(rows):
+        tokens[i, : len(row)] = row
+        mask[i, prompt - 1 : len(row) - 1] = 1
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "returns": rng.normal(size=mask.shape).astype(np.float32),
+        "prev_values": rng.normal(size=mask.shape).astype(np.float32),
+        "lengths": np.array([len(row) for _, row in rows]),
+    }
+
+
+def measure(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespace) -> dict:
+    """Seconds of every step by form, and the seconds a step that the server spent outside the trainer."""
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    outside: list[float] = []
+    for _ in range(args.rounds):
+        for form in tqdm(FORMS, leave=False):
+            if form == "guerdon over HTTP":
+                times, rest = over_http(folder, batch, args)
+                outside += rest
+            else:
+                command = [sys.executable, HERE / "critic_forms.py", form, folder, args.out / "batch.npz"]
+                command += ["--steps", str(args.steps)]
+                printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                times = [float(line) for line in printed.split()]
+            seconds[form] += times
+    return {"seconds": seconds, "outside_s": outside}
+
+
+def over_http(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Seconds of each train call as the client sees it, and how much of them was not in the trainer."""
+    url = f"http://127.0.0.1:{args.port}"
+    journal = args.out / f"checkpoints-{time.time_ns()}"
+    flags = ("--checkpoint-dir", str(journal), "--global-batch-size", str(len(batch["tokens"])))
+    inputs = {k: batch[k] for k in ("tokens", "returns", "prev_values", "mask")}
+    times, outside = [], []
+    with serving(folder, args.port, args.out / "server.log", *flags) as client:
+        client.train(**{k: x[:16] for k, x in inputs.items()}).result()  # to warm up
+        for _ in range(args.steps):
+            before = in_trainer(url)
+            started = time.perf_counter()
+            client.train(**inputs).result()
+            times.append(time.perf_counter() - started)
+            outside.append(times[-1] - (in_trainer(url) - before))
+    return times, outside
+
+
+def in_trainer(url: str) -> float:
+    """Seconds that all train requests so far took inside the trainer."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    return sum(float(x) for x in re.findall(r"^guerdon_train_seconds_sum\S* (\S+)$", text, re.MULTILINE))
+
+
+def report(results: dict) -> str:
+    """The results as Markdown: medians over the steps."""
+    median, about = statistics.median, results["about"]
+    lines = [f"{about['date']}, commit {about['commit']}, {about['hardware']}, float32. Medians of all steps.", ""]
+    for name, load in results["loads"].items():
+        lines += [
+            f"{name}: {load['sequences']} sequences, {load['tokens']} tokens.",
+            "",
+            "| step | seconds | range | tokens/s | times padded |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        base = median(load["seconds"]["padded"])
+        for form, seconds in load["seconds"].items():
+            s, rate = median(seconds), load["tokens"] / median(seconds)
+            spread = f"{min(seconds):.2f}–{max(seconds):.2f}"
+            lines.append(f"| {form} | {s:.2f} | {spread} | {rate:.0f} | {base / s:.2f} |")
+        share = median(o / s for o, s in zip(load["outside_s"], load["seconds"]["guerdon over HTTP"], strict=True))
+        lines += [
+            "",
+            f"Network and journal: {median(load['outside_s']) * 1e3:.0f} ms a step, {share:.1%} of it.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def plot(results: dict, path: Path) -> None:
+    """Bars: tokens a second by form and load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    loads = results["loads"]
+    figure, axes = plt.subplots(len(loads), 1, figsize=(9, 2.2 * len(loads)), squeeze=False)
+    for axis, (name, load) in zip(axes[:, 0], loads.items(), strict=True):
+        forms = list(load["seconds"])[::-1]
+        rates = [load["tokens"] / statistics.median(load["seconds"][form]) for form in forms]
+        colours = ["#2a6f97" if "guerdon" in form else "#b5b5b5" for form in forms]
+        axis.bar_label(axis.barh(forms, rates, color=colours), fmt="%.0f", padding=4)
+        axis.set_title(f"Critic training: tokens a second (higher is better); {name}", loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.12)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
