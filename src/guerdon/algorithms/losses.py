@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from guerdon.algorithms.masking import Sums, check_tokens, fill_left_out
+
 NO_VARIANCE = 1e-13
 """Returns whose variance is below this share of their mean square are one number, as far as float32 can tell."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLossStats:
+class ValueLossStats(Sums):
     """Sums over the masked tokens, weighted by the mask; those of several micro-batches add up by `+`.
 
     `sum_loss` is the loss before its division, `sum_clipped` counts the tokens where the clipped term was the larger;
@@ -27,9 +29,6 @@ class ValueLossStats:
     sum_returns_squared: float = 0.0
     sum_errors: float = 0.0
     sum_errors_squared: float = 0.0
-
-    def __add__(self, other: ValueLossStats) -> ValueLossStats:
-        return ValueLossStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
     def clip_fraction(self) -> float:
@@ -62,20 +61,10 @@ def clipped_value_loss(
     of 0 or less bounds nothing. `denominator` is the mask's sum over the whole global batch: losses of its
     micro-batches add up to its loss. Raises ValueError where shapes or dtypes differ.
     """
-    for name, tensor in (("values", values), ("prev_values", prev_values), ("returns", returns), ("mask", mask)):
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} must be float32, not {str(tensor.dtype).removeprefix('torch.')}")
-        if tensor.dim() not in (1, 2) or tensor.shape != values.shape:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}, values are {list(values.shape)}: all must be [T] or [B, T] alike"
-            )
-    is_left_out = ~(mask > 0)
-    # Filled before anything is computed: 0 * NaN is NaN, in the loss and in its gradient.
-    values, prev_values, returns, mask = (
-        tensor.masked_fill(is_left_out, 0.0) for tensor in (values, prev_values, returns, mask)
-    )
+    check_tokens({"values": values, "prev_values": prev_values, "returns": returns, "mask": mask})
+    mask, values, prev_values, returns = fill_left_out(mask, values, prev_values, returns)
     losses = (values - returns).square()
-    is_clipped = torch.zeros_like(is_left_out)
+    is_clipped = torch.zeros_like(mask, dtype=torch.bool)
     if clip > 0:
         held_back = (prev_values + (values - prev_values).clamp(-clip, clip) - returns).square()
         is_clipped = held_back.detach() > losses.detach()
