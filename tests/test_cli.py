@@ -154,6 +154,9 @@ def test_help_of_a_critic_shows_its_own_defaults(capsys: pytest.CaptureFixture[s
     assert "--betas X,Y of AdamW (default: 0.9,0.98)" in text
     assert "so many train requests; default: only when asked" in text and "asked (default" not in text
     assert "MISSING" not in text
+    assert "--no-grpc HTTP only" in text
+    assert "--keep-best-mode {auto,max,min}" in text
+    assert "as torch's on all weights" in text
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,8 @@ def test_help_of_a_critic_shows_its_own_defaults(capsys: pytest.CaptureFixture[s
         ("critic: {model: a}", "MODEL is given as m"),
         ("critic: {learning_rate: fast}", r"critic\.learning_rate is 'fast'"),
         ("critic: {learning_rate: .nan}", "learning_rate is nan"),
+        ("critic: {weight_decay: .inf}", "weight_decay is inf"),
+        ("critic: {dtype: float16}", "dtype is float16"),
         ("critic: {lr: 1}", r"unknown setting critic\.lr"),
         ("critic: {std: 0}", "std is 0"),
         ("critic: {betas: [0.9, 1]}", "betas is"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from guerdon.config import ModelConfig, ServerConfig, check, from_mapping, read_yaml
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check, from_mapping, read_yaml
 from guerdon.errors import ConfigError
 
 
@@ -58,6 +60,59 @@ def test_values_out_of_range_are_refused(settings: ModelConfig | ServerConfig, m
 def test_defaults_are_in_range() -> None:
     check(ServerConfig())
     check(ModelConfig())
+    check(CriticConfig())
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cls", [ModelConfig, CriticConfig, ServerConfig])
+def test_every_number_is_finite(cls: type, number: float) -> None:
+    checked = 0
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = {hint, *typing.get_args(hint)}
+        if kinds & {float, list[float]}:
+            value = number if float in {hint, *typing.get_args(hint)} and hint != list[float] else [0.5, number]
+            with pytest.raises(ConfigError, match=f"{name} is .*(inf|nan)") as caught:
+                check(cls(**{name: value}))
+            assert caught.value.help == "give a finite number"
+            checked += 1
+    assert checked >= 1
+
+
+def test_a_critic_does_not_train_in_float16() -> None:
+    with pytest.raises(ConfigError, match="float16") as caught:
+        check(CriticConfig(dtype="float16"))
+    assert "bfloat16 or float32" in caught.value.help
+    check(ModelConfig(dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "resolved"),
+    [
+        ("loss", "auto", "min"),
+        ("reward", "auto", "max"),
+        ("explained_variance", "auto", "max"),
+        (None, "auto", "max"),
+        ("loss", "max", "max"),
+        ("reward", "min", "min"),
+    ],
+)
+def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mode: Any, resolved: str) -> None:
+    assert CriticConfig(keep_best=best, keep_best_mode=mode).best_mode == resolved
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_revision": "v2"}, "reward_revision is v2, and there is no reward model"),
+        ({"reward_mean": 0.0}, "reward_mean is 0.0, and there is no reward model"),
+        ({"reward_std": 2.0}, "reward_std is 2.0, and there is no reward model"),
+        ({"reward_attribute_weights": [1.0]}, "reward_attribute_weights is .*, and there is no reward model"),
+        ({"reward_model": "r", "reward_std": 0.0}, "reward_std is 0"),
+    ],
+)
+def test_settings_of_a_reward_model(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(CriticConfig(**settings))
 
 
 def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from guerdon import CriticClient, RewardClient
+from guerdon import CriticClient, RewardClient, assembly
 from guerdon.assembly import build_service
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, InvalidRequest, Offloaded, StartError
 from guerdon.server.runtime import RunningServer
 from processes import environment
@@ -117,6 +119,87 @@ def test_rewards_come_with_the_values(memory: str, folder: Path) -> None:
         with pytriton_client.ModelClient(server.http_url, "critic_infer") as client:
             out = client.infer_batch(sentences=np.array([[b"the"], [b"in a"]]))
         assert out["rewards"].shape == (2, 1) and out["values"].shape[0] == 2
+
+
+def test_the_reward_model_has_settings_of_its_own(folder: Path, tmp_path: Path) -> None:
+    rows = zoo.rows(1)
+    several = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "several", seed=4, num_labels=3))
+    outputs = zoo.reference_outputs(several, rows)
+    for own, want in (
+        ({}, outputs.mean(axis=1)),
+        (
+            {"reward_attribute_weights": [1.0, 0.5, 0.0], "reward_mean": 0.25, "reward_std": 2.0},
+            (outputs @ [1.0, 0.5, 0.0] - 0.25) / 2.0,
+        ),
+    ):
+        critics = {"mean": 3.0, "std": 5.0, "attribute_weights": [1.0], "revision": "of-the-critic"}
+        with (
+            serving(folder, None, reward_model=str(several), **critics, **own) as server,
+            CriticClient(server.http_url) as critic,
+        ):
+            scores = critic.infer_with_rewards(tokens=rows)
+        np.testing.assert_allclose(scores.rewards, want, atol=1e-4)
+        plain = PlainCritic(folder / "model", lr=LR)
+        for got, row in zip(scores.values, rows, strict=True):
+            np.testing.assert_allclose(got, (plain.values(row).detach().numpy() - 3.0) / 5.0, atol=1e-4)
+
+
+def test_a_revision_is_of_one_of_the_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    plain = assembly.build_scorer
+    monkeypatch.setattr(assembly, "build_scorer", lambda config: (asked.append(config.revision), plain(config))[1])
+    paths = {"model": str(folder / "model"), "reward_model": str(folder / "reward")}
+    assembly.build_trainer(CriticConfig(**paths, revision="a"))
+    assembly.build_trainer(CriticConfig(**paths, revision="a", reward_revision="b"))
+    assert asked == [None, "b"]
+
+
+def test_values_alone_leave_the_reward_model_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = []
+    onload = Engine.onload
+    monkeypatch.setattr(Engine, "onload", lambda engine: (moves.append(engine.info.name), onload(engine)))
+    rows = zoo.rows(1)
+    settings = {"reward_model": str(folder / "reward"), "reward_model_memory": "swap"}
+    with serving(folder, None, **settings) as server:
+        for url in (server.http_url, server.grpc_url or ""):
+            with CriticClient(url) as critic:
+                critic.infer_with_rewards(tokens=rows)
+                critic.train(**arrays_of(request(rows))).result(60)  # the critic is there
+                moves.clear()
+                scores = critic.infer(tokens=rows)
+                assert scores.rewards is None and len(scores.values) == len(rows)
+                assert critic.infer(texts=["the"]).rewards is None
+                assert moves == []
+                rewards = critic.infer_with_rewards(tokens=rows).rewards
+                np.testing.assert_allclose(rewards, zoo.reference(folder / "reward", rows), atol=1e-4)
+                assert moves
+
+
+def test_the_best_loss_is_kept_where_the_mode_is_not_said(folder: Path, tmp_path: Path) -> None:
+    with (
+        serving(folder, tmp_path / "critic", keep_best="loss", keep_checkpoints=1) as server,
+        CriticClient(server.http_url) as critic,
+    ):
+        for seed, loss in enumerate((0.5, 0.1, 0.9, 0.4)):
+            critic.train(**arrays_of(request(rows_of(4, shared=True), seed=seed))).result(60)
+            critic.save(metrics={"loss": loss})
+        assert [info.metrics["loss"] for info in critic.state().checkpoints] == [0.1, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [({"model": "reward"}, "another model"), ({"mean": 0.5}, "another standardisation, mean 0.0")],
+)
+def test_the_folder_of_another_critic_is_refused(other: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
+        critic.train(**arrays_of(request(rows_of(4, shared=True)))).result(60)
+        critic.save()
+    if "model" in other:
+        other = {"model": str(folder / other["model"])}
+    settings = {"model": str(folder / "model"), "checkpoint_dir": str(tmp_path / "critic"), **other}
+    with pytest.raises(StartError, match=message) as caught:
+        build_service(ServerConfig(critic=CriticConfig(**settings)))
+    assert "another checkpoint_dir" in caught.value.help
 
 
 def test_operations_by_the_clients_of_pytriton(folder: Path, tmp_path: Path) -> None:

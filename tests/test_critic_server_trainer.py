@@ -13,7 +13,8 @@ import torch
 
 from guerdon import CriticClient, CriticServerTrainer
 from guerdon.config import ServerConfig
-from guerdon.errors import ConfigError, InvalidRequest, TrainFailed
+from guerdon.core import TrainRequest
+from guerdon.errors import ConfigError, InvalidRequest, ServerFault, TrainFailed
 from guerdon.server.runtime import RunningServer
 
 GBS = 4
@@ -196,6 +197,68 @@ def test_a_failure_behind_the_step_counts_it() -> None:
     assert e.value.num_steps == 1 and trainer.step == 1
 
 
+def test_a_failure_inside_the_step_claims_nothing() -> None:
+    trainer, batch = make(), batch_of(4)
+
+    def breaks_off() -> None:
+        raise RuntimeError("out of memory")
+
+    trainer.optimizer.step = breaks_off
+    with pytest.raises(TrainFailed, match="broke off inside step 1, which may stand in part") as e:
+        trainer.run_training(**batch)
+    assert "nothing was changed" not in str(e.value) and e.value.num_steps == 0
+
+
+def test_weights_of_which_nothing_is_known_have_a_version_of_their_own() -> None:
+    trainer, batch = make(), batch_of(4)
+    seen = {trainer.critic.info.weights_version, make().critic.info.weights_version}
+    for step in (1, 2):
+        trainer.run_training(**batch)
+        assert trainer.critic.info.weights_version.startswith(f"1+{step}-")
+        seen.add(trainer.critic.info.weights_version)
+    trainer.load_state_dict({"step": 2})
+    seen.add(trainer.critic.info.weights_version)
+    trainer.optimizer.step = lambda: 1 / 0
+    with pytest.raises(TrainFailed):
+        trainer.run_training(**batch)
+    seen.add(trainer.critic.info.weights_version)
+    assert len(seen) == 6
+
+
+def with_metrics(trainer: CriticServerTrainer, **more: Any) -> None:
+    """The loss as a tensor with its graph, as a model returns it that does not think of it, and more metrics."""
+    plain = trainer.model.get_loss_and_metrics
+
+    def get_loss_and_metrics(batch: dict[str, torch.Tensor], forward_only: bool) -> tuple[torch.Tensor, dict]:
+        loss, metrics = plain(batch, forward_only)
+        weight = trainer.model.head.weight[0, 0]
+        return loss + 0 * weight, {**metrics, **{name: x + 0 * weight for name, x in more.items()}}
+
+    trainer.model.get_loss_and_metrics = get_loss_and_metrics
+
+
+@pytest.mark.filterwarnings("error")
+def test_metrics_may_be_tensors_with_a_gradient() -> None:
+    trainer, plain, batch = make(), make(), batch_of(10)
+    with_metrics(trainer, clip_fraction=torch.tensor([0.25]), explained_variance=torch.tensor(0.5))
+    request = TrainRequest("a", **batch)
+    report = trainer.critic.train(request)
+    assert report.loss == plain.run_training(**batch)
+    assert (report.clip_fraction, report.explained_variance) == (0.25, 0.5)
+    for _, _, logged in trainer.logger.lines:
+        assert all(isinstance(x, float) for x in logged.values()), logged
+    measured = trainer.critic.validate(request)
+    assert (measured.clip_fraction, measured.explained_variance, measured.num_steps) == (0.25, 0.5, 0)
+
+
+def test_a_metric_that_is_no_number_fails_before_the_step() -> None:
+    trainer, batch = make(), batch_of(8)
+    with_metrics(trainer, clip_fraction=torch.tensor([0.25, 0.5]))
+    with pytest.raises(TrainFailed, match="nothing was changed") as e:
+        trainer.run_training(**batch)
+    assert e.value.num_steps == 0 and trainer.step == 0
+
+
 def test_a_mask_of_zeros_is_refused() -> None:
     trainer, batch = make(), batch_of(4)
     with pytest.raises(InvalidRequest, match="mask is 0 everywhere"):
@@ -287,3 +350,38 @@ def test_a_known_train_id_is_answered_again_and_trains_once(served: tuple[Critic
         for _ in range(2):
             with pytest.raises(TrainFailed, match="a bug in the user's model"):
                 client.train(*arrays, train_id="b").result(30)
+
+
+def test_validation_over_the_network_changes_nothing(served: tuple[CriticServerTrainer, str]) -> None:
+    trainer, url = served
+    batch = batch_of(6)
+    losses, _ = by_hand(trainer, {name: x[:4] for name, x in batch.items()})
+    before = copy.deepcopy(trainer.model.state_dict())
+    with CriticClient(url) as client:
+        report = client.validate(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask")))
+    assert report.losses[0] == pytest.approx(losses[0], rel=1e-5) and len(report.losses) == 2
+    assert report.step == trainer.step == 0
+    assert all(torch.equal(w, before[n]) for n, w in trainer.model.state_dict().items())
+    assert trainer.model.called == ["prepare_for_training", "finish_training"]
+
+
+def test_a_save_leaves_nothing_unsaved(served: tuple[CriticServerTrainer, str]) -> None:
+    _, url = served
+    batch = batch_of(4)
+    with CriticClient(url) as client:
+        client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(30)
+        assert client.state().num_unsaved == 1
+        client.save()
+        assert client.state().num_unsaved == 0
+
+
+def test_a_broken_critic_is_not_saved(served: tuple[CriticServerTrainer, str]) -> None:
+    trainer, url = served
+    batch = batch_of(4)
+    trainer.critic.train = lambda *_: 1 / 0  # type: ignore[method-assign] # a bug: nobody knows what it left
+    with CriticClient(url) as client:
+        with pytest.raises(ServerFault):
+            client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(30)
+        with pytest.raises(ServerFault, match="broken down"):
+            client.save()
+    assert trainer.ckpt_callback.saved == []

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig
+from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
-from guerdon.errors import ConfigError
+from guerdon.errors import ConfigError, StartError
 from guerdon.server.critic import Critic
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
@@ -29,19 +29,35 @@ def build_scorer(config: ModelConfig) -> Any:
 
 
 def build_trainer(config: CriticConfig) -> Any:
-    """The critic that learns, and beside it the reward model where the config names one."""
+    """The critic that learns, and beside it the reward model where the config names one.
+
+    Raises StartError where the settings contradict each other, or memory does not suffice.
+    """
+    import torch
+
     from guerdon.engine.critics import load_critic
-    from guerdon.training.critic import CriticTrainer
-
-    trainer = CriticTrainer(load_critic(_infer_config(config)), config)
-    if config.reward_model is None:
-        return trainer
+    from guerdon.engine.placement import SMALLER_TRAINING
     from guerdon.training.combined import CriticWithReward
+    from guerdon.training.critic import CriticTrainer
+    from guerdon.training.optimiser import moment_bytes
 
-    reward_model = dataclasses.replace(_infer_config(config), model=config.reward_model)
-    if config.reward_model != config.model:
-        reward_model.revision = None  # it names one of the critic's repository
-    return CriticWithReward(trainer, lambda: build_scorer(reward_model), config.reward_model_memory)
+    check(config)
+    try:
+        loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config))
+        trainer = CriticTrainer(loaded, config)
+        if config.reward_model is None:
+            return trainer
+        reward_model = dataclasses.replace(
+            _infer_config(config),
+            model=config.reward_model,
+            revision=config.reward_revision,
+            attribute_weights=config.reward_attribute_weights,
+            mean=config.reward_mean,
+            std=config.reward_std,
+        )
+        return CriticWithReward(trainer, lambda: build_scorer(reward_model), config.reward_model_memory)
+    except torch.OutOfMemoryError as e:
+        raise StartError(f"{config.model} leaves no memory to train it: {e}", SMALLER_TRAINING) from e
 
 
 def build_service(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -90,6 +91,16 @@ class CriticConfig(EngineConfig):
     reward_model_memory: Literal["resident", "swap"] = setting(
         "resident", "resident: both stay on the device; swap: one at a time, the other waits in the host's memory"
     )
+    reward_revision: str | None = setting(None, "hub revision of the reward model")
+    reward_attribute_weights: list[float] | None = setting(
+        None, "weights that merge the reward model's attributes; default: the plain mean"
+    )
+    reward_mean: float | None = setting(
+        None, "subtracted from the reward model's rewards; auto: its checkpoint's own", auto=True
+    )
+    reward_std: float | None = setting(
+        None, "divides the reward model's rewards after the mean; auto: its checkpoint's own", auto=True
+    )
     checkpoint_dir: str | None = setting(
         None, "folder for checkpoints and the journal; without it nothing survives the server"
     )
@@ -97,13 +108,15 @@ class CriticConfig(EngineConfig):
     keep_best: str | None = setting(
         None, "also keep the checkpoint that is best by this metric: explained_variance, loss, or one given to save"
     )
-    keep_best_mode: Literal["max", "min"] = setting("max", "whether the best metric is the largest or the smallest")
+    keep_best_mode: Literal["auto", "max", "min"] = setting(
+        "auto", "whether the best metric is the largest or the smallest; auto: the smallest loss, the largest of others"
+    )
     save_every: int | None = setting(
         None, "save a checkpoint by itself after so many train requests; default: only when asked", least=1
     )
     global_batch_size: int = setting(64, "sequences of one optimiser step", least=1)
     learning_rate: float = setting(9e-6, "of AdamW, after the warm-up", least=0)
-    weight_decay: float = setting(0.01, "of AdamW", least=0)
+    weight_decay: float = setting(0.01, "of AdamW, as torch's on all weights: biases and norms decay, too", least=0)
     betas: list[float] = setting([0.9, 0.98], "of AdamW")
     optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw_8bit keeps its state in 8 bits")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
@@ -115,9 +128,19 @@ class CriticConfig(EngineConfig):
     loss_clip_val: float = setting(0.2, "how far a value may move from prev_values in the loss; 0: unbounded", least=0)
     lora: int | None = setting(None, "train low-rank adapters of this rank (by peft) in place of all weights", least=1)
     lora_alpha: float = setting(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora", least=0)
+    lora_targets: str = setting(
+        "all-linear", "which layers lora adapts: all-linear, or a regular expression of whole module names"
+    )
     activation_checkpointing: bool = setting(
         False, "compute activations a second time in place of keeping them: less memory, about a third more time"
     )
+
+    @property
+    def best_mode(self) -> Literal["max", "min"]:
+        """`keep_best_mode` with `auto` decided."""
+        if self.keep_best_mode != "auto":
+            return self.keep_best_mode
+        return "min" if self.keep_best == "loss" else "max"
 
 
 @dataclass
@@ -133,7 +156,9 @@ class ServerConfig:
         2048, "MiB that the bodies of the requests in progress may have together; beyond it 503", least=1
     )
     request_timeout_s: float = setting(
-        600.0, "longest time a request may wait when it sets no time-out itself", least=0
+        600.0,
+        "longest time a request may wait when it sets no time-out itself; a critic's wait as long as it takes",
+        least=0,
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
@@ -161,10 +186,12 @@ def check(settings: ModelConfig | CriticConfig | ServerConfig) -> None:
     """Raises ConfigError for the first setting that is out of its bounds or contradicts another."""
     for item in dataclasses.fields(settings):
         value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
-        # `not >=`, so that NaN is refused.
-        if value is not None and least is not None and not value >= least:
+        numbers = value if isinstance(value, list) else [value]
+        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
+            raise ConfigError(f"{item.name} is {value}", "give a finite number")
+        if value is not None and least is not None and value < least:
             raise ConfigError(f"{item.name} is {value}", f"give at least {least:g}")
-        if value is not None and most is not None and not value <= most:
+        if value is not None and most is not None and value > most:
             raise ConfigError(f"{item.name} is {value}", f"give at most {most:.0f}")
     if isinstance(settings, EngineConfig) and settings.std is not None and not settings.std > 0:
         raise ConfigError(f"std is {settings.std:g}", "rewards and values are divided by it: give a number above 0")
@@ -172,7 +199,20 @@ def check(settings: ModelConfig | CriticConfig | ServerConfig) -> None:
         _check_critic(settings)
 
 
+_OF_REWARD_MODEL = (
+    "reward_model_memory",
+    "reward_revision",
+    "reward_attribute_weights",
+    "reward_mean",
+    "reward_std",
+)
+
+
 def _check_critic(settings: CriticConfig) -> None:
+    if settings.dtype == "float16":
+        raise ConfigError(
+            "dtype is float16, in which a critic's gradients vanish to 0", "use bfloat16 or float32 to train"
+        )
     betas, schedule = settings.betas, settings.lr_schedule
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
@@ -186,8 +226,13 @@ def _check_critic(settings: CriticConfig) -> None:
         for name in ("save_every", "keep_best"):
             if (value := getattr(settings, name)) is not None:
                 raise ConfigError(f"{name} is {value}, and there is no folder for checkpoints", "give checkpoint_dir")
-    if settings.reward_model is None and settings.reward_model_memory == "swap":
-        raise ConfigError("reward_model_memory is swap, and there is no reward model", "give reward_model")
+    if settings.reward_std is not None and settings.reward_std <= 0:
+        raise ConfigError(f"reward_std is {settings.reward_std:g}", "rewards are divided by it: give a number above 0")
+    if settings.reward_model is None:
+        defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+        for name in _OF_REWARD_MODEL:
+            if (value := getattr(settings, name)) != defaults[name]:
+                raise ConfigError(f"{name} is {value}, and there is no reward model", "give reward_model")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

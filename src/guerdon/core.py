@@ -58,7 +58,8 @@ class Sequence:
 
     `tokens` is int64 `[T]`; empty only where `text` is what the scorer reads. `group` is equal for sequences
     that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
-    (int64 `[K]`, each below T) whose values are wanted as step rewards.
+    (int64 `[K]`, each below T) whose values are wanted as step rewards. Without `wants_reward` a scorer of values
+    may leave the reward out.
     """
 
     tokens: np.ndarray
@@ -66,6 +67,7 @@ class Sequence:
     group: int | None = None
     prompt_length: int | None = None
     steps: np.ndarray | None = None
+    wants_reward: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +94,8 @@ class ScoreRequest:
     """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, one entry a sample.
 
     `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one
-    entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
+    entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` tells
+    whether anybody reads the rewards.
     """
 
     texts: list[str] | None = None
@@ -103,6 +106,7 @@ class ScoreRequest:
     steps: list[np.ndarray] | None = None
     timeout_s: float | None = None
     priority: int = 0
+    wants_rewards: bool = True
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())

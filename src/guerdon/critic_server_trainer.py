@@ -23,17 +23,22 @@ from guerdon.server.service import Service
 from guerdon.training.callable import UserCritic
 
 _NAME = "critic"
+_OPERATIONS = (Operation.TRAIN, Operation.VALIDATE, Operation.SAVE, Operation.STATE)
 _REQUIRED = object()
 
 
 class CriticServerTrainer:
-    """Serves a user's critic as `critic_infer`, `critic_train` and `critic_save`, and trains it with their optimiser.
+    """Serves a user's critic as `critic_infer`, `critic_train`, `critic_save`, and trains it with their optimiser.
+
+    `critic_validate` and `critic_state` come with them. `host` is the address to listen on: this machine alone by
+    default, where NeMo-Aligner's class listens on all of its addresses (0.0.0.0).
 
     `model` is a torch module with `infer(inputs=(tokens [B,T], lengths [B])) -> values [B,T]`, or, where
     `cfg.combine_rm_and_critic_server`, `infer_rm_critic` of the same inputs `-> (rewards [B] or [B,1], values)`; and
     `get_loss_and_metrics(batch, forward_only) -> (loss, metrics)`, which leaves the gradient of one global batch of
-    `gbs` rows in its parameters. Its `prepare_for_inference`, `finish_inference`, `prepare_for_training`,
-    `finish_training`, `prepare_for_training_step` and `finish_training_step` are called where it has them.
+    `gbs` rows in its parameters, or with `forward_only` only measures. Its `prepare_for_inference`,
+    `finish_inference`, `prepare_for_training`, `finish_training`, `prepare_for_training_step` and
+    `finish_training_step` are called where it has them.
 
     `cfg`, by attribute or by key: `port`, `inference_micro_batch_size`, `combine_rm_and_critic_server`; optionally
     `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None). What is
@@ -99,7 +104,9 @@ class CriticServerTrainer:
         return self.critic.infer(inputs["inputs"], inputs["sequence_length"])
 
     def run_training(self, tokens: Any, returns: Any, prev_values: Any, mask: Any) -> float:
-        """One optimiser step a global batch of `tokens` `[N,T]` and the others `[N,T-1]`; the loss over all of them.
+        """One optimiser step a global batch of `tokens` `[N,T]` and the others `[N,T-1]`; the mean of their losses.
+
+        It is over all global batches, weighted by their masks' sums, as is the `loss_mean` that `critic_train` answers.
 
         The last global batch is filled up to `gbs` rows with mask 0. Raises TrainFailed where the model raises.
         """
@@ -125,7 +132,7 @@ class CriticServerTrainer:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Goes on counting from `state_dict["step"]`; weights and optimiser are the caller's to load."""
-        self.critic.count(int(state_dict["step"]))
+        self.critic.begin(int(state_dict["step"]))
 
     def run_server(self) -> None:
         """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns."""
@@ -137,7 +144,7 @@ class CriticServerTrainer:
         return build_service(
             self.config,
             trainer=lambda _: self.critic,
-            critic=functools.partial(_Operations, operations=(Operation.TRAIN, Operation.SAVE, Operation.STATE)),
+            critic=functools.partial(_Operations, operations=_OPERATIONS),
             limits={self.critic.info.name: limits},
         )
 
@@ -146,7 +153,11 @@ class _Operations(Critic):
     """The operations of a critic that its user saves."""
 
     def save(self, asked: ControlRequest, group: Group) -> None:
+        """Has the user's callback save; raises ServerFault where the weights are in a state that nobody knows."""
+        self._check_sound()
         group.lead(Command(Signal.SAVE, self.name))
+        self._history.num_unsaved = 0
+        self._show()
 
 
 def _setting(cfg: Any, name: str, default: Any = _REQUIRED) -> Any:

@@ -50,7 +50,14 @@ def add_settings(group: argparse._ArgumentGroup, cls: type, defaults: dict[str, 
             kind = functools.partial(_number_or_auto, hint) if automatic else hint
             group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
     if cls is ServerConfig:
-        group.add_argument("--no-grpc", dest="grpc_port", action="store_const", const=None, default=argparse.SUPPRESS)
+        group.add_argument(
+            "--no-grpc",
+            dest="grpc_port",
+            help="HTTP only",
+            action="store_const",
+            const=None,
+            default=argparse.SUPPRESS,
+        )
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -45,6 +45,7 @@ TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
     "guerdon_critic_step": (Gauge, "Optimiser steps that were made.", ("critic",), ()),
     "guerdon_critic_unsaved": (Gauge, "Train requests since the newest checkpoint.", ("critic",), ()),
     "guerdon_critic_offloaded": (Gauge, "1 while the weights are off the device.", ("critic",), ()),
+    "guerdon_critic_fault": (Gauge, "1 from when the weights are spoilt, until a restart.", ("critic",), ()),
 }  # fmt: skip
 
 

@@ -131,15 +131,16 @@ def test_each_other_operation_there_and_back(request_: ControlRequest, answer: A
     assert errand.parse(operations.to_reply(answer, sent, info), 0.0, 0.0) == answer
 
 
-def scores(rows: list[Any], info: ModelInfo, **samples: Any) -> Any:
-    errand = inferring("critic_infer", make_request(**samples))
+def scores(rows: list[Any], info: ModelInfo, needs_rewards: bool | None = None, **samples: Any) -> Any:
+    needs_rewards = "rewards" in info.outputs if needs_rewards is None else needs_rewards
+    errand = inferring("critic_infer", make_request(**samples), needs_rewards=needs_rewards)
     sent = errand.build(described(info), 5.0)
     assert sent.parameters["timeout"] == 5_000_000
     lengths = [0 if isinstance(row, Exception) else len(row.values) for row in rows]
     return errand.parse(operations.to_reply(ScoreReply(rows, lengths, "w+1"), sent, info), 0.25, 0.5)
 
 
-def test_values_come_without_their_padding_and_rewards_where_there_are_any() -> None:
+def test_values_come_without_their_padding_and_rewards_where_they_are_asked_for() -> None:
     rows = [Score(1.5, values=np.float32([1, 2, 3])), Score(-2, values=np.float32([4]))]
     for samples in ({"tokens": [[7, 8, 9], [7]]}, {"texts": ["abc", "d"]}):
         found = scores(rows, CRITIC, **samples)
@@ -147,6 +148,7 @@ def test_values_come_without_their_padding_and_rewards_where_there_are_any() -> 
         assert (found.rewards, found.errors, found.weights_version) == (None, [None, None], "w+1")
         assert (found.queue_s, found.compute_s, len(found)) == (0.25, 0.5, 2)
         assert scores(rows, COMBINED, **samples).rewards.tolist() == [1.5, -2]
+        assert scores(rows, COMBINED, needs_rewards=False, **samples).rewards is None
     assert found.raise_for_failed() is found
 
 

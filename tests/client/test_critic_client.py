@@ -125,14 +125,15 @@ def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
     assert np.isnan(scores.values[1]).all()
 
 
-def test_rewards_come_with_the_values_where_there_is_a_reward_model() -> None:
+def test_rewards_come_with_the_values_where_they_are_asked_for() -> None:
     with RunningServer(ArithmeticService(with_rewards=True), ServerConfig(port=0, grpc_port=0)) as running:
         for url in (running.http_url, str(running.grpc_url)):
             with CriticClient(url) as client:
-                for scores in (client.infer(tokens=[[1, 2], [7]]), client.infer_with_rewards(tokens=[[1, 2], [7]])):
+                alone, both = client.infer(tokens=[[1, 2], [7]]), client.infer_with_rewards(tokens=[[1, 2], [7]])
+                for scores in (alone, both):
                     assert [row.tolist() for row in scores.values] == [[1, 2], [7]]
-                    assert scores.rewards is not None
-                    assert scores.rewards.tolist() == [3, 7]
+                assert alone.rewards is None
+                assert both.rewards is not None and both.rewards.tolist() == [3, 7]
 
 
 def test_rewards_are_refused_where_there_is_none(url: str) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import zoo
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
+from guerdon.engine.checkpoints import Checkpoint
 from guerdon.engine.heads import pool_positions, to_scores
 from guerdon.engine.loading import LoadedModel, load
 
@@ -206,6 +207,17 @@ def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) ->
     extra = {"lm_head.weight": torch.zeros(3, 3), "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
     assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+
+
+@pytest.mark.parametrize("at", [0, 20, 39])
+def test_the_version_follows_weights_between_the_ends_of_a_large_file(at: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    weights = np.zeros((40, 1 << 18), np.float32)  # 40 rows of a MiB
+    weights.tofile(file)
+    before = Checkpoint(tmp_path, {}, (file,), {}).fingerprint()
+    weights[max(0, at - 5) : at + 5] = 1  # as when a matrix of some MiB is trained
+    weights.tofile(file)
+    assert Checkpoint(tmp_path, {}, (file,), {}).fingerprint() != before
 
 
 def test_the_version_follows_the_weights(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class ArithmeticTrainer:
         self.weight = FIRST_WEIGHT
         self.step = 0
         self.lineage = 0
+        self.run_token = ""
+        self.broken = ""
         self.is_offloaded = False
         self.slow_s = 0.5
         self.go = threading.Event()
@@ -150,11 +152,12 @@ class ArithmeticTrainer:
         self.is_offloaded = False
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "learning_rate": 0.5, "num_parameters": 1, "num_trainable": 1}
+        return {"broken": self.broken, "step": self.step, "learning_rate": 0.5, "num_parameters": 1, "num_trainable": 1}
 
     def _set(self, weight: float, step: int) -> None:
         self.weight, self.step = weight, step
-        version = f"1+{step}" + (f".{self.lineage}" if self.lineage else "")
+        run = f"-run{self.run_token}" if self.run_token else ""
+        version = f"1+{step}{run}" + (f".{self.lineage}" if self.lineage else "")
         self.info = replace(self.info, weights_version=version)
 
     def _loss(self, request: TrainRequest, rows: slice) -> float:

@@ -99,8 +99,8 @@ async def test_a_train_changes_the_values_and_reports_what_it_did(tmp_path: Path
         assert await values(service, 1, 2) == ([weight, 2 * weight], "1+2")
 
 
-async def test_orders_and_scores_are_answered_in_the_order_in_which_they_came() -> None:
-    async with running() as service:
+async def test_orders_and_scores_are_answered_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: bool(service.trainer.trained))
         tasks: list[asyncio.Task[Any]] = []

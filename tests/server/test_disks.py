@@ -152,7 +152,7 @@ def test_a_withdrawal_that_the_disk_refuses_is_made_up_for_before_anything_else(
             with pytest.raises(TrainFailed):
                 critic.train(request("bad", 1, first_token=FAIL_TOKEN))
             critic.trainer.train = fails
-            with pytest.raises(StorageFailed, match="cannot note what became of an earlier request"):
+            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
                 critic.train(B)
             remount(tmp_path, "rw")
             critic.train(B)
@@ -249,6 +249,7 @@ def test_a_request_is_safe_from_a_power_cut_before_it_is_done(tmp_path: Path, mo
             "journal",
             "train",
             f"journal/{record} > 000000000001-done.safetensors",
+            "journal",
         ]
         synced.clear()
         name = critic.ask(Operation.SAVE).name
@@ -328,7 +329,7 @@ def test_a_record_that_can_neither_be_kept_nor_removed_is_removed_before_anythin
                 critic.train(B)
             assert "journal/000000000003.safetensors" in names(tmp_path)
             patch.setattr(Path, "rename", really_rename)
-            with pytest.raises(StorageFailed, match="cannot note what became of an earlier request"):
+            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
                 critic.train(C)
         critic.train(C)
         assert "journal/000000000003.safetensors" not in names(tmp_path)

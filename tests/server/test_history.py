@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from guerdon.core import Operation, TrainRequest
-from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
+from guerdon.core import ModelInfo, Operation, TrainReport, TrainRequest
+from guerdon.errors import CheckpointError, InvalidRequest, StartError, StorageFailed, TrainFailed
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import Driver
 
@@ -187,9 +189,132 @@ def test_what_may_have_been_answered_is_never_given_up(
         assert critic.trainer.weight == after([A, FAILS_LATER, *behind], 1)
 
 
+def last_record(folder: Path) -> Path:
+    return max((folder / "journal").glob("*.safetensors"))
+
+
+def test_an_answered_last_record_that_is_cut_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Driver(tmp_path) as critic:
+        for asked in (A, B, C):
+            critic.train(asked)
+    last = last_record(tmp_path)
+    last.write_bytes(last.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING), Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B]) and critic.trainer.step == 2
+    (said,) = (record for record in caplog.records if record.levelno == logging.CRITICAL)
+    assert "IT HAD BEEN ANSWERED" in said.getMessage() and last.name in said.getMessage()
+
+
+def test_an_answered_last_record_with_wrong_content_stops_the_start(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        for asked in (A, B):
+            critic.train(asked)
+    last = last_record(tmp_path)
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(StartError, match=f"{last.name} is damaged .*had been answered") as refused:
+            Driver(tmp_path)
+    assert "backup" in refused.value.help
+    last.write_bytes(whole)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B])
+
+
+def test_nobody_is_answered_before_the_mark_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        trains = critic.trainer.train
+        with monkeypatch.context() as patch:
+
+            def train_and_break(*more: Any) -> TrainReport:
+                patch.setattr("guerdon.server.journal.sync", broken)
+                return trains(*more)
+
+            critic.trainer.train = train_and_break  # type: ignore[method-assign]
+            for asked in (B, B, A, C):  # once it is done, known, known from before, and new
+                with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+                    critic.train(asked)
+        critic.trainer.train = trains  # type: ignore[method-assign]
+        assert critic.train(B).step == 2 and critic.trainer.trained == ["a", "b"]
+        critic.train(C)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, C])
+
+
+def test_what_was_done_again_at_a_start_is_not_given_up_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        critic.train(A)
+        critic.train(FAILS_LATER)
+    unmark_last(tmp_path)
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        critic.train(FAILS_LATER)  # it is answered now
+    fails_now(monkeypatch)
+    with pytest.raises(StartError, match="cannot be done again"):
+        Driver(tmp_path, global_batch_size=1)
+
+
+def test_what_was_measured_last_is_measured_after_a_restart(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+        loss = critic.train(request("far", 100)).loss
+    with Driver(tmp_path) as critic:
+        assert f'guerdon_critic_loss{{critic="critic"}} {loss}' in critic.service.metrics.render().decode()
+        assert critic.ask(Operation.SAVE).metrics["loss"] == loss
+
+
+def test_a_save_that_is_due_after_a_restart_is_made(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        for asked in (A, B, C):
+            critic.train(asked)
+    with Driver(tmp_path, save_every=3) as critic:
+        assert [info.step for info in critic.state().checkpoints] == [3]
+
+
+def test_a_model_whose_folder_was_moved_goes_on_and_another_dtype_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Driver(tmp_path, dtype="auto") as critic:
+        critic.train(A)
+    with Driver(tmp_path, dtype="float32", revision="main") as critic:  # which auto came to
+        critic.train(B)
+    for change, told in (
+        ({"dtype": "bfloat16"}, "dtype float32; now: dtype bfloat16"),
+        ({"weights_version": "2"}, "weights 1; now: weights 2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "server.arithmetic_critic.ModelInfo", lambda *a, c=change, **more: ModelInfo(*a, **(more | c))
+            )
+            with pytest.raises(StartError, match=f"written with {told}"):
+                Driver(tmp_path)
+
+
+def test_a_checkpoint_of_other_settings_is_the_callers_error(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+
+        def load(*_: Any) -> None:
+            raise CheckpointError("it was made with lora 4", "start with lora 4")
+
+        critic.trainer.load = load  # type: ignore[method-assign]
+        with pytest.raises(InvalidRequest, match="it was made with lora 4; start with lora 4"):
+            critic.ask(Operation.LOAD)
+        assert records(tmp_path) == [1]
+
+
 def unmark_last(folder: Path) -> None:
     """Leaves the journal as a crash does in the middle of its last train request."""
-    last = max((folder / "journal").glob("*.safetensors"))
+    last = last_record(folder)
     last.rename(last.with_name(f"{last.name[:12]}.safetensors"))
 
 
@@ -289,10 +414,12 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
         critic.train(A)
         first = critic.ask(Operation.SAVE)
         critic.train(B)
+        second = critic.ask(Operation.SAVE)
         damage(checkpoint(tmp_path, 1))
-        with pytest.raises(StorageFailed, match=r"is damaged: weight\.json"):
+        damaged = rf"checkpoint {first.name} is damaged: weight\.json .*; load another one, of: {second.name}$"
+        with pytest.raises(InvalidRequest, match=damaged):
             critic.ask(Operation.LOAD, checkpoint=first.name)
-        assert critic.trainer.weight == after([A, B]) and records(tmp_path) == [1, 2]
+        assert critic.trainer.weight == after([A, B]) and records(tmp_path) == [2]
 
 
 def test_a_save_may_be_asked_for_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
 class Order:
     num_sequences: int = 0
     num_tokens: int = 0
+    is_ready: bool = True
 
 
 def lane(**limits: object) -> Lane[Order]:
@@ -80,10 +81,13 @@ def test_held_scores_and_orders_count_in_the_queue() -> None:
         queue.add_order(Order(1, 10))
     with pytest.raises(Overloaded):
         queue.check_room(1)
-    queue.add_order(Order())  # holds nothing
+    with pytest.raises(Overloaded):
+        queue.add_order(Order())  # which counts as one sequence
+    taken(queue)
+    queue.add_order(Order())
+    assert (queue.num_sequences, queue.num_tokens) == (1, 0)
     taken(queue)
     queue.add_order(Order(9, 9999))  # an empty queue takes anything
-    queue.add_order(Order())
     with pytest.raises(Overloaded):
         queue.add(job())
 
@@ -94,7 +98,7 @@ def test_a_held_score_is_dropped_when_its_caller_leaves() -> None:
     queue.add(gone)
     queue.add(stays)
     queue.cancel(gone)
-    assert gone.cancelled and queue.num_sequences == 1
+    assert gone.cancelled and queue.num_sequences == 1 + 1
     assert taken(queue) == [order, {stays}]
 
 
@@ -105,3 +109,40 @@ def test_dropping_all_gives_everything_back() -> None:
     queue.add(b)
     assert queue.drop_all() == ([a, b], [order])
     assert taken(queue) == [] and queue.num_tokens == 0
+
+
+def test_an_order_that_is_not_ready_holds_its_place_and_those_behind_it() -> None:
+    queue, before, place, behind = lane(), job(), Order(is_ready=False), job()
+    queue.add(before)
+    queue.add_order(place)
+    queue.add(behind)
+    assert taken(queue) == [{before}] and queue.starts_at() is None
+    assert queue.fill(place, 3, 30) and queue.starts_at() == 0.0
+    assert (queue.num_sequences, queue.num_tokens) == (4, 40)
+    assert taken(queue) == [place, {behind}]
+    assert not queue.fill(place, 3, 30)
+
+
+def test_a_place_that_is_dropped_lets_those_behind_it_go() -> None:
+    queue, place, behind, order, last = lane(), Order(is_ready=False), job(), Order(), job()
+    queue.add_order(place)
+    queue.add(behind)
+    queue.add_order(order)
+    queue.add(last)
+    assert queue.drop_order(place) and not queue.drop_order(place)
+    assert (queue.num_sequences, queue.num_tokens) == (3, 20)
+    assert taken(queue) == [{behind}, order, {last}]
+    queue.add_order(order)
+    queue.add_order(place)
+    assert queue.drop_unready() == [place]
+    assert taken(queue) == [order]
+
+
+def test_a_place_without_room_for_what_it_is_to_hold_stays_until_it_is_dropped() -> None:
+    queue, place = lane(max_queue_sequences=4), Order(is_ready=False)
+    queue.add_order(Order(2, 20))
+    queue.add_order(place)
+    with pytest.raises(Overloaded):
+        queue.fill(place, 3, 30)
+    assert queue.num_sequences == 3 and not place.is_ready
+    assert queue.fill(place, 2, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,46 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
         load(ModelConfig(model=str(kept)))
 
 
-def test_a_model_that_peft_cannot_adapt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="peft cannot adapt a MambaModel") as caught:
-        build(zoo.checkpoint("mamba", tmp_path), lora=4)
-    assert caught.value.help == "leave lora out"
+@pytest.mark.parametrize(("name", "model"), [("mamba", "MambaModel"), ("llama4", "Llama4TextModel")])
+def test_a_model_that_peft_cannot_adapt_is_refused(name: str, model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"peft cannot adapt a {model} by lora_targets all-linear: ") as caught:
+        build(zoo.checkpoint(name, tmp_path), lora=4)
+    assert "lora_targets" in caught.value.help and "leave lora out" in caught.value.help
+
+
+@pytest.mark.parametrize("targets", ["no_such_layer", "(", ".*norm"])
+def test_targets_that_are_no_layers_are_refused(targets: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"by lora_targets {re.escape(targets)}"):
+        build(zoo.checkpoint("llama", tmp_path), lora=4, lora_targets=targets)
+
+
+def test_only_the_targets_are_adapted_and_the_start_says_how_much_that_is(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    trainer = build(zoo.checkpoint("llama4", tmp_path), lora=4, lora_targets=r".*\.(q|k|v|o)_proj")
+    adapted = {name.split(".")[-4] for name, _ in trainer.engine.trunk.named_parameters() if is_adapter(name)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    before = weights(trainer)
+    trainer.train(request(ROWS))
+    assert not same(weights(trainer), before)
+    # Both layers have 3072 weights in these; the other matrices are the experts', the router's and an MLP's.
+    share = 2 * 3072 / sum(
+        p.numel() for n, p in trainer.engine.trunk.named_parameters()
+        if p.dim() > 1 and not is_adapter(n) and "embed" not in n
+    )  # fmt: skip
+    assert f"1,824 of 42,368 parameters train: adapters on {share:.1%} of the layers' weights" in caplog.text
+
+
+@pytest.mark.parametrize("name", zoo.DECODERS)
+def test_every_decoder_learns_by_adapters_or_says_why_not(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
+    if name in ("mamba", "llama4"):
+        with pytest.raises(ConfigError, match="peft cannot adapt"):
+            build(folder, lora=2)
+        return
+    trainer = build(folder, lora=2)
+    before = weights(trainer)
+    assert trainer.train(request(ROWS)).num_steps > 0
+    assert not same(weights(trainer), before)
 
 
 def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:

@@ -26,6 +26,14 @@ def test_a_row_ends_with_its_last_token_that_counts() -> None:
     assert (batch.sum_mask, batch.num_tokens) == (3.5, 4)
 
 
+def test_with_the_action_behind_it_where_the_length_of_a_row_matters() -> None:
+    (batch,) = global_batches(request([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0.5]]), 3, with_action=True)
+    assert [row.tolist() for row in batch.rows] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
+    np.testing.assert_array_equal(batch.targets[0], [[NAN, -1, NAN, -3, 0], [NAN, 1, NAN, 3, 0], [0, 1, 0, 1, 0]])
+    np.testing.assert_array_equal(batch.targets[1][2], [0, 0, 0, 0, 0.5, 0])
+    assert (batch.sum_mask, batch.num_tokens) == (2.5, 3)
+
+
 def test_rows_in_order_and_the_last_batch_smaller() -> None:
     batches = global_batches(request([[1, 1]] * 5), 2)
     assert [[row[0] // 3 for row in batch.rows] for batch in batches] == [[0, 1], [2, 3], [4]]

@@ -17,7 +17,7 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.callable import FunctionScorer
 from guerdon.engine.engine import Engine
 from guerdon.engine.loading import load
-from guerdon.errors import ConfigError, Offloaded, SampleFailed
+from guerdon.errors import ConfigError, Offloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.training.combined import CriticWithReward
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
@@ -103,6 +103,87 @@ def test_swapped_one_is_on_the_device_and_a_request_costs_one_exchange(tmp_path:
     assert moves == ["-reward", "+critic"]
 
 
+def test_for_values_alone_the_reward_model_is_left_where_it_is(tmp_path: Path) -> None:
+    both, critic, folder, moves = make(tmp_path, "swap")
+    scored(both)
+    scored(both)
+    both.train(request(ROWS))
+    moves.clear()
+    alone = both.score([Sequence(row, wants_reward=False) for row in ROWS])
+    assert moves == []
+    np.testing.assert_array_equal(np.concatenate([r.values for r in alone]), values(critic, ROWS))  # type: ignore
+    # In one batch with others, only these have their rewards.
+    ran: list[int] = []
+    plain_score = both._reward.score
+    both._reward.score = lambda some: (ran.append(len(some)), plain_score(some))[1]  # type: ignore
+    mixed = both.score([Sequence(row, wants_reward=i == 2) for i, row in enumerate(ROWS)])
+    assert ran == [1]
+    assert mixed[2].reward == pytest.approx(zoo.reference(folder, ROWS)[2], abs=1e-4)  # type: ignore[union-attr]
+    assert moves == ["-critic", "+reward"]
+
+
+def fills_up(engine: Any) -> list[bool]:
+    """Makes the engine's device too small for it, once part of it is there, as long as the list says True."""
+    full = [True]
+    to = engine.head.to
+
+    def move(where: Any) -> Any:
+        engine.moves.append(f"head to {where}")
+        if full[0] and engine.moves[-2].startswith("+"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return to(where)
+
+    engine.head.to = move
+    return full
+
+
+def test_where_the_critic_does_not_fit_beside_others_the_request_fails_alone(tmp_path: Path) -> None:
+    both, critic, _, moves = make(tmp_path, "swap")
+    alone = build(tmp_path / "critic")
+    full = fills_up(critic.engine)
+    for call in (both.train, both.validate):
+        moves.clear()
+        with pytest.raises(TrainFailed, match=r"critic cannot be .*OutOfMemoryError.*: nothing was changed") as caught:
+            call(request(ROWS))
+        assert caught.value.num_steps == 0
+        assert moves[-2:] == ["-critic", "head to cpu"]  # what had arrived has left again
+    results = both.score([Sequence(row) for row in ROWS])
+    assert all(isinstance(r, ServerFault) and "the critic cannot be brought" in str(r) for r in results)
+    full[0] = False
+    assert both.train(request(ROWS)) == alone.train(request(ROWS))
+    np.testing.assert_array_equal(scored(both)[1], values(alone, ROWS))
+
+
+def test_where_the_reward_model_does_not_fit_the_critic_still_learns(tmp_path: Path) -> None:
+    both, _, folder, moves = make(tmp_path, "swap")
+    both.train(request(ROWS))
+    full = fills_up(both._reward)
+    results = both.score([Sequence(row) for row in ROWS])
+    assert all(isinstance(r, ServerFault) and "the reward model cannot be brought" in str(r) for r in results)
+    assert moves[-2:] == ["-reward", "head to cpu"]
+    assert both.train(request(ROWS, seed=1)).num_steps > 0
+    full[0] = False
+    want = zoo.reference(folder, ROWS)
+    np.testing.assert_allclose(scored(both)[0], want, atol=1e-4 * want.std())
+
+
+@pytest.mark.parametrize("memory", ["resident"])
+def test_an_onload_that_fails_leaves_nothing_on_the_device(memory: Memory, tmp_path: Path) -> None:
+    both, _, _, moves = make(tmp_path, memory)
+    want = scored(both)
+    both.offload()
+    full = fills_up(both._reward)
+    moves.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        both.onload()
+    assert [m for m in moves if m[0] in "+-"] == ["+critic", "+reward", "-critic", "-reward"]
+    with pytest.raises(Offloaded):
+        scored(both)
+    full[0] = False
+    both.onload()
+    np.testing.assert_array_equal(scored(both)[0], want[0])
+
+
 def test_resident_none_moves(tmp_path: Path) -> None:
     both, _, _, moves = make(tmp_path, "resident")
     scored(both)
@@ -141,7 +222,7 @@ def test_it_is_saved_and_loaded_wherever_the_critic_is(memory: Memory, tmp_path:
     scored(both)
     both.load(tmp_path / "kept", 1)
     assert same(weights(critic), kept)
-    assert both.info.weights_version.endswith("+3-load1")
+    assert "+3." in both.info.weights_version and both.info.weights_version.endswith("-load1")
 
 
 def test_a_sample_fails_where_either_fails_on_it(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def test_a_report_counts_what_was_done(folder: Path) -> None:
     begun = trainer.weights_version
     report = trainer.train(asked)
     assert (report.id, report.step, report.num_steps, report.num_skipped) == ("first", 3, 3, 0)
-    assert report.weights_version == trainer.weights_version == f"{begun}+3"
+    assert report.weights_version == trainer.weights_version
+    assert trainer.weights_version.startswith(f"{begun}+3.")
     assert report.num_tokens == (asked.mask > 0).sum()
     assert report.learning_rate == LR
     weight = [asked.mask[i : i + 5].sum() for i in (0, 5, 10)]
@@ -99,6 +100,28 @@ def test_the_model_it_is_served_as(folder: Path) -> None:
     info = trainer.info
     assert (info.name, info.outputs, info.path) == ("judge_infer", ("values",), "packed+shared")
     assert trainer.max_batch_tokens == 150 and trainer.encoder is not None
+
+
+def test_an_onload_that_fails_leaves_it_offloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, asked = build(folder), request(ROWS)
+    want = values(trainer, ROWS)
+    trainer.offload()
+    left: list[str] = []
+    offload = trainer.engine.offload
+
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as here:
+        here.setattr(trainer.engine.head, "to", lambda where: full(where) if not left else None)
+        here.setattr(trainer.engine, "offload", lambda: (left.append("gone"), offload()))
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.onload()
+    assert left == ["gone"]
+    with pytest.raises(Offloaded):
+        trainer.train(asked)
+    trainer.onload()
+    np.testing.assert_array_equal(values(trainer, ROWS), want)
 
 
 def test_the_schedule_counts_steps(folder: Path) -> None:
@@ -283,3 +306,12 @@ def test_offloaded_it_refuses_and_comes_back_as_it_was(folder: Path, tmp_path: P
         one.onload()
     assert trainer.train(asked) == other.train(asked)
     assert same(weights(trainer), weights(other))
+
+
+def test_the_token_of_a_run_is_in_the_versions_of_what_was_learnt_in_it(folder: Path) -> None:
+    trainer = build(folder)
+    begun = trainer.weights_version
+    trainer.run_token = "abc"
+    assert trainer.weights_version == begun
+    trainer.train(part(request(ROWS), 0, 1))
+    assert trainer.weights_version.startswith(f"{begun}+1.") and trainer.weights_version.endswith("-runabc")

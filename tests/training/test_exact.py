@@ -107,15 +107,19 @@ def test_request_after_request_with_values_in_between(tmp_path: Path) -> None:
         np.testing.assert_allclose(values(trainer, rows), want, atol=1e-4 * want.std())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path: Path) -> None:
-    """Both keep what they derived from the longest sequence, and scoring derives it without gradients."""
+def changing_rope(kind: str, folder: Path) -> Path:
+    """A checkpoint whose rotary embedding is another beyond 48 tokens; dynamic, at every length."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
     if kind == "longrope":
         rope |= {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 48}
-        folder = zoo.checkpoint("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=48)
-    else:
-        folder = zoo.checkpoint("llama", tmp_path, rope_parameters=rope | {"factor": 2.0}, max_position_embeddings=48)
+        return zoo.checkpoint("phi3", folder, rope_parameters=rope, original_max_position_embeddings=48)
+    return zoo.checkpoint("llama", folder, rope_parameters=rope | {"factor": 2.0}, max_position_embeddings=48)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path: Path) -> None:
+    """Both keep what they derived from the longest sequence, and scoring derives it without gradients."""
+    folder = changing_rope(kind, tmp_path)
     rows = zoo.rows(0, SHARED)
     assert min(map(len, rows)) < 48 < max(map(len, rows))
     asked, told = build(folder, max_length=256), build(folder, max_length=256)
@@ -123,6 +127,32 @@ def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path:
         values(told, rows)
         assert told.train(request(rows, seed=seed)) == asked.train(request(rows, seed=seed))
     assert same(weights(asked), weights(told))
+
+
+@pytest.mark.parametrize("length", [49, 80])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_has_in_training_the_length_of_serving(
+    kind: str, length: int, tmp_path: Path
+) -> None:
+    """With a full mask, as PPO has it for a prompt and its response, each row is as long as the model was asked for."""
+    folder = changing_rope(kind, tmp_path)
+    random = np.random.default_rng(0)
+    shape = (5, length - 1)
+    asked = TrainRequest(
+        "full",
+        random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, (5, length)),
+        random.standard_normal(shape).astype(np.float32),
+        random.standard_normal(shape).astype(np.float32),
+        np.ones(shape, np.float32),
+    )
+    trainer, plain = build(folder, max_length=256), PlainCritic(folder, lr=LR)
+    with torch.no_grad():
+        want = np.concatenate([plain.values(row).numpy() for row in asked.tokens])
+    np.testing.assert_allclose(values(trainer, list(asked.tokens)), want, atol=1e-4 * want.std())
+    losses, norms = plain.train(asked, 5)
+    report = trainer.train(asked)
+    np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-5)
 
 
 def test_activations_computed_twice_change_nothing(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_gradients_add_up_and_can_be_dropped() -> None:
     assert optimiser.gradient_norm() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_masters_in_which_small_steps_add_up(dtype: torch.dtype) -> None:
+def test_half_precision_has_masters_in_which_small_steps_add_up() -> None:
+    dtype = torch.bfloat16
     half, full = parameters(dtype), {n: nn.Parameter(p.detach().float()) for n, p in parameters(dtype).items()}
     config = CriticConfig(learning_rate=1e-5)
     optimisers = [Optimiser(half, config), Optimiser(full, config)]
@@ -112,6 +112,22 @@ def test_after_its_end_the_schedule_stays_at_0(schedule: Any) -> None:
     config = CriticConfig(lr_schedule=schedule, total_steps=5)
     assert rate(config, 4) > 0
     assert [rate(config, step) for step in (5, 6, 8, 100)] == [0.0] * 4
+
+
+def test_the_end_of_the_schedule_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    own = parameters()
+    optimiser = Optimiser(own, CriticConfig(lr_schedule="linear", warmup_steps=2, total_steps=4))
+    told = []
+    for seed in range(6):
+        step(optimiser, own, seed)
+        told.append(caplog.text.count("the learning rate is 0: the schedule has ended with step 4"))
+    assert told == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_constant_rate_of_0_ends_no_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    own = parameters()
+    step(Optimiser(own, CriticConfig(learning_rate=0.0)), own, 0)
+    assert not caplog.text
 
 
 def test_each_step_has_the_rate_that_was_announced() -> None:

@@ -16,7 +16,7 @@ from guerdon.client.futures import AsyncTrainFuture, TrainFuture
 from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
 from guerdon.client.results import CriticScores
 from guerdon.client.retry import RetryPolicy
-from guerdon.client.session import AsyncClient, ThreadedClient, parse_urls
+from guerdon.client.session import AsyncClient, Call, ThreadedClient, parse_urls
 from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport
 from guerdon.errors import Cancelled
 
@@ -47,7 +47,8 @@ class CriticClient(ThreadedClient[OrderedSession]):
     `url` is the server's http://, https:// or grpc:// address (a bare host:port means http), `name` the critic's
     name there. Calls go in the order in which they are made: values asked for after a train are those of the trained
     weights, and a train waits for the values before it. A server that is away or restarts is tried again until the
-    policy's time is up, which loses nothing and trains on nothing twice.
+    policy's time is up. One with a folder for checkpoints has lost nothing then, and trains on nothing twice; one
+    without begins anew, and the next train or validate raises CriticReset, as after another client's `load`.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class CriticClient(ThreadedClient[OrderedSession]):
         super().__init__(new_session, (url, name, policy, max_in_flight))
 
     def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
-        """The samples' values; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
+        """The samples' values, no rewards; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
         return self.submit(**samples).result()
 
     def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
         request = make_request(**samples)
-        return self._in_turn(inferring(self._model("infer"), request, needs_rewards=True)).result()
+        return self._ask(inferring(self._model("infer"), request, needs_rewards=True)).result()
 
     def submit(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
         """A future of `infer`'s result, at once; thousands may be under way."""
-        return self._in_turn(inferring(self._model("infer"), make_request(**samples)))
+        return self._ask(inferring(self._model("infer"), make_request(**samples)))
 
     def train(
         self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
@@ -81,14 +82,22 @@ class CriticClient(ThreadedClient[OrderedSession]):
         future by the next call, that call raises it.
         """
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
-        future = TrainFuture(request.id, self._session_here().failures)
-        self._in_turn(training(self._model(Operation.TRAIN), request), alone=True, future=future)
+        session = self._session_here()
+        future = TrainFuture(request.id, session.failures)
+        call = session.progress.reporting(
+            session.caller,
+            training(self._model(Operation.TRAIN), request),
+            state=None if train_id is None else self._stating(),
+        )
+        self._in_turn(session, call, alone=True, future=future)
         return future
 
     def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
         """The loss and its companions on these rows, without any training; blocks."""
         request = make_train_request(tokens, returns, prev_values, mask)
-        return self._in_turn(training(self._model(Operation.VALIDATE), request)).result()
+        session = self._session_here()
+        errand = training(self._model(Operation.VALIDATE), request)
+        return self._in_turn(session, session.progress.reporting(session.caller, errand, trains=False)).result()
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
@@ -118,17 +127,30 @@ class CriticClient(ThreadedClient[OrderedSession]):
     def _model(self, operation: str) -> str:
         return f"{self._name}_{operation}"
 
-    def _control(self, request: ControlRequest) -> Any:
-        alone = request.operation is not Operation.STATE
-        return self._in_turn(controlling(self._model(request.operation), request), alone=alone).result()
+    def _stating(self) -> Errand[CriticState]:
+        return controlling(self._model(Operation.STATE), ControlRequest(Operation.STATE))
 
-    def _in_turn(self, errand: Errand[T], *, alone: bool = False, future: Future[T] | None = None) -> Future[T]:
+    def _control(self, request: ControlRequest) -> Any:
+        session, errand = self._session_here(), controlling(self._model(request.operation), request)
+        is_load, alone = request.operation is Operation.LOAD, request.operation is not Operation.STATE
+        call = session.progress.returning(session.caller, errand) if is_load else session.caller.ask(errand)
+        return self._in_turn(session, call, alone=alone).result()
+
+    def _ask(self, errand: Errand[T]) -> Future[T]:
         session = self._session_here()
+        return self._in_turn(session, session.caller.ask(errand))
+
+    def _in_turn(
+        self, session: OrderedSession, call: Call[T], *, alone: bool = False, future: Future[T] | None = None
+    ) -> Future[T]:
         future = Future() if future is None else future
 
-        def perform(_client: CriticClient = self) -> T:  # which must not be collected, and so close, before
-            return session.run(session.caller.ask(errand))
+        kept = [self]  # which must not be collected, and so close, before the future has its outcome
 
+        def perform(_kept: list[CriticClient] = kept) -> T:
+            return session.run(call)
+
+        future.add_done_callback(lambda _: kept.clear())
         session.in_turn(perform, future, alone=alone)
         return future
 
@@ -153,11 +175,11 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
 
     async def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
-        return await self._in_turn(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
+        return await self._ask(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
 
     def submit(self, **samples: Unpack[InferArgs]) -> asyncio.Task[CriticScores]:
         """A task of `infer`, started at once."""
-        return self._in_turn(inferring(self._model("infer"), make_request(**samples)))
+        return self._ask(inferring(self._model("infer"), make_request(**samples)))
 
     def train(
         self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
@@ -165,15 +187,23 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
         """As `CriticClient.train`: a future to be awaited, under way at once."""
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
         future = AsyncTrainFuture(request.id)
-        errand = training(self._model(Operation.TRAIN), request)
-        task = self._session.in_turn(errand, alone=True, is_wanted=lambda: not future.cancelled())
+        session = self._session
+        call = session.progress.reporting(
+            session.caller,
+            training(self._model(Operation.TRAIN), request),
+            state=None
+            if train_id is None
+            else controlling(self._model(Operation.STATE), ControlRequest(Operation.STATE)),
+        )
+        task = session.in_turn(call, alone=True, is_wanted=lambda: not future.cancelled())
         task.add_done_callback(functools.partial(self._trained, future))
         return future
 
     async def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
         """The loss and its companions on these rows, without any training."""
         request = make_train_request(tokens, returns, prev_values, mask)
-        return await self._in_turn(training(self._model(Operation.VALIDATE), request))
+        session, errand = self._session, training(self._model(Operation.VALIDATE), request)
+        return await session.in_turn(session.progress.reporting(session.caller, errand, trains=False), alone=False)
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
@@ -203,11 +233,13 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
         return f"{self._name}_{operation}"
 
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
-        alone = request.operation is not Operation.STATE
-        return self._in_turn(controlling(self._model(request.operation), request), alone=alone)
+        session, errand = self._session, controlling(self._model(request.operation), request)
+        is_load, alone = request.operation is Operation.LOAD, request.operation is not Operation.STATE
+        call = session.progress.returning(session.caller, errand) if is_load else session.caller.ask(errand)
+        return session.in_turn(call, alone=alone)
 
-    def _in_turn(self, errand: Errand[T], *, alone: bool = False) -> asyncio.Task[T]:
-        return self._session.in_turn(errand, alone=alone)
+    def _ask(self, errand: Errand[T]) -> asyncio.Task[T]:
+        return self._session.in_turn(self._session.caller.ask(errand), alone=False)
 
     def _trained(self, future: AsyncTrainFuture, task: asyncio.Task[TrainReport]) -> None:
         if task.cancelled():

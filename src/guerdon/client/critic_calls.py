@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ def make_train_request(
 
 
 def inferring(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Errand[CriticScores]:
-    """The errand of asking for the values of `request`."""
+    """The errand of asking for the values of `request`, and only with `needs_rewards` for its rewards."""
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         if needs_rewards and "rewards" not in signature.outputs:
@@ -60,7 +61,10 @@ def inferring(model: str, request: ScoreRequest, *, needs_rewards: bool = False)
                 f"model '{model}' gives no rewards; start its server with --reward-model, or use infer and a "
                 "RewardClient of another server"
             )
-        return calls.build(request, signature, left_s)
+        made = calls.build(request, signature, left_s)
+        if not needs_rewards and made.outputs is not None:
+            made.outputs.pop("rewards", None)  # so that its reward model need not run
+        return made
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
         return _scores(reply, request, queue_s, compute_s)
@@ -84,13 +88,17 @@ def training(model: str, request: TrainRequest) -> Errand[TrainReport]:
 
 
 def controlling(model: str, request: ControlRequest) -> Errand[Any]:
-    """The errand of any other operation: a CriticState of state, of save and load a CheckpointInfo or None."""
+    """The errand of any other operation: a CriticState of state, of save and load a CheckpointInfo or None.
+
+    Raises InvalidRequest for metrics that are not finite numbers.
+    """
+    metrics = {name: _metric(name, value) for name, value in request.metrics.items()}
     output, noun = _ANSWERS.get(request.operation, ("", None))
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         inputs = [Tensor.of("dummy_var", np.zeros(1, np.int64))]  # which PyTriton's servers insist on
-        if request.metrics:
-            inputs.append(Tensor("metrics", "BYTES", (1,), [orjson.dumps(request.metrics)]))
+        if metrics:
+            inputs.append(Tensor("metrics", "BYTES", (1,), [orjson.dumps(metrics)]))
         if request.checkpoint is not None:
             inputs.append(Tensor("checkpoint", "BYTES", (1,), [request.checkpoint.encode()]))
         return _request(inputs, list(signature.outputs), left_s)
@@ -107,6 +115,17 @@ _ANSWERS: dict[Operation, tuple[str, type]] = {
     Operation.LOAD: ("report", CheckpointInfo),
     Operation.STATE: ("state", CriticState),
 }
+
+
+def _metric(name: Any, value: Any) -> float:
+    """Also numpy's and torch's scalars as plain numbers."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not isinstance(name, str) or not math.isfinite(number):
+        raise InvalidRequest(f"metrics[{name!r}] is {value!r}; give finite numbers by names")
+    return number
 
 
 def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **parameters: Any) -> InferRequest:

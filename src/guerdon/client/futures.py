@@ -35,14 +35,17 @@ class Failures:
 
     def add(self, future: _Ended, error: BaseException) -> None:
         """Says on the log that the request failed, and keeps it for the next call."""
-        log.error("train request %s failed: %s", future.train_id, error)
+        log.error("train request %s failed: %s", future.train_id, str(error))
         if not isinstance(error, Cancelled):  # there is no next call
             self._failed.append((future, error))
 
     def raise_unseen(self) -> None:
         """Raises the error of the first failed request whose future nobody has looked at."""
-        while self._failed:
-            future, error = self._failed.popleft()
+        while True:
+            try:
+                future, error = self._failed.popleft()
+            except IndexError:  # there is none left, or another thread has taken it
+                return
             if not future.was_seen:
                 if not future.cancelled():
                     future.exception()

@@ -89,7 +89,7 @@ class Call:
             )
         trailing = error.trailing_metadata() or ()
         kind = next((value for key, value in trailing if key == "guerdon-error"), None)
-        return error_of(code, details, _number(trailing, "retry-after"), kind)
+        return error_of(code, details, _number(trailing, "retry-after"), kind, _number(trailing, "guerdon-num-steps"))
 
 
 class GrpcTransport:

@@ -105,7 +105,8 @@ class Call:
                 return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)
-        return error_of(status, message, _number(response.headers, "Retry-After", None), kind)
+        retry_after_s = _number(response.headers, "Retry-After", None)
+        return error_of(status, message, retry_after_s, kind, _number(body, "num_steps", None))
 
 
 class HttpTransport:
@@ -245,8 +246,8 @@ def _json(response: httpx.Response) -> Any:
         return None
 
 
-def _number(headers: Mapping[str, str], name: str, default: Any) -> Any:
+def _number(headers: Mapping[str, Any], name: str, default: Any) -> Any:
     try:
         return float(headers[name])
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return default

@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from guerdon.client.calls import Errand
 from guerdon.client.futures import Failures
+from guerdon.client.progress import Progress
 from guerdon.client.retry import RetryPolicy
-from guerdon.client.session import AsyncSession, Session
+from guerdon.client.session import AsyncSession, Call, Session
 from guerdon.client.turnstile import Turnstile
 from guerdon.client.workers import end
 from guerdon.errors import Cancelled
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class _Turn:
     """A call that waits for those before it: what it does, and the future of its result."""
 
-    task: Callable[[], Any]
+    task: Callable[[], Any] | None
     future: Future[Any]
     is_waiting: bool = True
 
@@ -36,6 +36,7 @@ class OrderedSession(Session):
     def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
         super().__init__(urls, policy, max_in_flight)
         self.failures = Failures()
+        self.progress = Progress()
         self._turns: Turnstile[_Turn] = Turnstile()
         self._turns_lock = threading.Lock()
 
@@ -66,7 +67,7 @@ class OrderedSession(Session):
 
     def _leave(self, turn: _Turn) -> None:
         with self._turns_lock:
-            was_waiting = turn.is_waiting
+            was_waiting, turn.task = turn.is_waiting, None  # the future, which keeps the turn, may be kept for long
             ready = _called(self._turns.leave(turn))
         if was_waiting:  # cancelled, and nobody else will wake those who wait for it
             turn.future.set_running_or_notify_cancel()
@@ -74,8 +75,10 @@ class OrderedSession(Session):
 
     def _begin(self, turns: list[_Turn]) -> None:
         for turn in turns:
+            if (task := turn.task) is None:  # it has just left
+                continue
             try:
-                self.workers.submit(turn.task, future=turn.future)
+                self.workers.submit(task, future=turn.future)
             except Cancelled:
                 _cancel(turn.future)
 
@@ -86,13 +89,12 @@ class AsyncOrderedSession(AsyncSession):
     def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
         super().__init__(urls, policy, max_in_flight)
         self.failures = Failures()
+        self.progress = Progress()
         self._turns: Turnstile[asyncio.Future[None]] = Turnstile()
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself would let them be collected
 
-    def in_turn(
-        self, errand: Errand[T], *, alone: bool, is_wanted: Callable[[], bool] = lambda: True
-    ) -> asyncio.Task[T]:
-        """The task of the errand, whose place in the order is taken at once; it is dropped if not wanted by then.
+    def in_turn(self, call: Call[T], *, alone: bool, is_wanted: Callable[[], bool] = lambda: True) -> asyncio.Task[T]:
+        """The task of the call, whose place in the order is taken at once; it is dropped if not wanted by then.
 
         Raises the error of an earlier train request that nobody has looked at.
         """
@@ -103,7 +105,7 @@ class AsyncOrderedSession(AsyncSession):
             await turn
             if not is_wanted():
                 raise asyncio.CancelledError
-            return await self.run(self.caller.ask(errand))
+            return await self.run(call)
 
         def leave(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)

@@ -46,7 +46,7 @@ class Scores:
 class CriticScores:
     """A critic's values for one call, one entry a sample in the order sent.
 
-    `values` is a list of float32 `[T_i]`, one a token; `rewards` float32 `[B]` where the server has a reward model
+    `values` is a list of float32 `[T_i]`, one a token; `rewards` float32 `[B]` where they were asked for
     beside the critic, else None. Both are NaN where the sample failed; `errors[i]` then says why and is None
     elsewhere. `weights_version` names the critic's weights; `queue_s` and `compute_s` are the seconds the server
     spent waiting and computing.

@@ -121,13 +121,13 @@ class Caller:
         A connection that breaks moves the request to another server, or to the same once more: what is asked must
         either change nothing, or be known to the server by its id.
         """
-        model = errand.model
+        model, asked = errand.model, [errand]
         deadline = self.clock() + (self.policy.timeout_s if errand.timeout_s is None else errand.timeout_s)
 
         def infer(endpoint: Endpoint, signature: ModelSignature) -> Generator[Step, Any, T]:
             left_s = max(0.001, deadline - self.clock())
-            result: InferResult = yield Infer(endpoint, model, errand.build(signature, left_s), left_s)
-            return errand.parse(result.reply, result.queue_s, result.compute_s)
+            result: InferResult = yield Infer(endpoint, model, asked[0].build(signature, left_s), left_s)
+            return asked[0].parse(result.reply, result.queue_s, result.compute_s)
 
         def send(endpoint: Endpoint) -> Generator[Step, Any, T]:
             known = endpoint.signatures.get(model)
@@ -145,7 +145,10 @@ class Caller:
                     raise
             return (yield from infer(endpoint, signature))
 
-        return (yield from self._try(send, errand.cost, deadline))
+        try:
+            return (yield from self._try(send, errand.cost, deadline))
+        finally:
+            asked.clear()  # an error's frames keep the functions above, and by them the request
 
     def describe(self, model: str) -> Generator[Step, Any, ModelSignature]:
         """The model's signature, from the server that is up."""

@@ -7,12 +7,19 @@ from guerdon.errors import GuerdonError
 
 
 def error_of(
-    status: int | str, message: str, retry_after_s: float | None = None, kind: str | bytes | None = None
+    status: int | str,
+    message: str,
+    retry_after_s: float | None = None,
+    kind: str | bytes | None = None,
+    num_steps: float | None = None,
 ) -> GuerdonError:
     """The error that an HTTP status or the name of a gRPC status stands for: the class that the server raised.
 
-    `kind` is the class's name, where the server tells it; the status alone stands for several.
+    `kind` is the class's name, where the server tells it; the status alone stands for several. `num_steps` is
+    TrainFailed's.
     """
+    if kind == "TrainFailed":
+        return errors.TrainFailed(message, int(num_steps or 0))
     if kind == "Overloaded" or status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None):
         return errors.Overloaded(message, retry_after_s or 0.0)
     cls = getattr(errors, kind, None) if isinstance(kind, str) else None

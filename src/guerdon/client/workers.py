@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -72,11 +73,22 @@ class Workers:
             try:
                 result = task()
             except BaseException as e:
+                _clear(e)
                 end(future, error=e)
             else:
                 end(future, result)
             self._running.discard(future)
             del future, task  # an idle thread keeps no request alive
+
+
+def _clear(error: BaseException) -> None:
+    """Lets go of what the frames of an error hold, such as the request: a failed future may be kept for long."""
+    seen: set[int] = set()
+    part: BaseException | None = error
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        traceback.clear_frames(part.__traceback__)
+        part = part.__cause__ or part.__context__
 
 
 def end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:

@@ -23,7 +23,8 @@ class Trainer(Protocol):
 
     `train` raises TrainFailed, whose `num_steps` leading global batches stand, and has changed nothing beyond them;
     any other GuerdonError means that nothing was changed. `state` has `step`, `learning_rate`, `num_parameters` and
-    `num_trainable`. `load` goes on under the saved lineage, or under a new one where its number is given.
+    `num_trainable`, and where the weights are spoilt says under `broken` why. `load` goes on under the saved lineage,
+    or under a new one where its number is given.
     """
 
     info: ModelInfo

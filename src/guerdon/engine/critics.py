@@ -17,7 +17,9 @@ from guerdon.errors import CheckpointError
 STARTS = "start the critic from a decoder with a scalar reward head, or from a critic"
 
 
-def load_critic(config: ModelConfig, device: torch.device | None = None) -> LoadedModel:
+def load_critic(
+    config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None
+) -> LoadedModel:
     """Loads what `load` loads, as a model that gives one value a token and can be trained.
 
     A scalar head is applied to every token, as PPO starts its critic; several attributes become one output by their
@@ -26,7 +28,7 @@ def load_critic(config: ModelConfig, device: torch.device | None = None) -> Load
     """
     if ":" in config.model and not Path(config.model).exists():
         raise CheckpointError(f"{config.model} is a function, and has no weights to train", STARTS)
-    loaded = load(config, device)
+    loaded = load(config, device, moment_bytes=moment_bytes)
     if not loaded.causal:
         raise CheckpointError(
             f"{config.model} is an encoder: the value of a token would be made from the tokens behind it", STARTS

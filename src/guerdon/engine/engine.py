@@ -112,6 +112,11 @@ class Engine:
             table = self.head.merged(self.head(layout.hidden))
             yield layout.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in layout.spans]
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a token's value depends on how many tokens follow it, as some rotary embeddings have it."""
+        return self._classes.depend_on_length
+
     def offload(self) -> None:
         """Moves the weights to the host's memory; nothing may be computed until `onload`."""
         self.trunk.to("cpu")
@@ -120,7 +125,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Moves the weights back to the device."""
+        """Moves the weights back to the device; where that raises, some may be there, until `offload`."""
         self.trunk.to(self.device)
         self.head.to(self.device)
 

@@ -44,8 +44,10 @@ class LoadedModel:
     trains: bool = False
 
 
-def load(config: ModelConfig, device: torch.device | None = None) -> LoadedModel:
+def load(config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None) -> LoadedModel:
     """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
+
+    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them.
 
     Raises CheckpointError where it is missing, incomplete, too large or no reward model, and ConfigError where a
     setting does not fit it; each says in one line what to do.
@@ -54,7 +56,7 @@ def load(config: ModelConfig, device: torch.device | None = None) -> LoadedModel
     dtype = pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = _read_config(checkpoint)
-    check_memory(checkpoint, dtype, device)
+    check_memory(checkpoint, dtype, device, moment_bytes)
     encoder = TextEncoder.load(checkpoint.folder)
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
     parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype)

@@ -10,6 +10,9 @@ import torch
 from guerdon.engine.checkpoints import Checkpoint
 from guerdon.errors import CheckpointError, ConfigError
 
+SMALLER_TRAINING = "train with lora, optimizer adamw_8bit or activation_checkpointing, or take a smaller model"
+"""What helps where memory does not suffice to train."""
+
 
 def pick_device(name: str) -> torch.device:
     """The device of that name, or for `auto` the first GPU, else the CPU; raises ConfigError where it is not there."""
@@ -37,19 +40,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, moment_bytes: int | None = None
+) -> None:
     """Raises CheckpointError where the weights in `dtype` do not fit the free memory, of the host (which every weight
-    passes through) or of the device."""
-    needed_bytes = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) * dtype.itemsize
-    places = {"this machine": _host_bytes()}
-    if device.type == "cuda":
-        places[str(device)] = torch.cuda.mem_get_info(device)[0]
-    for place, free_bytes in places.items():
+    passes through) or of the device.
+
+    Where all of them will be trained, `moment_bytes` are those of the optimiser's moments for each; gradients and
+    masters in float32 come to them.
+    """
+    num_weights = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    own_bytes, training_bytes = num_weights * dtype.itemsize, 0
+    if moment_bytes is not None:
+        master_bytes = 0 if dtype == torch.float32 else 4
+        training_bytes = num_weights * (master_bytes + 4 + moment_bytes)
+    on_gpu = device.type == "cuda"
+    places = [("this machine", _host_bytes(), own_bytes + (0 if on_gpu else training_bytes))]
+    if on_gpu:
+        places.append((str(device), torch.cuda.mem_get_info(device)[0], own_bytes + training_bytes))
+    for place, free_bytes, needed_bytes in places:
         if free_bytes is not None and needed_bytes > free_bytes:
+            what = "" if moment_bytes is None else " with its optimiser's state"
+            remedy = "free some, choose another machine or --device, or a smaller --dtype such as bfloat16"
             raise CheckpointError(
-                f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}, "
+                f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}{what}, "
                 f"{free_bytes / 2**30:.1f} GiB are free on {place}",
-                "free some, choose another machine or --device, or a smaller --dtype such as bfloat16",
+                remedy if needed_bytes == own_bytes else SMALLER_TRAINING,
             )
 
 

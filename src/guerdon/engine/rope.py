@@ -28,6 +28,11 @@ class LengthClasses:
             if name.endswith("max_seq_len_cached")  # one a layer type, where the types differ
         ]
 
+    @property
+    def depend_on_length(self) -> bool:
+        """Whether what is computed for a token depends on how many tokens follow it."""
+        return bool(self._limits)
+
     def split(self, rows: list[np.ndarray]) -> Iterator[list[int]]:
         """Lists of row numbers; the rows of one list may be computed in one forward."""
         classes: dict[tuple[int, int], list[int]] = {}

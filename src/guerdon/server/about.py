@@ -30,10 +30,10 @@ def server() -> dict[str, Any]:
 
 def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]:
     """Every model with its version and state."""
-    if only_ready and not service.ready:
-        return []
-    state = "READY" if service.ready else "UNAVAILABLE"
-    return [
-        {"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": ""}
-        for info in service.models()
-    ]
+    index = []
+    for info in service.models():
+        is_ready = service.is_ready(info.name)
+        if is_ready or not only_ready:
+            state = "READY" if is_ready else "UNAVAILABLE"
+            index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": ""})
+    return index

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
 from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
 from guerdon.server.gate import Place
+from guerdon.wire.kserve import InferRequest
 
 T = TypeVar("T")
 
@@ -28,6 +29,32 @@ class UploadTooSlow(DeadlineExceeded):
 async def off_loop(work: Callable[[], T], num_bytes: int, inline_bytes: int = INLINE_BYTES) -> T:
     """What `work` returns, which is called in a thread where the `num_bytes` that it handles are many."""
     return work() if num_bytes <= inline_bytes else await asyncio.to_thread(work)
+
+
+class Coming:
+    """A request to a critic whose bytes are all there: `decode` gives its protocol's form, and what it asks.
+
+    `place` holds its bytes at the gate. `form` is there once it was read, without its tensors.
+    """
+
+    form: InferRequest
+
+    def __init__(self, decode: Callable[[], tuple[InferRequest, Any]], num_bytes: int, place: Place) -> None:
+        self._decode: Callable[[], tuple[InferRequest, Any]] | None = decode
+        self._num_bytes = num_bytes
+        self._place = place
+
+    async def read(self) -> Any:
+        """What is asked; from now on only that holds the bytes. Raises InvalidRequest."""
+        decode, self._decode = self._decode, None
+        assert decode is not None
+        self.form, asked = await off_loop(decode, self._num_bytes)
+        self.form.inputs = {}
+        return asked
+
+    def release(self) -> None:
+        """Gives its bytes at the gate back."""
+        self._place.hold(0)
 
 
 async def read_body(

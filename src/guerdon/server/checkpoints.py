@@ -25,7 +25,11 @@ _DAMAGED = "damaged-"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint's files are not those that were written; the text says which."""
+    """The files of checkpoint `name` are not those that were written; the text says which."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +197,7 @@ def _described(folder: Path) -> Checkpoint:
             raise ValueError("it is not what was written")
         return Checkpoint(CheckpointInfo(**manifest["info"]), manifest["position"], folder, manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise DamagedCheckpoint(f"{_MANIFEST}: {e}") from e
+        raise DamagedCheckpoint(folder.name, f"{_MANIFEST}: {e}") from e
 
 
 def _verify(checkpoint: Checkpoint) -> None:
@@ -202,11 +206,13 @@ def _verify(checkpoint: Checkpoint) -> None:
         path = checkpoint.folder / name
         try:
             if path.stat().st_size != expected["bytes"]:
-                raise DamagedCheckpoint(f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}")
+                raise DamagedCheckpoint(
+                    checkpoint.info.name, f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
+                )
             if _sha256(path) != expected["sha256"]:
-                raise DamagedCheckpoint(f"{name} has other bytes than were written")
+                raise DamagedCheckpoint(checkpoint.info.name, f"{name} has other bytes than were written")
         except OSError as e:
-            raise DamagedCheckpoint(f"{name}: {e.strerror}") from e
+            raise DamagedCheckpoint(checkpoint.info.name, f"{name}: {e.strerror}") from e
 
 
 def _seal(manifest: dict[str, Any]) -> str:

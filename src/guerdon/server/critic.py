@@ -29,6 +29,8 @@ from guerdon.core import (
     TrainRequest,
 )
 from guerdon.errors import (
+    Cancelled,
+    CheckpointError,
     DeadlineExceeded,
     GuerdonError,
     InvalidRequest,
@@ -39,25 +41,39 @@ from guerdon.errors import (
 )
 from guerdon.metrics import Metrics
 from guerdon.server import train_checks
-from guerdon.server.answers import Answer, Answers, other_content
+from guerdon.server.answers import Answer, other_content
 from guerdon.server.body import off_loop
 from guerdon.server.history import History
 from guerdon.server.journal import digest_of
-from guerdon.server.loop import Group, Order
+from guerdon.server.loop import Group, Loop, Order
 
 log = logging.getLogger(__name__)
 
-_SHOWN = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
+_DROPPABLE = (Operation.STATE, Operation.VALIDATE, Operation.SAVE, Operation.LOAD)
+"""What is not done where its caller has left, or waits no longer, before it has begun."""
 
 Result = TrainReport | CheckpointInfo | CriticState | None
 
 
 class Learner(Protocol):
-    """What the critic asks of the trainer that its worker holds; `state` is as `distributed.worker.Trainer` has it."""
+    """What the critic asks of the trainer that its worker holds; `state` is as `distributed.worker.Trainer` has it.
+
+    `run_token` goes into the weights' versions, once a step was made.
+    """
 
     info: ModelInfo
+    run_token: str
 
     def state(self) -> dict[str, Any]: ...
+
+
+class Coming(Protocol):
+    """A request that has come whole, and is not decoded yet; it is read once."""
+
+    async def read(self) -> TrainRequest | ControlRequest: ...
+
+    def release(self) -> None:
+        """Gives back what is counted for it while it is in progress: it only waits for another's answer."""
 
 
 class Critic:
@@ -80,87 +96,153 @@ class Critic:
         """The model whose scores and this critic's operations keep their order."""
         self.infos = [OperationInfo(f"{config.name}_{operation}", operation, config.name) for operation in operations]
         self.metrics = metrics or Metrics()
-        self.fault: ServerFault | None = None
-        """Why nothing can be asked any more: the weights are in a state that nobody knows."""
         self._trainer = trainer
-        self._history = History(config)
+        self._history = History(config, trainer.info)
+        if not self._history.is_durable:  # the same step of another start has other weights
+            trainer.run_token = uuid.uuid4().hex[:8]
         self._save_every = config.save_every
         self._is_offloaded = False
-        self._measured: dict[str, float] = {}
-        self._waiting: dict[str, tuple[str, Order]] = {}
+        self._fault = ""
+        self._era = 0  # counts the returns to checkpoints: behind one, the same id is another request
+        self._waiting: dict[tuple[int, str], tuple[str, Order]] = {}
+
+    @property
+    def fault(self) -> ServerFault | None:
+        """Why nothing can be asked any more: the weights are in a state that nobody knows. Each time a new one."""
+        return ServerFault(self._fault) if self._fault else None
 
     def restore(self, group: Group) -> None:
         """Brings the worker's trainer to where the critic was before it was stopped or killed, if it is durable."""
-        info = self._history.restore(group.lead)
-        self._measured = {} if info is None else {k: v for k, v in info.metrics.items() if k in _SHOWN}
+        self._history.restore(group.lead)
         self._show()
+        self._save_if_due(group)
 
     def close(self) -> None:
         """Gives the folder free."""
         self._history.close()
 
-    async def call(
-        self, operation: Operation, asked: TrainRequest | ControlRequest, submit: Callable[[Order], None]
-    ) -> Result:
-        """Does what is asked in its turn; `submit` queues an order in the lane.
+    async def call(self, operation: Operation, asked: TrainRequest | ControlRequest | Coming, loop: Loop) -> Result:
+        """Does what is asked in its turn, which is that of this call, however long it takes to decode and check.
 
-        A caller that leaves stops nothing that was accepted. Raises InvalidRequest, Overloaded, Offloaded,
-        StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded where `asked.timeout_s` has passed.
+        A train, offload or onload that was accepted is done, whoever leaves. Raises InvalidRequest, Overloaded,
+        Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded where `asked.timeout_s` has passed.
         """
-        order = await self._ordered(operation, asked, submit)
+        place = Order()
         try:
-            async with asyncio.timeout(asked.timeout_s):
+            loop.order(self.lane, place)
+        except GuerdonError as e:
+            self.refused(operation, e)
+            raise
+        era = self._era
+        self._era += operation is Operation.LOAD
+        what, timeout_s = str(operation), None
+        try:
+            content = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
+            timeout_s = content.timeout_s
+            if isinstance(content, ControlRequest):
+                order = place
+                self._fill(loop, order, what, functools.partial(self._controls()[operation], content))
+            else:
+                content.id = content.id or uuid.uuid4().hex
+                what = f"{operation} {content.id}"
+                order = await self._trained(operation, content, loop, place, era)
+        except BaseException as e:
+            loop.drop(self.lane, place)
+            if isinstance(e, GuerdonError | asyncio.CancelledError):
+                self.refused(operation, e, what)
+            raise
+        del content  # where the same waits already, its arrays go now
+        if order is not place:
+            loop.drop(self.lane, place)
+            if not isinstance(asked, TrainRequest | ControlRequest):
+                asked.release()
+            self.metrics.add("guerdon_train_requests", 1, self.name, "known")
+        try:
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(order.outcome)
         except TimeoutError:
-            again = f"; ask again with train_id {asked.id!r}" if isinstance(asked, TrainRequest) else ""
-            raise DeadlineExceeded(f"{operation} takes longer than {asked.timeout_s:g} s, and goes on{again}") from None
+            pass
+        except asyncio.CancelledError:
+            if operation in _DROPPABLE and loop.drop(self.lane, order):
+                _warn(what, Cancelled("the client left before it began; it is dropped"))
+            raise
+        except GuerdonError as e:
+            if order is not place:
+                _warn(what, e)
+            raise
+        late = f"{operation} takes longer than {timeout_s:g} s"
+        if operation in _DROPPABLE and loop.drop(self.lane, order):
+            error = DeadlineExceeded(f"{late}: it had not begun, and is dropped")
+        else:
+            again = f"; ask again with train_id {what.split(' ', 1)[1]!r}" if operation is Operation.TRAIN else ""
+            error = DeadlineExceeded(f"{late}, and goes on{again}")
+        _warn(what, error)
+        raise error
 
-    async def _ordered(
-        self, operation: Operation, asked: TrainRequest | ControlRequest, submit: Callable[[Order], None]
-    ) -> Order:
-        """The order for what is asked: a new one, or the one that waits or runs for the same train request."""
-        if isinstance(asked, ControlRequest):
-            control = {
-                Operation.SAVE: self.save,
-                Operation.LOAD: self._load,
-                Operation.OFFLOAD: self._offload,
-                Operation.ONLOAD: self._onload,
-                Operation.STATE: self._state,
-            }[operation]
-            order = Order(functools.partial(control, asked))
-            submit(order)
-            if operation is Operation.LOAD:
-                self._waiting.clear()  # the same id from now on comes after the return to another state
-            return order
-        asked.id = asked.id or uuid.uuid4().hex
+    def refused(self, operation: Operation, error: BaseException, what: str = "") -> None:
+        """Says and counts that what was asked was not even begun."""
+        if isinstance(error, asyncio.CancelledError):
+            error = Cancelled("the client left before it was read")
+        _warn(what or str(operation), error)
+        if operation is Operation.TRAIN:
+            self.metrics.add("guerdon_train_requests", 1, self.name, type(error).__name__)
+
+    async def _trained(self, operation: Operation, asked: TrainRequest, loop: Loop, place: Order, era: int) -> Order:
+        """The order for rows: the one in `place`, or that which waits or runs for the same train request."""
         digest = await off_loop(functools.partial(_checked, asked, self._trainer.info), asked.tokens.nbytes)
+        size = (len(asked), asked.tokens.size)
+        what = f"{operation} {asked.id}"
         if operation is Operation.VALIDATE:
-            order = _order(asked, functools.partial(self._validate, asked))
-            submit(order)
-            return order
-        if asked.id in self._waiting:
-            waiting_digest, order = self._waiting[asked.id]
-            if waiting_digest != digest:
+            self._fill(loop, place, what, functools.partial(self._validate, asked), size)
+            return place
+        key = (era, asked.id)
+        if (waits := self._waiting.get(key)) is not None:
+            if waits[0] != digest:
                 raise other_content(asked.id)
-            return order
-        order = _order(asked, functools.partial(self._train, asked, digest), then=self._save_if_due)
-        submit(order)
-        self._waiting[asked.id] = (digest, order)
-        loop = asyncio.get_running_loop()
-        order.outcome.add_done_callback(lambda _: loop.call_soon_threadsafe(self._forget, asked.id, order))
-        return order
+            return waits[1]
+        self._fill(loop, place, what, functools.partial(self._train, asked, digest), size, self._save_if_due)
+        self._waiting[key] = (digest, place)
+        place.outcome.add_done_callback(lambda _: self._waiting.pop(key, None))
+        return place
 
-    def _forget(self, id: str, order: Order) -> None:  # noqa: A002 - what it is called everywhere
-        if id in self._waiting and self._waiting[id][1] is order:
-            del self._waiting[id]
+    def _fill(
+        self,
+        loop: Loop,
+        order: Order,
+        what: str,
+        run: Callable[[Group], Result],
+        size: tuple[int, int] = (0, 0),
+        then: Callable[[Group], None] | None = None,
+    ) -> None:
+        """Says what the order does; where that fails, it is said on the log."""
+
+        def run_and_tell(group: Group) -> Result:
+            try:
+                return run(group)
+            except GuerdonError as e:
+                _warn(what, e)
+                raise
+
+        loop.fill(self.lane, order, run_and_tell, *size, then)
+
+    def _controls(self) -> dict[Operation, Callable[[ControlRequest, Group], Result]]:
+        return {
+            Operation.SAVE: self.save,
+            Operation.LOAD: self._load,
+            Operation.OFFLOAD: self._offload,
+            Operation.ONLOAD: self._onload,
+            Operation.STATE: self._state,
+        }
 
     def _train(self, request: TrainRequest, digest: str, group: Group) -> TrainReport:
-        outcome = "known"
+        outcome = ServerFault.__name__
         try:
-            if (answer := self._history.answers.get(request.id)) is not None:
+            if (answer := self._history.answer(request.id)) is not None:
+                outcome = "known" if answer.digest == digest else InvalidRequest.__name__
                 return answer.give(request.id, digest)
+            report = self._train_new(request, digest, group)
             outcome = "ok"
-            return self._train_new(request, digest, group)
+            return report
         except GuerdonError as e:
             outcome = outcome if outcome == "known" else type(e).__name__
             raise
@@ -177,23 +259,26 @@ class Critic:
         try:
             report = group.lead(Command(Signal.TRAIN, self.name, train=request))
         except TrainFailed as e:
+            self._look_for_fault()
             self._history.done(request, position, Answer(digest, None, str(e), e.num_steps))
             self._show()
             raise
         except GuerdonError:
+            self._look_for_fault()
             self._history.withdraw(position)
             raise
         except BaseException as e:
             self._history.withdraw(position)
             self._break(e)
         assert isinstance(report, TrainReport)
-        self._history.done(request, position, Answer(digest, report))
         self.metrics.observe("guerdon_train_seconds", time.monotonic() - written, self.name)
         self.metrics.add("guerdon_train_tokens", report.num_tokens, self.name)
         self.metrics.add("guerdon_train_steps", report.num_steps, self.name, "done")
         self.metrics.add("guerdon_train_steps", report.num_skipped, self.name, "skipped")
-        self._measured = {name: value for name in _SHOWN if math.isfinite(value := getattr(report, name))}
-        self._show()
+        try:
+            self._history.done(request, position, Answer(digest, report))
+        finally:
+            self._show()
         return report
 
     def _validate(self, request: TrainRequest, group: Group) -> TrainReport:
@@ -205,18 +290,18 @@ class Critic:
     def save(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
         """Saves a checkpoint with the metrics of the last train request and those that are given."""
         self._check_sound()
-        if not all(map(math.isfinite, asked.metrics.values())):
-            raise InvalidRequest(f"metrics has a number that is not finite: {asked.metrics}")
+        train_checks.check_metrics(asked.metrics)
+        measured = {name: value for name, value in self._history.measured.items() if math.isfinite(value)}
         started = time.monotonic()
         facts = {"step": self._trainer.state()["step"], "weights_version": self._trainer.info.weights_version}
-        info = self._history.save(group.lead, facts, self._measured | asked.metrics)
+        info = self._history.save(group.lead, facts, measured | asked.metrics)
         self.metrics.observe("guerdon_checkpoint_seconds", time.monotonic() - started, self.name)
         self._show()
         return info
 
     def _save_if_due(self, group: Group) -> None:
         """After a train request was answered: saves where that many came since the last checkpoint."""
-        if self._save_every is None or self._history.num_unsaved < self._save_every or self.fault is not None:
+        if self._save_every is None or self._history.num_unsaved < self._save_every or self._fault:
             return
         try:
             self.save(ControlRequest(Operation.SAVE), group)
@@ -226,18 +311,21 @@ class Critic:
     def _load(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
         self._check_present("load")
         source = self._history.checkpoint(asked.checkpoint)
-        answers = Answers.from_json(source.answers())
         position = self._history.accept(source.info.name)
         try:
             group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
+        except CheckpointError as e:
+            self._look_for_fault()
+            self._history.withdraw(position)
+            raise InvalidRequest(f"{e}; {e.help}") from e
         except GuerdonError:
+            self._look_for_fault()
             self._history.withdraw(position)
             raise
         except BaseException as e:
             self._history.withdraw(position)
             self._break(e)
-        self._history.answers = answers  # what came after the checkpoint was not done in this state
-        self._measured = {k: v for k, v in source.info.metrics.items() if k in _SHOWN}
+        self._history.gone_back(source)
         self._show()
         try:
             return self.save(ControlRequest(Operation.SAVE, metrics=source.info.metrics), group)
@@ -272,8 +360,8 @@ class Critic:
         )
 
     def _check_sound(self) -> None:
-        if self.fault is not None:
-            raise self.fault
+        if self._fault:
+            raise ServerFault(self._fault)
 
     def _check_present(self, what: str) -> None:
         self._check_sound()
@@ -283,16 +371,25 @@ class Critic:
     def _break(self, error: BaseException) -> NoReturn:
         """A trainer says by a GuerdonError how far it came; after any other error nobody knows."""
         back = "; it comes back as it was before this" if self._history.is_durable else ""
-        self.fault = ServerFault(f"{self.name} has broken down: {type(error).__name__}: {error}; restart it{back}")
-        log.critical("%s", self.fault, exc_info=error)
-        raise self.fault from error
+        self._fault = f"{self.name} has broken down: {type(error).__name__}: {error}; restart it{back}"
+        log.critical("%s", self._fault, exc_info=error)
+        self._show()
+        raise ServerFault(self._fault) from error
+
+    def _look_for_fault(self) -> None:
+        """After an error: takes over what the trainer itself says of weights that are spoilt."""
+        if broken := self._trainer.state().get("broken"):
+            self._fault = broken
+            log.critical("%s: %s", self.name, broken)
+            self._show()
 
     def _show(self) -> None:
-        for name, value in self._measured.items():
+        for name, value in self._history.measured.items():
             self.metrics.set(f"guerdon_critic_{name}", value, self.name)
         self.metrics.set("guerdon_critic_step", self._trainer.state()["step"], self.name)
         self.metrics.set("guerdon_critic_unsaved", self._history.num_unsaved, self.name)
         self.metrics.set("guerdon_critic_offloaded", self._is_offloaded, self.name)
+        self.metrics.set("guerdon_critic_fault", bool(self._fault), self.name)
 
 
 def _checked(request: TrainRequest, info: ModelInfo) -> str:
@@ -301,5 +398,5 @@ def _checked(request: TrainRequest, info: ModelInfo) -> str:
     return digest_of(request)
 
 
-def _order(asked: TrainRequest, run: Callable[[Group], Any], then: Callable[[Group], None] | None = None) -> Order:
-    return Order(run, num_sequences=len(asked), num_tokens=asked.tokens.size, then=then)
+def _warn(what: str, error: BaseException) -> None:
+    log.warning("%s: %s: %s", what, type(error).__name__, str(error))

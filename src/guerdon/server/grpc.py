@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -15,10 +16,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
-from guerdon.errors import GuerdonError, ServerFault, StartError, Unavailable, UnknownModel
+from guerdon.errors import GuerdonError, ServerFault, StartError, TrainFailed, Unavailable, UnknownModel
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
-from guerdon.server.body import off_loop
+from guerdon.server.body import Coming, off_loop
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
 from guerdon.wire import kserve_grpc, operations, signature
@@ -30,6 +31,7 @@ logger = logging.getLogger("guerdon.grpc")
 SERVICE = "inference.GRPCInferenceService"
 
 _HEADROOM_BYTES = 65_536
+_MOST_TEXT_BYTES = 2000  # each of which may travel as three
 _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
 
@@ -86,14 +88,14 @@ class _Front:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, _: Any) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._service.ready)
+        return pb.ServerReadyResponse(ready=self._service.is_ready())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, _: Any) -> pb.ModelReadyResponse:
         try:
             self._service.model(request.name, request.version)
         except UnknownModel:  # an answer, not an error: so Triton has it, and its clients count on it
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._service.ready)
+        return pb.ModelReadyResponse(ready=self._service.is_ready(request.name))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, _: Any) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(**about.server())
@@ -109,18 +111,26 @@ class _Front:
         return pb.RepositoryIndexResponse(models=about.repository_index(self._service, request.ready))
 
     async def ModelInfer(self, sized: _Sized, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
-        service, request, size = self._service, sized.message, sized.num_bytes
-        label = request.model_name if request.model_name in self._names else UNKNOWN
-        with service.metrics.request(label), Place(self._gate) as place:
-            place.hold(size)
-            info = service.model(request.model_name, request.model_version)
-            if not service.ready:
-                raise Unavailable("the server is not ready: it is starting or stopping")
-            decoded, asked = await off_loop(functools.partial(_decode, request, info), size)
-            remaining_s = context.time_remaining()
-            if remaining_s is not None:
-                asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
-            answer = await service.call(info.name, asked)
+        service, size, name = self._service, sized.num_bytes, sized.message.model_name
+        label = name if name in self._names else UNKNOWN
+        with service.metrics.request(label), contextlib.ExitStack() as held:
+            with service.arriving(name):
+                place = held.enter_context(Place(self._gate))
+                place.hold(size)
+                info = service.model(name, sized.message.model_version)
+                if not service.ready:
+                    raise Unavailable("the server is not ready: it is starting or stopping")
+            decode = functools.partial(_decode, sized.message, info, context.time_remaining())
+            del sized.message  # whoever waits for long does not hold it
+            if isinstance(info, OperationInfo):
+                coming = Coming(decode, size, place)
+                del decode
+                answer: Answer = await service.call(info.name, coming)
+                decoded = coming.form
+            else:
+                decoded, asked = await off_loop(decode, size)
+                del decode
+                answer = await service.call(info.name, asked)
             reply = await off_loop(functools.partial(_encode, answer, decoded, info), size)
         trailing: list[tuple[str, str]] = []
         if isinstance(answer, ScoreReply):
@@ -146,9 +156,14 @@ class _Sized:
         return _Sized(pb.ModelInferRequest.FromString(data), len(data))
 
 
-def _decode(request: pb.ModelInferRequest, info: ModelInfo | OperationInfo) -> tuple[InferRequest, Asked]:
+def _decode(
+    request: pb.ModelInferRequest, info: ModelInfo | OperationInfo, remaining_s: float | None
+) -> tuple[InferRequest, Asked]:
     decoded = kserve_grpc.decode(request)
-    return decoded, operations.to_request(decoded, info)
+    asked = operations.to_request(decoded, info)
+    if remaining_s is not None:
+        asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
+    return decoded, asked
 
 
 def _encode(answer: Answer, request: InferRequest, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
@@ -172,7 +187,15 @@ def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
         trailing = [("guerdon-error", type(error).__name__)]
         if error.retry_after_s is not None:
             trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
-        await context.abort(grpc.StatusCode[error.grpc], str(error), tuple(trailing))
+        if isinstance(error, TrainFailed):
+            trailing.append(("guerdon-num-steps", str(error.num_steps)))
+        await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
         raise error  # abort has raised already
 
     return answer
+
+
+def _cut(text: str) -> str:
+    """The text, or the beginning of a long one: it travels as a header, of which clients take 8 KiB."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= _MOST_TEXT_BYTES else data[:_MOST_TEXT_BYTES].decode(errors="ignore") + " ..."

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from guerdon.config import CriticConfig
-from guerdon.core import CheckpointInfo, Command, Signal, TrainReport, TrainRequest
+from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
 from guerdon.server.answers import Answer, Answers
 from guerdon.server.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
@@ -23,11 +23,8 @@ from guerdon.server.journal import Journal, Record
 
 log = logging.getLogger(__name__)
 
-# What decides, beside the requests, which weights come out of them.
+# What decides, beside the requests and the weights at the beginning, which weights come out of them.
 _SETTINGS = (
-    "model",
-    "revision",
-    "dtype",
     "attribute_weights",
     "mean",
     "std",
@@ -43,7 +40,10 @@ _SETTINGS = (
     "loss_clip_val",
     "lora",
     "lora_alpha",
+    "lora_targets",
 )
+
+_MEASURED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
 
 Lead = Callable[[Command], Any]
 
@@ -51,24 +51,26 @@ Lead = Callable[[Command], Any]
 class History:
     """What was done to one critic; without `config.checkpoint_dir` it keeps the answers alone.
 
-    `num_unsaved` counts the train requests since the newest checkpoint. The constructor takes the folder for itself;
-    raises StartError where it cannot be had.
+    `info` is the model as it was loaded. `num_unsaved` counts the train requests since the newest checkpoint;
+    `measured` is what the last one measured. The constructor takes the folder for itself; raises StartError where it
+    cannot be had.
     """
 
-    def __init__(self, config: CriticConfig) -> None:
+    def __init__(self, config: CriticConfig, info: ModelInfo) -> None:
         self.answers = Answers()
         self.num_unsaved = 0
+        self.measured: dict[str, float] = {}
         self.is_durable = config.checkpoint_dir is not None
         self._name = config.name
-        self._settings = {name: getattr(config, name) for name in _SETTINGS}
-        if Path(config.model).exists():
-            self._settings["model"] = str(Path(config.model).resolve())
+        # Not the model's folder, which may be moved, nor the dtype that was asked for, which may be `auto`.
+        self._settings: dict[str, Any] = {"weights": info.weights_version, "dtype": info.dtype}
+        self._settings |= {name: getattr(config, name) for name in _SETTINGS}
         if config.checkpoint_dir is None:
             return
         folder = Path(config.checkpoint_dir)
         self._journal = Journal(folder / "journal")  # its lock guards the whole folder
         try:
-            self._checkpoints = Checkpoints(folder, config.keep_checkpoints, config.keep_best, config.keep_best_mode)
+            self._checkpoints = Checkpoints(folder, config.keep_checkpoints, config.keep_best, config.best_mode)
         except BaseException:
             self._journal.close()
             raise
@@ -94,13 +96,25 @@ class History:
         if self.is_durable:
             self._journal.withdraw(position)
 
+    def answer(self, id: str) -> Answer | None:  # noqa: A002 - what it is called everywhere
+        """The answer to the train request of that id, if it is known; raises StorageFailed while it is not safe."""
+        answer = self.answers.get(id)
+        if answer is not None and self.is_durable:
+            self._journal.settle()
+        return answer
+
     def done(self, request: TrainRequest, position: int, answer: Answer) -> None:
-        """Keeps the answer to an accepted train request, and how much of it was done, before anyone is told."""
+        """Keeps the answer to an accepted train request, and how much of it was done, before anyone is told.
+
+        Raises StorageFailed where the disk does not note it: then nobody may be told, until it does.
+        """
         self.answers.put(request.id, answer)
         if answer.report is None and not answer.num_steps:
             self.withdraw(position)
             return
         self.num_unsaved += 1
+        if answer.report is not None:
+            self.measured = _measured(answer.report)
         if not self.is_durable:
             return
         if answer.report is None:
@@ -143,25 +157,31 @@ class History:
         return info
 
     def checkpoint(self, name: str | None) -> Checkpoint:
-        """The whole checkpoint of that name, or the newest; raises InvalidRequest, and StorageFailed for a damaged."""
+        """The whole checkpoint of that name, or the newest; raises InvalidRequest, for a damaged one, too."""
         try:
             return self._kept("loaded").whole(name)
         except DamagedCheckpoint as e:
-            raise StorageFailed(f"checkpoint {name or 'the newest'} is damaged: {e}; load another one") from e
+            others = ", ".join(info.name for info in self.checkpoints() if info.name != e.name) or "none"
+            raise InvalidRequest(f"checkpoint {e.name} is damaged: {e}; load another one, of: {others}") from e
 
-    def restore(self, lead: Lead) -> CheckpointInfo | None:
+    def gone_back(self, checkpoint: Checkpoint) -> None:
+        """Takes over what the checkpoint has beside the weights: what came after it was not done in this state."""
+        self.answers = Answers.from_json(checkpoint.answers())
+        self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in _MEASURED}
+
+    def restore(self, lead: Lead) -> None:
         """Brings the trainer to where it was: loads the newest whole checkpoint and does again what came after it.
 
-        Returns that checkpoint. Raises StartError where something is missing or damaged without which this cannot be.
+        Raises StartError where something is missing or damaged without which this cannot be.
         """
         if not self.is_durable:
-            return None
-        position, info = 0, None
+            return
+        position = 0
         if (newest := self._checkpoints.newest_whole()) is not None:
             log.info("loading %s", newest.folder)
             lead(Command(Signal.LOAD, self._name, folder=str(newest.folder)))
-            self.answers = Answers.from_json(newest.answers())
-            position, info = newest.position, newest.info
+            self.gone_back(newest)
+            position = newest.position
         elif self._checkpoints.has_damaged and not self._journal.position:
             raise StartError(
                 "all checkpoints are damaged, and the journal is empty",
@@ -177,23 +197,33 @@ class History:
                 self._replay(record, lead)
             except Exception as e:
                 self._not_replayed(record, what, e)
-        return info
 
     def _replay(self, record: Record, lead: Lead) -> None:
         if record.request is None:
             source = self.checkpoint(record.checkpoint)
             lead(Command(Signal.LOAD, self._name, folder=str(source.folder), lineage=record.position))
-            self.answers = Answers.from_json(source.answers())
+            self.gone_back(source)
             return
         command = Command(Signal.TRAIN, self._name, train=record.request, first_steps=record.num_steps)
         report: TrainReport = lead(command)
         if record.num_steps is None:
             answer = Answer(record.digest, report)
+            if not record.is_done:
+                self._done_again(record.request, record.position, answer)
+                return
+            self.measured = _measured(report)
         else:
             stand = f"broke off; the first {record.num_steps} of its global batches stand"
             answer = Answer(record.digest, None, f"train request {record.request.id} {stand}", record.num_steps)
         self.answers.put(record.request.id, answer)
         self.num_unsaved += 1
+
+    def _done_again(self, request: TrainRequest, position: int, answer: Answer) -> None:
+        """As `done`, of what had not come to its end before: only from now on it may be answered."""
+        try:
+            self.done(request, position, answer)
+        except StorageFailed as e:
+            log.error("train request %s: %s", request.id, e)
 
     def _not_replayed(self, record: Record, what: str, error: Exception) -> None:
         """Deals with a record that failed: as with any train request, if it can be the first time that it did."""
@@ -205,7 +235,8 @@ class History:
             ) from error
         if isinstance(error, TrainFailed):
             log.warning("%s, which nobody was answered to, failed: %s", what, error)
-            self.done(record.request, record.position, Answer(record.digest, None, str(error), error.num_steps))
+            answer = Answer(record.digest, None, str(error), error.num_steps)
+            self._done_again(record.request, record.position, answer)
             return
         self.withdraw(record.position)
         raise StartError(
@@ -230,3 +261,7 @@ class History:
                 f"nothing can be {what}: the server has no folder for checkpoints; start it with --checkpoint-dir"
             )
         return self._checkpoints
+
+
+def _measured(report: TrainReport) -> dict[str, float]:
+    return {name: getattr(report, name) for name in _MEASURED}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import orjson
 from starlette.routing import Route, Router
@@ -22,15 +23,18 @@ from guerdon.errors import (
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
+    TrainFailed,
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
-from guerdon.server.body import UploadTooSlow, off_loop, read_body
+from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
 from guerdon.wire import kserve, operations, signature
 from guerdon.wire.operations import Answer, Asked
+
+T = TypeVar("T")
 
 logger = logging.getLogger("guerdon.http")
 
@@ -78,18 +82,26 @@ class _Front:
     async def infer(self, scope: Scope, receive: Receive) -> Reply:
         service, name = self._service, scope["path_params"]["name"]
         label = name if name in self._names else UNKNOWN
-        with service.metrics.request(label), Place(self._gate) as place:
-            info = self._model(scope)
-            if not service.ready:
-                raise Unavailable("the server is not ready: it is starting or stopping")
-            header_length, body = await read_body(scope, receive, place, *self._body_limits)
+        with service.metrics.request(label), contextlib.ExitStack() as held:
+            with service.arriving(name):
+                place = held.enter_context(Place(self._gate))
+                info = self._model(scope)
+                if not service.ready:
+                    raise Unavailable("the server is not ready: it is starting or stopping")
+                header_length, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
-            request, asked = await off_loop(functools.partial(_decode, body, header_length, info), size)
+            decode = functools.partial(_decode, body, header_length, info)
             del body
-            if isinstance(asked, ScoreRequest):
-                answer: Answer = await _score(service, info.name, asked, receive)
+            if isinstance(info, OperationInfo):
+                coming = Coming(decode, size, place)
+                del decode
+                answer: Answer = await _unless_left(service.call(info.name, coming), receive)
+                request = coming.form
             else:
-                answer = await service.call(info.name, asked)
+                request, asked = await off_loop(decode, size)
+                del decode
+                assert isinstance(asked, ScoreRequest)
+                answer = await _unless_left(service.score(info.name, asked), receive)
             payload, header_length = await off_loop(functools.partial(_encode, answer, request, info), size)
         headers: Headers = []
         if isinstance(answer, ScoreReply):
@@ -109,11 +121,10 @@ class _Front:
         return 200, [], b""
 
     async def ready(self, scope: Scope, receive: Receive) -> Reply:
-        return _readiness(self._service.ready)
+        return _readiness(self._service.is_ready())
 
     async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
-        self._model(scope)
-        return _readiness(self._service.ready)
+        return _readiness(self._service.is_ready(self._model(scope).name))
 
     async def server(self, scope: Scope, receive: Receive) -> Reply:
         return _json(about.server())
@@ -176,9 +187,12 @@ class _Errors:
         refused = isinstance(error, PayloadTooLarge | UploadTooSlow)
         if refused:
             headers.append((b"connection", b"close"))
+        told: dict[str, Any] = {"error": str(error), "kind": type(error).__name__}
+        if isinstance(error, TrainFailed):
+            told["num_steps"] = error.num_steps
         await _send(
             send,
-            (error.http, headers, orjson.dumps({"error": str(error), "kind": type(error).__name__})),
+            (error.http, headers, orjson.dumps(told)),
             more_body=refused,
         )
         if refused:
@@ -226,14 +240,14 @@ def _encode(answer: Answer, request: kserve.InferRequest, info: ModelInfo | Oper
     return kserve.encode(operations.to_reply(answer, request, info), request)
 
 
-async def _score(service: Service, name: str, asked: ScoreRequest, receive: Receive) -> ScoreReply:
-    """`service.score`, cancelled where the client leaves; then raises Cancelled.
+async def _unless_left(asking: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `asking` returns, which is cancelled where the client leaves; then raises Cancelled.
 
-    The connection is only watched once the score takes longer than a moment, which costs a quick one nothing.
+    The connection is only watched once that takes longer than a moment, which costs a quick one nothing.
     """
     loop = asyncio.get_running_loop()
-    scoring = asyncio.current_task()
-    assert scoring is not None
+    waiting = asyncio.current_task()
+    assert waiting is not None
     watches: list[asyncio.Task[None]] = []
     has_left = False
 
@@ -242,15 +256,15 @@ async def _score(service: Service, name: str, asked: ScoreRequest, receive: Rece
         while (await receive())["type"] != "http.disconnect":
             pass
         has_left = True
-        scoring.cancel()
+        waiting.cancel()
 
     timer = loop.call_later(_WATCH_AFTER_S, lambda: watches.append(loop.create_task(watch())))
     try:
-        return await service.score(name, asked)
+        return await asking
     except asyncio.CancelledError:
         if not has_left:
             raise
-        scoring.uncancel()
+        waiting.uncancel()
         raise Cancelled("the client left") from None
     finally:
         timer.cancel()

@@ -92,7 +92,7 @@ class Journal:
 
         When this returns, the record outlives a crash; raises StorageFailed, and then nothing of it remains.
         """
-        self._settle()
+        self.settle()
         position = self._next
         kind = "-return" if isinstance(content, str) else ""
         path = self._folder / f"{position:012d}{kind}.safetensors"
@@ -102,37 +102,31 @@ class Journal:
             try:
                 write_new(path, data)
             except OSError:
-                self._owe(path, None)
+                self._owe(path)
                 raise
         self._paths[position] = path
         return position
 
     def withdraw(self, position: int) -> None:
         """Takes a record back of which nothing was done."""
-        self._owe(self._paths.pop(position), None)
+        self._owe(self._paths.pop(position))
 
     def mark_done(self, position: int) -> None:
-        """Notes that a train request came to its end.
+        """Notes that a train request came to its end; from when this returns, a power cut included, it counts as done.
 
-        It is not made to outlive a power cut, which would cost time: the next record tells the same.
+        Nobody is answered before. Raises StorageFailed; then `settle` is to do it before anyone is.
         """
-        path = self._paths[position]
-        try:
-            self._paths[position] = path.rename(path.with_name(f"{position:012d}-done.safetensors"))
-        except OSError as e:  # only a restart that cannot do the last request again would miss it
-            log.warning("cannot mark %s as done: %s", path, e)
+        self._rename(position, "done")
 
     def stop_at(self, position: int, num_steps: int) -> None:
-        """Notes that a train request broke off after so many of its global batches; needs no room on the disk."""
-        path = self._paths[position]
-        stopped = self._paths[position] = path.with_name(f"{position:012d}-stopped-{num_steps}.safetensors")
-        self._owe(path, stopped)
+        """As `mark_done`, of a request that broke off after so many of its global batches."""
+        self._rename(position, f"stopped-{num_steps}")
 
     def records(self, after: int) -> Iterator[Record]:
         """The whole records after that position, in order.
 
-        A damaged last one is left out, loudly: a record is only cut before its request is answered. Raises StartError
-        for a damaged or missing one before others.
+        A last one that is cut is left out, loudly; so is one with wrong content whose request was never answered.
+        Raises StartError for one with wrong content that may have been, and for a damaged or missing one before others.
         """
         previous = after
         for position in sorted(p for p in self._paths if p > after):
@@ -144,14 +138,7 @@ class Journal:
             except OSError as e:
                 raise StartError(f"cannot read {path}: {e.strerror}", "mend the disk, or its permissions") from e
             except (SafetensorError, ValueError, KeyError, TypeError) as e:
-                if position != max(self._paths):
-                    raise StartError(
-                        f"record {path} is damaged ({e}), and others follow it",
-                        "restore it from a backup; or move all records from it on elsewhere, which gives them up",
-                    ) from e
-                log.warning("the last record of the journal, %s, is damaged (%s): IT IS LEFT OUT", path, e)
-                path.rename(path.with_name(_DAMAGED + path.name))
-                del self._paths[position]
+                self._leave_out(position, e)
                 return
             if record.previous != previous:
                 raise StartError(
@@ -188,23 +175,59 @@ class Journal:
         """Gives the folder free."""
         self._lock.close()
 
-    def _owe(self, path: Path, renamed: Path | None) -> None:
-        """Removes or renames a record; what the disk refuses is tried again before anything else is accepted."""
-        self._owed[path] = renamed
-        try:
-            self._settle()
-        except StorageFailed as e:
-            log.error("record %s must go, or be marked, before another start: %s", path, e)
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Makes up for what the disk refused to note of earlier requests; raises StorageFailed while it still does."""
         if not self._owed:
             return
-        with storing("the journal cannot note what became of an earlier request"):
+        with storing(
+            "the journal cannot note what became of a train request, which must be before another or its answer"
+        ):
             for path, renamed in list(self._owed.items()):
                 if path.exists():
                     path.rename(renamed) if renamed else path.unlink()
                 sync(self._folder)
                 del self._owed[path]
+
+    def _leave_out(self, position: int, why: Exception) -> None:
+        """Does without a damaged record where that is allowed, as `records` says; else raises StartError."""
+        path = self._paths[position]
+        if position != max(self._paths):
+            raise StartError(
+                f"record {path} is damaged ({why}), and others follow it",
+                "restore it from a backup; or move all records from it on elsewhere, which gives them up",
+            ) from why
+        # Of a return nobody notes that it came to its end.
+        may_be_answered = path.stem != f"{position:012d}"
+        if not may_be_answered:
+            log.warning("the last record of the journal, %s, is damaged (%s): IT IS LEFT OUT", path, why)
+        elif _is_cut(path):
+            log.critical(
+                "the last record of the journal, %s, is cut (%s): IT IS LEFT OUT, AND IT HAD BEEN ANSWERED: what its "
+                "client was told to be done is lost",
+                path,
+                why,
+            )
+        else:
+            raise StartError(
+                f"record {path} is damaged ({why}), and it had been answered",
+                "restore it from a backup; or move it elsewhere, which gives it up",
+            ) from why
+        path.rename(path.with_name(_DAMAGED + path.name))
+        del self._paths[position]
+
+    def _rename(self, position: int, mark: str) -> None:
+        path = self._paths[position]
+        renamed = self._paths[position] = path.with_name(f"{position:012d}-{mark}.safetensors")
+        self._owed[path] = renamed
+        self.settle()
+
+    def _owe(self, path: Path) -> None:
+        """Removes a record; what the disk refuses is tried again before anything else is accepted or answered."""
+        self._owed[path] = None
+        try:
+            self.settle()
+        except StorageFailed as e:
+            log.error("record %s must go before another start: %s", path, e)
 
 
 def digest_of(request: TrainRequest) -> str:
@@ -249,6 +272,19 @@ def _decode(path: Path) -> Record:
         if digest_of(record.request) != record.digest:
             raise ValueError("its tensors are not those that were written")
     return record
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the file is shorter than its own head says."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + length or len(data) < 8:
+        return True
+    try:
+        tensors = [entry for name, entry in orjson.loads(data[8 : 8 + length]).items() if name != "__metadata__"]
+        return len(data) < 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
+        return False
 
 
 def _meta(data: bytes) -> dict[str, Any]:

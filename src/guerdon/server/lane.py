@@ -12,14 +12,18 @@ from typing import Generic, Protocol, TypeVar
 from guerdon.server.scheduler import Batch, Job, Scheduler
 
 
-class Sized(Protocol):
-    """Whatever takes its turn between scores; it counts in the queue by what it holds."""
+class Turn(Protocol):
+    """Whatever takes its turn between scores; it counts in the queue by what it holds, and as one sequence at least.
+
+    Until it `is_ready`, all behind it wait for it.
+    """
 
     num_sequences: int
     num_tokens: int
+    is_ready: bool
 
 
-OrderT = TypeVar("OrderT", bound=Sized)
+OrderT = TypeVar("OrderT", bound=Turn)
 
 
 class Lane(Generic[OrderT]):
@@ -53,10 +57,40 @@ class Lane(Generic[OrderT]):
         self._hold(job)
 
     def add_order(self, order: OrderT) -> None:
-        """Accepts the order behind all that came before, or raises Overloaded; one that holds nothing always."""
-        if order.num_sequences:
-            self.check_room(order.num_sequences, order.num_tokens)
+        """Accepts the order behind all that came before, or raises Overloaded."""
+        self.check_room(*_size(order))
         self._hold(order)
+
+    def fill(self, order: OrderT, num_sequences: int, num_tokens: int) -> bool:
+        """Makes ready an order that holds its place, with what it holds; False where it was dropped meanwhile.
+
+        Raises Overloaded where there is no room for that; then it has its place still.
+        """
+        if order not in self._held:
+            return False
+        self._count(order, -1)
+        try:
+            self.check_room(num_sequences, num_tokens)
+            order.num_sequences, order.num_tokens, order.is_ready = num_sequences, num_tokens, True
+        finally:
+            self._count(order, 1)
+        return True
+
+    def drop_order(self, order: OrderT) -> bool:
+        """Takes an order out, and says whether it was there: one that was taken is done."""
+        if order not in self._held:
+            return False
+        self._held.remove(order)
+        self._count(order, -1)
+        self._release()
+        return True
+
+    def drop_unready(self) -> list[OrderT]:
+        """Takes out all orders that are not ready."""
+        orders = [item for item in self._held if not isinstance(item, Job) and not item.is_ready]
+        for order in orders:
+            self.drop_order(order)
+        return orders
 
     def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
         """Raises Overloaded where the queue has no room for so much more; an empty one has room for anything."""
@@ -89,8 +123,10 @@ class Lane(Generic[OrderT]):
         self._scheduler.observe(num_tokens, seconds)
 
     def starts_at(self) -> float | None:
-        """When the next batch or order may start: None with an empty queue, 0.0 for at once."""
-        return 0.0 if self._held else self._scheduler.starts_at()
+        """When the next batch or order may start: None where there is none that may, 0.0 for at once."""
+        if not self._held:
+            return self._scheduler.starts_at()
+        return 0.0 if self._scheduler.num_sequences or self._held[0].is_ready else None  # type: ignore[union-attr]
 
     def take(self, now: float, *, hurry: bool = False) -> Batch | OrderT | None:
         """The next batch or order at time `now`, or None where there is none, or none yet.
@@ -101,14 +137,21 @@ class Lane(Generic[OrderT]):
         batch = self._scheduler.take(now, hurry=hurry or bool(self._held))
         if batch is not None or not self._held:
             return batch
-        order = self._held.popleft()
+        order = self._held[0]
         assert not isinstance(order, Job)
+        if not order.is_ready:
+            return None
+        self._held.popleft()
         self._count(order, -1)
+        self._release()
+        return order
+
+    def _release(self) -> None:
+        """Gives the scheduler the scores that no order holds back any more."""
         while self._held and isinstance(job := self._held[0], Job):
             self._held.popleft()
             self._count(job, -1)
             self._scheduler.add(job)
-        return order
 
     def _hold(self, item: Job | OrderT) -> None:
         self._held.append(item)
@@ -120,8 +163,8 @@ class Lane(Generic[OrderT]):
         self._num_held_tokens += sign * num_tokens
 
 
-def _size(item: Job | Sized) -> tuple[int, int]:
+def _size(item: Job | Turn) -> tuple[int, int]:
     """Sequences and tokens."""
     if isinstance(item, Job):
         return len(item.sequences), sum(s.num_tokens for s in item.sequences)
-    return item.num_sequences, item.num_tokens
+    return max(1, item.num_sequences), item.num_tokens

@@ -17,6 +17,8 @@ from guerdon.server.scheduler import Batch, Job, Scheduler
 
 log = logging.getLogger(__name__)
 
+_STOPPING = "the server is stopping; try again later"
+
 
 class Group(Protocol):
     """Whatever executes one command on every rank and answers with rank 0's result."""
@@ -27,29 +29,24 @@ class Group(Protocol):
 class Order:
     """Something to do on the loop's thread between two batches of a model, in its turn.
 
-    `run(group)` gives the `outcome`, or raises it; `then(group)`, where given, is done after that is known.
-    `num_sequences` and `num_tokens` are what it holds while it waits.
+    `run(group)` gives the `outcome`, or raises it; `then(group)`, where given, is done after that is known. Without
+    `run` it only holds its place until `Loop.fill`. `num_sequences` and `num_tokens` are what it holds while it waits.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Group], Any],
-        *,
-        num_sequences: int = 0,
-        num_tokens: int = 0,
-        then: Callable[[Group], None] | None = None,
-    ) -> None:
-        self.num_sequences = num_sequences
-        self.num_tokens = num_tokens
+    def __init__(self, run: Callable[[Group], Any] | None = None) -> None:
+        self.num_sequences = self.num_tokens = 0
         self.outcome: Future[Any] = Future()
         self.outcome.set_running_or_notify_cancel()  # what was accepted is done, whoever leaves
-        self._run = run
-        self._then = then
+        self.run = run
+        self.then: Callable[[Group], None] | None = None
+        self.is_ready = run is not None
 
     def execute(self, group: Group) -> None:
         """Does it; whatever it raises goes into the outcome."""
+        run, then, self.run, self.then = self.run, self.then, None, None  # what they hold goes with them
+        assert run is not None
         try:
-            result = self._run(group)
+            result = run(group)
         except GuerdonError as e:
             self.outcome.set_exception(e)
         except BaseException as e:
@@ -57,9 +54,9 @@ class Order:
             self.outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
         else:
             self.outcome.set_result(result)
-        if self._then is not None:
+        if then is not None:
             try:
-                self._then(group)
+                then(group)
             except BaseException:
                 log.exception("what follows an order failed")
 
@@ -107,9 +104,32 @@ class Loop:
         """Queues an order behind all that was asked of the model before; raises as `submit`."""
         with self._wake:
             if self._stopping:
-                raise Unavailable("the server is stopping; try again later")
+                raise Unavailable(_STOPPING)
             self._lanes[model].add_order(order)
             self._wake.notify()
+
+    def fill(
+        self,
+        model: str,
+        order: Order,
+        run: Callable[[Group], Any],
+        num_sequences: int,
+        num_tokens: int,
+        then: Callable[[Group], None] | None = None,
+    ) -> None:
+        """Says what an order does that has only held its place; raises as `submit`, and then it has its place still."""
+        with self._wake:
+            order.run, order.then = run, then
+            if not self._lanes[model].fill(order, num_sequences, num_tokens):
+                raise Unavailable(_STOPPING)
+            self._wake.notify()
+
+    def drop(self, model: str, order: Order) -> bool:
+        """Takes an order out that has not begun, and says whether that was so; its outcome will not come."""
+        with self._wake:
+            is_dropped = self._lanes[model].drop_order(order)
+            self._wake.notify()  # for those that it held back
+        return is_dropped
 
     def check_room(self, model: str, num_sequences: int) -> None:
         """Raises Overloaded where the model's queue is full already."""
@@ -166,6 +186,7 @@ class Loop:
     def _serve(self) -> None:
         while (taken := self._next()) is not None:
             model, self._running = taken
+            del taken  # while the next is waited for, nothing of this one is held
             if isinstance(self._running, Order):
                 self._running.execute(self._group)
             else:
@@ -194,6 +215,9 @@ class Loop:
                         self._turn.append(name)
                         return name, taken
                 if self._stopping:
+                    unready = [order for lane in self._lanes.values() for order in lane.drop_unready()]
+                    if unready:  # those behind them may go
+                        continue
                     return None
                 starts = [t for lane in self._lanes.values() if (t := lane.starts_at()) is not None]
                 self._wake.wait(min(starts) - now if starts else None)

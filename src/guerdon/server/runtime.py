@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import threading
@@ -45,6 +46,9 @@ def run(
 ) -> None:
     """Runs `serve` on an event loop of its own until SIGTERM or SIGINT."""
     _allow_many_connections()
+    # The loaded libraries stay: to walk through their 200,000 objects holds every request up by some 70 ms.
+    gc.collect()
+    gc.freeze()
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(serve(service, config, on_started=on_started, grace_s=grace_s))
 

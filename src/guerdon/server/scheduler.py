@@ -122,7 +122,7 @@ class Scheduler:
             raise Overloaded(
                 f"the queue has no room for {num_sequences} more sequences ({num_tokens} tokens): "
                 f"{waiting} ({waiting_tokens} tokens) wait; try again later, or send fewer at once",
-                self.retry_after_s(),
+                self.retry_after_s(held[1]),
             )
 
     def cancel(self, job: Job) -> None:
@@ -151,9 +151,11 @@ class Scheduler:
         rate = num_tokens / max(seconds, 1e-6)
         self._tokens_per_s = rate if not self._tokens_per_s else 0.9 * self._tokens_per_s + 0.1 * rate
 
-    def retry_after_s(self) -> float:
-        """Seconds until half of what waits now will be done, between 1 and 60."""
-        return min(60.0, max(1.0, 0.5 * self.num_tokens / self._tokens_per_s)) if self._tokens_per_s else 1.0
+    def retry_after_s(self, num_held_tokens: int = 0) -> float:
+        """Seconds until half of what waits now, here and held back elsewhere, will be done, between 1 and 60."""
+        if not self._tokens_per_s:
+            return 1.0
+        return min(60.0, max(1.0, 0.5 * (self.num_tokens + num_held_tokens) / self._tokens_per_s))
 
     def starts_at(self) -> float | None:
         """When the next batch may start: None with an empty queue, 0.0 for at once."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-import functools
+import dataclasses
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -27,7 +29,7 @@ from guerdon.core import (
 )
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Unavailable, UnknownModel
 from guerdon.metrics import Metrics
-from guerdon.server.critic import Critic
+from guerdon.server.critic import Coming, Critic
 from guerdon.server.critic import Result as Done
 from guerdon.server.loop import Group, Loop
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
@@ -112,13 +114,29 @@ class Service:
         names = ", ".join(sorted([*self._models, *self._operations]))
         raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
 
-    async def call(self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest) -> ScoreReply | Done:
+    def is_ready(self, name: str | None = None) -> bool:
+        """Whether the model or operation of that name can be asked, None for all of them."""
+        has_fault = self._critic is not None and self._critic.fault is not None
+        is_critics = self._critic is not None and name in (None, self._critic.lane, *self._operations)
+        return self.ready and not (has_fault and is_critics)
+
+    @contextlib.contextmanager
+    def arriving(self, name: str) -> Iterator[None]:
+        """A context in which a request comes in: what of a critic's fails there is told as all its failures are."""
+        try:
+            yield
+        except (GuerdonError, asyncio.CancelledError) as e:
+            if self._critic is not None and name in self._operations:
+                self._critic.refused(self._operations[name].operation, e)
+            raise
+
+    async def call(self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest | Coming) -> ScoreReply | Done:
         """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
         if isinstance(asked, ScoreRequest):
             return await self.score(name, asked)
         critic, info = self._critic, self.model(name)
         assert critic is not None and isinstance(info, OperationInfo)
-        return await critic.call(info.operation, asked, functools.partial(self._loop.order, critic.lane))
+        return await critic.call(info.operation, asked, self._loop)
 
     async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
         """One result a sample, in order; cancelling the call drops what has not started.
@@ -126,7 +144,9 @@ class Service:
         Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
         DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
         """
-        allowed_s = request.timeout_s or self._config.request_timeout_s
+        # Behind a train a score may wait for as long as that takes.
+        is_critics = self._critic is not None and self._critic.lane == name
+        allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
                 return await self._score(name, request, time.monotonic())
@@ -137,8 +157,8 @@ class Service:
         self.model(name)
         model, served = self._models[name]
         info = served.info
-        if self._critic is not None and self._critic.lane == name and self._critic.fault is not None:
-            raise self._critic.fault
+        if self._critic is not None and self._critic.lane == name and (fault := self._critic.fault) is not None:
+            raise fault
         results: list[Result | None] = []
         sequences = []
         for i, row in enumerate(await self._rows(name, served, request)):
@@ -181,7 +201,11 @@ class Service:
     def _deliver(self, jobs: list[Job]) -> None:
         """Called on the loop's thread; a batch wakes the asyncio loop once."""
         assert self._asyncio is not None
-        self._asyncio.call_soon_threadsafe(_resolve, jobs)
+        try:
+            self._asyncio.call_soon_threadsafe(_resolve, jobs)
+        except RuntimeError:
+            if not self._asyncio.is_closed():  # nobody waits any more
+                raise
 
     def _crashed(self) -> None:
         """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
@@ -227,6 +251,7 @@ def _sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: 
         None if request.groups is None else int(request.groups[i]),
         None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
         None if request.steps is None else request.steps[i],
+        request.wants_rewards,
     )
 
 
@@ -237,7 +262,7 @@ def _truncated(s: Sequence, max_length: int, side: str) -> Sequence:
         return s
     first = surplus if side == "left" else 0
     prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
-    return Sequence(s.tokens[first : first + max_length], s.text, s.group, prompt)
+    return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
 
 
 def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from guerdon.core import ModelInfo, TrainRequest
 from guerdon.errors import InvalidRequest
 
 MAX_ID_LENGTH = 200
+MAX_METRICS = 64
+MAX_METRIC_LENGTH = 100
 
 
 def check(request: TrainRequest, info: ModelInfo) -> None:
@@ -51,6 +55,19 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
         raise InvalidRequest(
             f"row {row} learns from {lengths[row]} tokens, {info.name} takes at most {info.max_length}; shorten it"
         )
+
+
+def check_metrics(metrics: dict[str, float]) -> None:
+    """Raises InvalidRequest for what a checkpoint does not keep beside the weights."""
+    if len(metrics) > MAX_METRICS:
+        raise InvalidRequest(f"metrics has {len(metrics)} numbers; {MAX_METRICS} are the most")
+    for name, value in metrics.items():
+        if len(name) > MAX_METRIC_LENGTH:
+            raise InvalidRequest(
+                f"a name in metrics has {len(name)} characters ({name[:20]!r}...); {MAX_METRIC_LENGTH} are the most"
+            )
+        if not math.isfinite(value):
+            raise InvalidRequest(f"metrics has {name!r}, which is not finite: {value}")
 
 
 def _refuse(is_wrong: np.ndarray, values: np.ndarray, name: str, advice: str) -> None:

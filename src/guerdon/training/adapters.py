@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guerdon.errors import ConfigError
 
@@ -15,24 +15,32 @@ SEED = 0
 PEFT_PREFIX = "base_model.model."
 
 
-def add_adapters(trunk: Any, rank: int, alpha: float) -> None:
-    """Puts float32 adapters on all linear layers of the trunk, in place; all else in it is frozen.
+def add_adapters(trunk: Any, rank: int, alpha: float, targets: str) -> None:
+    """Puts float32 adapters on linear layers of the trunk, in place; all else in it is frozen.
 
-    They begin as nothing, so outputs stay what they were, and they begin the same at every start: what is replayed
-    after a crash gives the same weights. Raises ConfigError where peft is not installed or finds no linear layer.
+    `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
+    begin as nothing, so outputs stay what they were, and they begin the same at every start: what is replayed after a
+    crash gives the same weights. Raises ConfigError where peft is not installed, finds no such layer, or cannot adapt
+    one of them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
         raise ConfigError("lora is set, and peft is not installed", "pip install 'guerdon[lora]'") from e
-    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear")
+    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)
-        # How peft says that nothing matched.
-        except ValueError as e:
-            raise ConfigError(f"peft cannot adapt a {type(trunk).__name__}: {e}", "leave lora out") from e
+            with torch.inference_mode():
+                trunk(input_ids=torch.zeros(1, 2, dtype=torch.long, device=trunk.device), use_cache=False)
+        # ValueError where nothing matches, re.error, and whatever an adapter raises on a layer that is not as others,
+        # such as a router that returns a tuple.
+        except Exception as e:
+            raise ConfigError(
+                f"peft cannot adapt a {type(trunk).__name__} by lora_targets {targets}: {type(e).__name__}: {e}",
+                r"give lora_targets that match other layers, such as '.*\.(q|k|v|o)_proj', or leave lora out",
+            ) from e
     for name, parameter in trunk.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -42,6 +50,14 @@ def add_adapters(trunk: Any, rank: int, alpha: float) -> None:
 def is_adapter(name: str) -> bool:
     """Whether a trunk's parameter of that name is one of an adapter."""
     return f".{ADAPTER}." in name
+
+
+def adapted_share(trunk: Any) -> float:
+    """Which part has adapters of all matrices, experts' among them, that are no embeddings; counted by weights."""
+    embeddings = {id(p) for module in trunk.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    matrices = {name: p for name, p in trunk.named_parameters() if p.dim() > 1 and id(p) not in embeddings}
+    own = {name: p.numel() for name, p in matrices.items() if not is_adapter(name)}
+    return sum(count for name, count in own.items() if ".base_layer." in name) / sum(own.values())
 
 
 def to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from guerdon.engine.callable import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
 from guerdon.errors import InvalidRequest, SampleFailed, TrainFailed, Unsupported
 
 log = logging.getLogger(__name__)
+
+_REPORTED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "lr")
 
 
 class UserCritic:
@@ -47,7 +50,7 @@ class UserCritic:
     ) -> None:
         self.info = info
         self.encoder = encoder
-        self.step = 0
+        self.begin(0)
         self._model, self._optimizer, self._scheduler, self._logger = model, optimizer, scheduler, logger
         self._save_elsewhere = save_elsewhere
         self._global_batch_size = global_batch_size
@@ -55,6 +58,7 @@ class UserCritic:
         self._multiple = strip_to_multiple
         self._largest_norm = gradient_clip_val
         self._is_combined = "rewards" in info.outputs
+        self._is_stepping = False
 
     @torch.no_grad()
     def infer(self, tokens: Any, lengths: Any) -> tuple[np.ndarray | None, np.ndarray]:
@@ -94,6 +98,7 @@ class UserCritic:
         """
         done: list[tuple[dict[str, Any], float, int]] = []
         num_stand, step = 0, self.step
+        self._is_stepping = False
         try:
             with self.between("prepare_for_training", "finish_training"):
                 for batch in itertools.islice(self._global_batches(request), first_steps):
@@ -103,6 +108,9 @@ class UserCritic:
         except Exception as e:
             num_stand += self.step > step  # what raised came behind the step itself
             stand = f"its first {num_stand} global batches stand" if num_stand else "nothing was changed"
+            if self._is_stepping:
+                stand = f"the optimiser broke off inside step {self.step + 1}, which may stand in part"
+                self.begin(self.step)
             raise TrainFailed(f"training failed: {type(e).__name__}: {e}; {stand}", num_stand) from e
         finally:
             self._optimizer.zero_grad()
@@ -111,11 +119,13 @@ class UserCritic:
     def validate(self, request: TrainRequest) -> TrainReport:
         """The loss of the request as `get_loss_and_metrics(batch, forward_only=True)` tells it; nothing changes."""
         done: list[tuple[dict[str, Any], float, int]] = []
-        for batch in self._global_batches(request):
-            if num_tokens := int((batch["mask"] > 0).sum()):
-                loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=True)
-                done.append(({**metrics, "loss": float(loss)}, float(batch["mask"].sum()), num_tokens))
-        return self._report(request.id, done)
+        with self.between("prepare_for_training", "finish_training"), torch.no_grad():
+            for batch in self._global_batches(request):
+                if num_tokens := int((batch["mask"] > 0).sum()):
+                    loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=True)
+                    told = _told(metrics | {"loss": loss})
+                    done.append((told, float(batch["mask"].sum()), num_tokens))
+        return dataclasses.replace(self._report(request.id, done), num_steps=0, num_skipped=0)
 
     def save(self, folder: Path) -> None:
         """Saves where the user saves; nothing is written into `folder`."""
@@ -139,10 +149,15 @@ class UserCritic:
             "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
         }
 
-    def count(self, step: int) -> None:
-        """Goes on counting from `step`, which is in the weights' version."""
+    def begin(self, step: int) -> None:
+        """Goes on counting from `step`, with weights of which nothing is known: under versions that no other had."""
+        self.run_token = uuid.uuid4().hex[:8]
+        self._count(step)
+
+    def _count(self, step: int) -> None:
         self.step = step
-        self.info = dataclasses.replace(self.info, weights_version=f"1+{step}" if step else "1")
+        version = f"1+{step}" if step else "1"
+        self.info = dataclasses.replace(self.info, weights_version=f"{version}-run{self.run_token}")
 
     @contextmanager
     def between(self, before: str, after: str) -> Iterator[None]:
@@ -161,16 +176,13 @@ class UserCritic:
             loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=False)
         step_time = time.monotonic() - started
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm))
-        metrics = {
-            **metrics,
-            "loss": float(loss),
-            "grad_norm": grad_norm,
-            "lr": float(self._optimizer.param_groups[0]["lr"]),
-            "step_time": step_time,
-        }
+        more = {"grad_norm": grad_norm, "lr": self._optimizer.param_groups[0]["lr"], "step_time": step_time}
+        metrics = _told(metrics | {"loss": loss, **more})
         if math.isfinite(grad_norm):
+            self._is_stepping = True
             self._optimizer.step()
-            self.count(self.step + 1)
+            self._is_stepping = False
+            self._count(self.step + 1)
             self._scheduler.step()
             self._logger.log_metrics(metrics, step=self.step - 1, prefix="train/")
         else:
@@ -224,6 +236,13 @@ class UserCritic:
 
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
+
+
+def _told(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics without tensors of one number, and those that the report has as floats; raises where they are not."""
+    plain = {name: x.detach() if torch.is_tensor(x) else x for name, x in metrics.items()}
+    told = {name: x.item() if torch.is_tensor(x) and x.numel() == 1 else x for name, x in plain.items()}
+    return told | {name: float(told[name]) for name in _REPORTED if name in told}
 
 
 def _nothing() -> None:

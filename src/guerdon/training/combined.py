@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +12,10 @@ import numpy as np
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, SampleFailed
+from guerdon.errors import ConfigError, GuerdonError, SampleFailed, ServerFault, TrainFailed
 from guerdon.training.critic import CriticTrainer
+
+log = logging.getLogger(__name__)
 
 PROBE = "Is 1 + 1 = 2? Yes, naïvely.\n"
 
@@ -50,27 +53,42 @@ class CriticWithReward:
             max_length=_least(critic.max_length, reward.max_length),
         )
 
-    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """Each sequence's reward and values; where one of the models fails on it, that failure. Raises Offloaded."""
+    @property
+    def run_token(self) -> str:
+        """The critic's."""
+        return self._critic.run_token
+
+    @run_token.setter
+    def run_token(self, token: str) -> None:
+        self._critic.run_token = token
+
+    def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
+        """Each sequence's values, and its reward where that is wanted; where one of the models fails on it, that.
+
+        Where a model cannot be brought to the device, this is every sequence's failure. Raises Offloaded.
+        """
         self._critic.check_ready()
-        if self._swaps and self._there is self._reward:
-            rewards = self._score_rewards(sequences)
-            values = self._score_values(sequences)
-        else:
-            values = self._score_values(sequences)
-            rewards = self._score_rewards(sequences)
-        return [_both(value, reward) for value, reward in zip(values, rewards, strict=True)]
+        rewarded = [s for s in sequences if s.wants_reward]
+        try:
+            if self._swaps and self._there is self._reward:
+                rewards = self._score_rewards(rewarded)
+                values = self._score_values(sequences)
+            else:
+                values = self._score_values(sequences)
+                rewards = self._score_rewards(rewarded)
+        except _NotBrought as e:
+            return [ServerFault(str(e)) for _ in sequences]
+        reward = iter(rewards)
+        return [_both(v, next(reward)) if s.wants_reward else v for s, v in zip(sequences, values, strict=True)]
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """As the critic's own."""
-        self._critic.check_ready()
-        self._bring(self._critic.engine)
+        """As the critic's own; raises TrainFailed, too, where the critic cannot be brought to the device."""
+        self._bring_critic()
         return self._critic.train(request, first_steps)
 
     def validate(self, request: TrainRequest) -> TrainReport:
-        """As the critic's own."""
-        self._critic.check_ready()
-        self._bring(self._critic.engine)
+        """As the critic's own; raises TrainFailed where the critic cannot be brought to the device."""
+        self._bring_critic()
         return self._critic.validate(request)
 
     def save(self, folder: Path) -> None:
@@ -92,10 +110,14 @@ class CriticWithReward:
         self._there = None
 
     def onload(self) -> None:
-        """Moves them back to the device; with `swap` the reward model follows when it is needed."""
+        """Moves them back to the device, all or none; with `swap` the reward model follows when it is needed."""
         self._critic.onload()
         if not self._swaps:
-            self._reward.onload()
+            try:
+                self._reward.onload()
+            except Exception:
+                self.offload()
+                raise
         self._there = self._critic.engine
 
     def _score_values(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
@@ -103,19 +125,38 @@ class CriticWithReward:
         return self._critic.score(sequences)
 
     def _score_rewards(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        if not sequences:
+            return []
         self._bring(self._reward)
         return self._reward.score(sequences)
 
+    def _bring_critic(self) -> None:
+        self._critic.check_ready()
+        try:
+            self._bring(self._critic.engine)
+        except _NotBrought as e:
+            raise TrainFailed(f"{e}: nothing was changed", 0) from None
+
     def _bring(self, engine: Engine) -> None:
-        """With `swap`, makes the engine the one that is on the device."""
+        """With `swap`, makes the engine the one that is on the device, or nobody where it raises _NotBrought."""
         if not self._swaps or self._there is engine:
             return
         if self._there is not None:
             self._there.offload()
         # Nobody is there until the other has arrived whole: memory may not suffice for it.
         self._there = None
-        engine.onload()
+        try:
+            engine.onload()
+        except Exception as e:
+            log.exception("a swap failed")
+            engine.offload()  # what of it has arrived
+            which = "critic" if engine is self._critic.engine else "reward model"
+            raise _NotBrought(f"the {which} cannot be brought to the device ({type(e).__name__}: {e})") from e
         self._there = engine
+
+
+class _NotBrought(Exception):
+    """One of the two models does not arrive on the device, for lack of memory there; later it may."""
 
 
 def _check_fits(critic: CriticTrainer, reward: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ from guerdon.training.batches import GlobalBatch, global_batches
 from guerdon.training.optimiser import Optimiser
 
 FORMAT = 1
+DIGITS = 12
+"""Of the digest in a version."""
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +50,7 @@ class CriticTrainer:
             folder = find_folder(loaded.config.model, loaded.config.revision)
             self._files = checkpoint.model_files(loaded, folder)
         else:
-            adapters.add_adapters(loaded.trunk, config.lora, config.lora_alpha)
+            adapters.add_adapters(loaded.trunk, config.lora, config.lora_alpha, config.lora_targets)
             note = adapters.describe_adapters(loaded.trunk, loaded.config.model)
             self._files = {"adapter_config.json": checkpoint.to_json(note)}
         if config.activation_checkpointing:
@@ -57,10 +61,16 @@ class CriticTrainer:
         self._num_parameters = sum(p.numel() for p in parameters.values())
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._optimiser = Optimiser(self._trained, config)
-        self._base_version = loaded.info.weights_version
+        num_trained = sum(p.numel() for p in self._trained.values())
+        part = f"{num_trained:,} of {self._num_parameters:,} parameters train"
+        if config.lora is not None:
+            part += f": adapters on {adapters.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
+        log.info("%s: %s", config.name, part)
+        self._history = _digest(json.dumps({**self._made_with(), **_decisive(config)}, sort_keys=True))
         self._lineage = 0
         self._is_offloaded = False
         self._broken = ""
+        self.run_token = ""
         self.encoder = loaded.encoder
 
     # ---------------------------------------------------------------------------------------- what it is
@@ -79,15 +89,21 @@ class CriticTrainer:
 
     @property
     def weights_version(self) -> str:
-        """`<as loaded>+<step>`; behind it the number of the load by which training went back to a checkpoint."""
-        version = self._base_version
+        """`<as loaded>+<step>.<digest>`; behind it the run's token and the load that went back to a checkpoint.
+
+        The digest is of the settings and of all that was learnt from, so that other weights have another version, also
+        those of another server that began from the same checkpoint.
+        """
+        version = self._loaded.info.weights_version
         if self._optimiser.step:
-            version += f"+{self._optimiser.step}"
+            version += f"+{self._optimiser.step}.{self._history[:DIGITS]}"
+            version += f"-run{self.run_token}" if self.run_token else ""
         return f"{version}-load{self._lineage}" if self._lineage else version
 
     def state(self) -> dict[str, Any]:
-        """Step, learning rate of the next step, and how many parameters there are and are trained."""
+        """Step, learning rate of the next step, how many parameters there are and are trained; what broke, if any."""
         return {
+            "broken": self._broken,
             "step": self._optimiser.step,
             "learning_rate": self._optimiser.learning_rate,
             "num_parameters": self._num_parameters,
@@ -108,7 +124,7 @@ class CriticTrainer:
         nothing, the schedule included. Raises TrainFailed where it breaks off: what was done before it stands.
         """
         self.check_ready()
-        batches = global_batches(request, self._config.global_batch_size)[:first_steps]
+        batches = self._batches(request)[:first_steps]
         tally = _Tally(self._optimiser.learning_rate)
         failure = None
         try:
@@ -133,9 +149,12 @@ class CriticTrainer:
         self.check_ready()
         tally = _Tally(self._optimiser.learning_rate)
         with torch.no_grad():
-            for batch in global_batches(request, self._config.global_batch_size):
+            for batch in self._batches(request):
                 tally.add(batch, sum((stats for _, stats in self._losses(batch)), ValueLossStats()))
         return self._report(request, tally)
+
+    def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
+        return global_batches(request, self._config.global_batch_size, with_action=self.engine.depends_on_length)
 
     def _learn(self, batch: GlobalBatch, tally: _Tally) -> None:
         sums = ValueLossStats()
@@ -149,6 +168,7 @@ class CriticTrainer:
                 tally.learning_rate = self._optimiser.learning_rate
                 with self._changing("a step broke off inside the optimiser"):
                     self._optimiser.apply(tally.grad_norm)
+                    self._history = _digest(self._history, *batch.rows, *batch.targets)
                 tally.num_steps += 1
             else:
                 log.warning("a step is left out: the norm of its gradient is %s", tally.grad_norm)
@@ -194,7 +214,7 @@ class CriticTrainer:
         facts = self._made_with() | {
             "step": self._optimiser.step,
             "lineage": self._lineage,
-            "base_version": self._base_version,
+            "history": self._history,
             "weights_version": self.weights_version,
             "learning_rate": self._optimiser.learning_rate,
         }
@@ -219,7 +239,7 @@ class CriticTrainer:
                 checkpoint.copy_into(own, stored)
             self._optimiser.restore(facts["step"], lambda name: optimiser[name][...])
             checkpoint.restore_rng(rng, self.engine.device)
-            self._base_version = facts["base_version"]
+            self._history = facts["history"]
             self._lineage = facts["lineage"] if lineage is None else lineage
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
@@ -231,24 +251,29 @@ class CriticTrainer:
         return {"adapter_model": adapters.to_peft(adapted), "value_head": checkpoint.head_tensors(self._loaded)}
 
     def _made_with(self) -> dict[str, Any]:
-        """What must be the same where a checkpoint is loaded; adapters also need the weights that they adapt."""
+        """What must be the same where a checkpoint is loaded."""
         return {
             "format": FORMAT,
+            "base": self._loaded.info.weights_version,
+            "mean": self._loaded.head.mean,
+            "std": self._loaded.head.std,
             "dtype": dtype_name(self.engine.dtype),
             "optimizer": self._config.optimizer,
             "lora": self._config.lora,
             "lora_alpha": self._config.lora_alpha if self._config.lora else None,
-            "adapted": self._loaded.info.weights_version if self._config.lora else None,
+            "lora_targets": self._config.lora_targets if self._config.lora else None,
         }
 
     def _read_facts(self, folder: Path) -> dict[str, Any]:
         facts = checkpoint.read_json(folder / "trainer.json")
         for name, own in self._made_with().items():
-            if facts.get(name) != own:
-                raise CheckpointError(
-                    f"{folder} was made with {name} {facts.get(name)}, the critic runs with {own}",
-                    "start with the model and the settings that it was made with, or load another checkpoint",
-                )
+            if facts.get(name) == own:
+                continue
+            what = _OTHERS.get(name, f"was made with {name}")
+            raise CheckpointError(
+                f"{folder} {what} {facts.get(name)}, the critic runs with {own}",
+                "start with the model and the settings that it was made with, or give another checkpoint_dir",
+            )
         return facts
 
     # ---------------------------------------------------------------------------------------- memory, and faults
@@ -260,9 +285,13 @@ class CriticTrainer:
         self.engine.offload()
 
     def onload(self) -> None:
-        """Moves them back to the device."""
-        self.engine.onload()
-        self._optimiser.move(self.engine.device)
+        """Moves them back to the device, all or none."""
+        try:
+            self.engine.onload()
+            self._optimiser.move(self.engine.device)
+        except Exception:
+            self.offload()
+            raise
         self._is_offloaded = False
 
     def check_ready(self) -> None:
@@ -298,6 +327,28 @@ class _Tally:
         self.sums += sums
         self.losses.append(_mean_loss(sums))
         self.num_tokens += batch.num_tokens
+
+
+_OTHERS = {
+    "base": "belongs to a critic of another model, weights",
+    "mean": "belongs to a critic of another standardisation, mean",
+    "std": "belongs to a critic of another standardisation, std",
+}
+"""What a fact that differs says of a checkpoint."""
+
+
+def _decisive(config: CriticConfig) -> dict[str, Any]:
+    """The settings that decide, beside what is learnt from, which weights come out."""
+    names = ("learning_rate", "weight_decay", "betas", "lr_schedule", "warmup_steps", "total_steps")
+    return {name: getattr(config, name) for name in (*names, "gradient_clip_val", "loss_clip_val")}
+
+
+def _digest(before: str, *arrays: np.ndarray) -> str:
+    digest = hashlib.blake2b(before.encode(), digest_size=16)
+    for array in arrays:
+        digest.update(str(array.shape).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _mean_loss(sums: ValueLossStats) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from guerdon.config import CriticConfig
 from guerdon.errors import ConfigError
 
 EPS = 1e-8
+log = logging.getLogger(__name__)
 CONSTANTS = ("qmap1", "qmap2")
 """What bitsandbytes keeps with every parameter and never changes."""
 
@@ -33,6 +35,7 @@ class Optimiser:
         make = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
         self._adamw = make(list(self._masters.values()), config)
         self._config = config
+        self._has_warned = False
 
     @property
     def learning_rate(self) -> float:
@@ -55,6 +58,13 @@ class Optimiser:
                     parameter.copy_(self._masters[name])
         self.step += 1
         self.free()
+        # During the warm-up 0 is where it begins.
+        if not self._has_warned and self.step > self._config.warmup_steps and not rate(self._config, self.step):
+            self._has_warned = True
+            log.warning(
+                "the learning rate is 0: the schedule has ended with step %d (total_steps), and more change nothing",
+                self._config.total_steps,
+            )
 
     def free(self) -> None:
         """Drops all gradients."""
@@ -154,6 +164,13 @@ def _adamw_8bit(masters: list[nn.Parameter], config: CriticConfig) -> Any:
     for i, master in enumerate(masters):
         adamw.init_state(adamw.param_groups[0], master, 0, i)
     return adamw
+
+
+def moment_bytes(config: CriticConfig) -> int | None:
+    """What AdamW's two moments take for each weight of the model; None where adapters alone are trained."""
+    if config.lora is not None:
+        return None
+    return 2 if config.optimizer == "adamw_8bit" else 8
 
 
 def rate(config: CriticConfig, step: int) -> float:

@@ -139,6 +139,11 @@ def _metrics(text: str) -> dict[str, float]:
         metrics = orjson.loads(text)
     except orjson.JSONDecodeError as e:
         raise InvalidRequest(f"input 'metrics': not valid JSON: {e}") from e
-    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+    if not isinstance(metrics, dict):
         raise InvalidRequest("input 'metrics': must be a JSON object of names and numbers")
+    for name, value in metrics.items():
+        if type(value) not in (int, float):
+            raise InvalidRequest(
+                f"input 'metrics': must be a JSON object of names and numbers; {name[:100]!r} is not a finite number"
+            )
     return {name: float(value) for name, value in metrics.items()}
