@@ -17,10 +17,11 @@ from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
 from guerdon.client.results import CriticScores
 from guerdon.client.retry import RetryPolicy
 from guerdon.client.session import AsyncClient, Call, ThreadedClient, parse_urls
-from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport
+from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")
+AnySession = OrderedSession | AsyncOrderedSession
 
 _PATIENT = RetryPolicy(timeout_s=21_600.0, tries=1_000_000)
 """A server that comes back loads its checkpoint and trains again on its journal first, which takes minutes."""
@@ -41,7 +42,36 @@ class InferArgs(TypedDict, total=False):
     timeout_s: float | None
 
 
-class CriticClient(ThreadedClient[OrderedSession]):
+class _Critic:
+    """What both clients know of a critic: its models' names, and which calls go alone."""
+
+    _name: str
+
+    def _model(self, operation: str) -> str:
+        return f"{self._name}_{operation}"
+
+    def _training(self, session: AnySession, request: TrainRequest, train_id: str | None) -> Call[TrainReport]:
+        errand = training(self._model(Operation.TRAIN), request)
+        # Only under a name that the caller gave can it have been answered before.
+        asks = None if train_id is None else self._errand(ControlRequest(Operation.STATE))
+        return session.progress.reporting(session.caller, errand, state=asks)
+
+    def _validating(self, session: AnySession, request: TrainRequest) -> Call[TrainReport]:
+        errand = training(self._model(Operation.VALIDATE), request)
+        return session.progress.reporting(session.caller, errand, trains=False)
+
+    def _controlling(self, session: AnySession, request: ControlRequest) -> tuple[Call[Any], bool]:
+        """The call, and whether it goes alone."""
+        errand, operation = self._errand(request), request.operation
+        if operation is Operation.LOAD:
+            return session.progress.returning(session.caller, errand), True
+        return session.caller.ask(errand), operation is not Operation.STATE
+
+    def _errand(self, request: ControlRequest) -> Errand[Any]:
+        return controlling(self._model(request.operation), request)
+
+
+class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     """Asks a critic for values, and trains it; safe to use from many threads, and after a fork.
 
     `url` is the server's http://, https:// or grpc:// address (a bare host:port means http), `name` the critic's
@@ -84,20 +114,14 @@ class CriticClient(ThreadedClient[OrderedSession]):
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
         session = self._session_here()
         future = TrainFuture(request.id, session.failures)
-        call = session.progress.reporting(
-            session.caller,
-            training(self._model(Operation.TRAIN), request),
-            state=None if train_id is None else self._stating(),
-        )
-        self._in_turn(session, call, alone=True, future=future)
+        self._in_turn(session, self._training(session, request, train_id), alone=True, future=future)
         return future
 
     def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
         """The loss and its companions on these rows, without any training; blocks."""
         request = make_train_request(tokens, returns, prev_values, mask)
         session = self._session_here()
-        errand = training(self._model(Operation.VALIDATE), request)
-        return self._in_turn(session, session.progress.reporting(session.caller, errand, trains=False)).result()
+        return self._in_turn(session, self._validating(session, request)).result()
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
@@ -124,16 +148,9 @@ class CriticClient(ThreadedClient[OrderedSession]):
         session = self._session_here()
         session.run(session.caller.wait_ready(self._model("infer"), timeout_s))
 
-    def _model(self, operation: str) -> str:
-        return f"{self._name}_{operation}"
-
-    def _stating(self) -> Errand[CriticState]:
-        return controlling(self._model(Operation.STATE), ControlRequest(Operation.STATE))
-
     def _control(self, request: ControlRequest) -> Any:
-        session, errand = self._session_here(), controlling(self._model(request.operation), request)
-        is_load, alone = request.operation is Operation.LOAD, request.operation is not Operation.STATE
-        call = session.progress.returning(session.caller, errand) if is_load else session.caller.ask(errand)
+        session = self._session_here()
+        call, alone = self._controlling(session, request)
         return self._in_turn(session, call, alone=alone).result()
 
     def _ask(self, errand: Errand[T]) -> Future[T]:
@@ -144,7 +161,6 @@ class CriticClient(ThreadedClient[OrderedSession]):
         self, session: OrderedSession, call: Call[T], *, alone: bool = False, future: Future[T] | None = None
     ) -> Future[T]:
         future = Future() if future is None else future
-
         kept = [self]  # which must not be collected, and so close, before the future has its outcome
 
         def perform(_kept: list[CriticClient] = kept) -> T:
@@ -155,7 +171,7 @@ class CriticClient(ThreadedClient[OrderedSession]):
         return future
 
 
-class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
+class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
     """`CriticClient` for one event loop: the same calls in the same order, with `await`.
 
     `submit` and `train` take their place in the order at once, the others when they are awaited.
@@ -188,13 +204,7 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
         future = AsyncTrainFuture(request.id)
         session = self._session
-        call = session.progress.reporting(
-            session.caller,
-            training(self._model(Operation.TRAIN), request),
-            state=None
-            if train_id is None
-            else controlling(self._model(Operation.STATE), ControlRequest(Operation.STATE)),
-        )
+        call = self._training(session, request, train_id)
         task = session.in_turn(call, alone=True, is_wanted=lambda: not future.cancelled())
         task.add_done_callback(functools.partial(self._trained, future))
         return future
@@ -202,8 +212,7 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
     async def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
         """The loss and its companions on these rows, without any training."""
         request = make_train_request(tokens, returns, prev_values, mask)
-        session, errand = self._session, training(self._model(Operation.VALIDATE), request)
-        return await session.in_turn(session.progress.reporting(session.caller, errand, trains=False), alone=False)
+        return await self._session.in_turn(self._validating(self._session, request), alone=False)
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
@@ -229,14 +238,9 @@ class AsyncCriticClient(AsyncClient[AsyncOrderedSession]):
         """Returns when the server is ready; raises DeadlineExceeded with what it said."""
         await self._session.run(self._session.caller.wait_ready(self._model("infer"), timeout_s))
 
-    def _model(self, operation: str) -> str:
-        return f"{self._name}_{operation}"
-
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
-        session, errand = self._session, controlling(self._model(request.operation), request)
-        is_load, alone = request.operation is Operation.LOAD, request.operation is not Operation.STATE
-        call = session.progress.returning(session.caller, errand) if is_load else session.caller.ask(errand)
-        return session.in_turn(call, alone=alone)
+        call, alone = self._controlling(self._session, request)
+        return self._session.in_turn(call, alone=alone)
 
     def _ask(self, errand: Errand[T]) -> asyncio.Task[T]:
         return self._session.in_turn(self._session.caller.ask(errand), alone=False)
