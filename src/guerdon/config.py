@@ -132,7 +132,7 @@ class CriticConfig(EngineConfig):
         "all-linear", "which layers lora adapts: all-linear, or a regular expression of whole module names"
     )
     activation_checkpointing: bool = setting(
-        False, "compute activations a second time in place of keeping them: less memory, about a third more time"
+        False, "compute activations a second time in place of keeping them: less memory, more time"
     )
 
     @property
