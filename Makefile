@@ -50,7 +50,7 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
-	$(PIP) install -c constraints.txt -e '.[server,plot]'
+	$(PIP) install -c constraints.txt -e '.[actor]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,4 +1,4 @@
-"""A `guerdon serve-critic` process and a client for it, while a `with` lasts."""
+"""A `guerdon serve` or `guerdon serve-critic` process and a client for it, while a `with` lasts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from guerdon import CriticClient
+from guerdon import CriticClient, RewardClient
 from guerdon.errors import DeadlineExceeded, Unavailable
 
 START_S = 600
 
+Client = TypeVar("Client", CriticClient, RewardClient)
+
+
+def serving(model: Path, port: int, log: Path, *flags: str) -> contextlib.AbstractContextManager[CriticClient]:
+    """The client of a critic's server that is ready; raises SystemExit where it does not start."""
+    return _serving("serve-critic", CriticClient(f"http://127.0.0.1:{port}"), model, port, log, *flags)
+
+
+def serving_rewards(model: Path, port: int, log: Path, *flags: str) -> contextlib.AbstractContextManager[RewardClient]:
+    """The client of a reward model's server, likewise."""
+    return _serving("serve", RewardClient(f"http://127.0.0.1:{port}"), model, port, log, *flags)
+
 
 @contextlib.contextmanager
-def serving(model: Path, port: int, log: Path, *flags: str) -> Iterator[CriticClient]:
-    """The client of a server of `model` that is ready; raises SystemExit where it does not start."""
-    command = [sys.executable, "-m", "guerdon", "serve-critic", str(model), "--port", str(port), "--no-grpc", *flags]
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as server,
-        CriticClient(f"http://127.0.0.1:{port}") as client,
-    ):
+def _serving(kind: str, client: Client, model: Path, port: int, log: Path, *flags: str) -> Iterator[Client]:
+    command = [sys.executable, "-m", "guerdon", kind, str(model), "--port", str(port), "--no-grpc", *flags]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as server, client:
         try:
             for _ in range(START_S):
                 if server.poll() is not None:

@@ -40,19 +40,7 @@ def make_models(folder: Path, groups: list[list[str]]) -> Path:
 
     `folder/model2` is the same with a second label, the first's negative, for servers that refuse one label.
     """
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator((text for group in groups for text in group), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=MAX_LENGTH
-    )
+    tokenizer = make_tokenizer([text for group in groups for text in group])
     torch.manual_seed(0)
     config = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "pad_token_id": 0, **SHAPE}
     one = AutoModelForSequenceClassification.from_config(LlamaConfig(**config, num_labels=1))
@@ -68,6 +56,23 @@ def make_models(folder: Path, groups: list[list[str]]) -> Path:
         _edit(folder / name / "config.json", id2label=labels)
         _edit(folder / name / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     return folder / "model"
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on the text, with `<pad>` 0, `<s>` 1 and `</s>` 2."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=MAX_LENGTH
+    )
 
 
 def _edit(path: Path, **settings: object) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from guerdon import __version__, cli, flags
+from guerdon.actor.settings import ReinforceRunConfig, check_actor
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.errors import ConfigError
 from processes import environment
@@ -297,3 +298,74 @@ def test_ctrl_c_ends_a_run_soon(tmp_path: Path) -> None:
 def test_weights_with_a_leading_minus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--attribute-weights=-0.5,1" in " ".join(run("serve", "--help", capsys=capsys)[1].split())
     assert settings("m", "--attribute-weights=-0.5,1").models[0].attribute_weights == [-0.5, 1.0]
+
+
+def actor_settings(*argv: str) -> ReinforceRunConfig:
+    return flags.sectioned_config(cli.make_parser().parse_args(["reinforce", *argv]), ReinforceRunConfig)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "policy: {model: ./p, learning_rate: 1e-6}\n"
+        "data: {prompts: prompts.jsonl}\n"
+        "rollouts: {stop: [END]}\n"
+        "remote_rm: {reward_model: {ip: 10.0.0.1, port: 1234}}\n"
+    )
+    return str(path)
+
+
+def test_an_actors_flags_are_paths_in_its_yaml_and_go_before_it(run_yaml: str) -> None:
+    config = actor_settings(
+        run_yaml, "--policy.lora", "4", "--rollouts.max_new_tokens=7", "--rollouts.stop", "a", "--rollouts.stop", "b",
+        "--remote-rm.reward-model.port", "77", "--no-run.resume", "--policy.betas", "0.5,0.6",
+    )  # fmt: skip
+    assert (config.policy.model, config.policy.learning_rate, config.policy.lora) == ("./p", 1e-6, 4)
+    assert (config.rollouts.max_new_tokens, config.rollouts.stop) == (7, ["a", "b"])
+    assert (config.remote_rm.reward_model.ip, config.remote_rm.reward_model.port) == ("10.0.0.1", 77)
+    assert not config.run.resume and config.policy.betas == [0.5, 0.6]
+
+
+def test_an_actors_yaml_alone(run_yaml: str) -> None:
+    config = actor_settings(run_yaml)
+    assert config.rollouts.stop == ["END"] and config.remote_rm.reward_model.port == 1234
+    assert config.rollouts.temperature == 1.0 and config.run == ReinforceRunConfig().run
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--data.prompts", ""], "data.prompts is not given"),
+        (["--policy.model", ""], "policy.model is not given"),
+        (["--rollouts.temperature", "0"], "rollouts.temperature is 0"),
+        (["--rollouts.rollouts-per-prompt", "1"], "rloo compares responses to one prompt"),
+        (["--rollouts.top-p", "1.5"], "top_p is 1.5"),
+        (["--reinforce.clip-low", "0"], "clip_low is 0"),
+        (["--run.trackers", "paper"], "run.trackers has paper"),
+        (["--policy.dtype", "float16"], "gradients vanish"),
+        (["--run.steps", "0"], "steps is 0"),
+    ],
+)
+def test_settings_of_an_actor_that_cannot_be(
+    argv: list[str], says: str, run_yaml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["reinforce", run_yaml, *argv]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "help: " in error
+
+
+def test_an_unknown_section_or_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("policy: {model: ./p}\nrollouts: {maximum: 3}\n")
+    assert cli.main(["ppo", str(path)]) == 2
+    assert "unknown setting rollouts.maximum" in capsys.readouterr().err
+
+
+def test_the_schedules_length_is_that_of_the_run() -> None:
+    config = ReinforceRunConfig()
+    config.policy.model = config.data.prompts = "x"
+    config.policy.lr_schedule = "linear"
+    config.run.steps, config.reinforce.epochs, config.reinforce.global_batch_size = 10, 3, 40
+    check_actor(config)  # 16 prompts of 4 responses are 2 global batches of 40
+    assert config.policy.total_steps == 60

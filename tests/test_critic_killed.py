@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import multiprocessing
 import random
-import signal
-import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +17,7 @@ import zoo
 from guerdon import CriticClient, RetryPolicy, TrainReport, assembly
 from guerdon.client.critic_calls import make_train_request
 from guerdon.config import CriticConfig, ServerConfig
-from processes import environment
+from killing import Kill, Restarted, forkserver, free_port
 
 NUM_REQUESTS = 20
 GBS = 4
@@ -30,9 +25,6 @@ TIMEOUT_S = 100.0
 KILLS_AT_RANDOM = 3
 SECONDS_OF_A_RUN = 0.25
 """What the requests take about, undisturbed."""
-FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["killed_critic", "guerdon.engine.critics", "transformers.models.llama.modeling_llama"]
-"""What the children of FORKS have imported when they start, so that a restart takes a fraction of a second."""
 
 
 @dataclass
@@ -49,59 +41,9 @@ class Outcome:
     num_kills: int
 
 
-class KilledServer:
-    """One critic's server on a fixed port, started again whenever it dies.
-
-    `kills` are the points at which each process kills itself, with the count of the call; a number is the time in
-    seconds for which it answers before it is killed from outside. The process after the last of them lives.
-    """
-
-    def __init__(self, config: ServerConfig, kills: list[tuple[str, int] | float]) -> None:
-        self.num_kills = 0
-        self._config = config
-        self._kills = kills
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> KilledServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        for kill in [*self._kills, None]:
-            point, nth = kill if isinstance(kill, tuple) else (None, 0)
-            process = FORKS.Process(target=killed_critic.serve, args=(self._config, point, nth), daemon=True)
-            process.start()
-            if isinstance(kill, float):
-                self._wait_until_it_answers(process)
-                if not self._stopping.wait(kill):
-                    process.kill()
-            while process.is_alive() and not self._stopping.is_set():
-                process.join(0.02)
-            if self._stopping.is_set():
-                process.terminate()
-            process.join()
-            if process.exitcode != -signal.SIGKILL:
-                return
-            self.num_kills += 1
-
-    def _wait_until_it_answers(self, process: multiprocessing.process.BaseProcess) -> None:
-        while process.is_alive() and not self._stopping.wait(0.005):
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self._config.port)).close()
-                return
-
-
 @pytest.fixture(scope="module", autouse=True)
-def forkserver() -> Iterator[None]:
-    """What the children need is imported once, in the process that they are forked from."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{Path(__file__).parent}")
-        FORKS.set_forkserver_preload(PRELOADED)
+def preloaded() -> Iterator[None]:
+    with forkserver():
         yield
 
 
@@ -127,17 +69,16 @@ def requests() -> list[tuple[np.ndarray, ...]]:
 NUM_STEPS = [-(-len(tokens) // GBS) for tokens, *_ in requests()]
 
 
-def train_through(kills: list[tuple[str, int] | float], model: Path, folder: Path) -> Outcome:
+def train_through(kills: list[Kill], model: Path, folder: Path) -> Outcome:
     """All requests, in order, through a server that dies at `kills`."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     critic = CriticConfig(
         model=str(model), checkpoint_dir=str(folder), global_batch_size=GBS, learning_rate=1e-2, save_every=6
     )
     config = ServerConfig(port=port, grpc_port=None, log_level="error", critic=critic)
     policy = RetryPolicy(timeout_s=TIMEOUT_S, tries=10_000, backoff_s=0.05, max_backoff_s=0.1)
     with (
-        KilledServer(config, kills) as server,
+        Restarted(killed_critic.serve, (config,), kills, port) as server,
         CriticClient(f"http://127.0.0.1:{port}", policy=policy) as client,
     ):
         client.wait_ready(timeout_s=TIMEOUT_S)
@@ -167,7 +108,7 @@ def assert_same(outcome: Outcome, want: Outcome) -> None:
         assert outcome.files[name] == data, name
 
 
-def plan(seed: int) -> list[tuple[str, int] | float]:
+def plan(seed: int) -> list[Kill]:
     """A kill at a point that is met, then more of them, and some at random times, in random order.
 
     Every point is the first of one of eight seeds.
@@ -175,7 +116,7 @@ def plan(seed: int) -> list[tuple[str, int] | float]:
     numbers = random.Random(seed)
     points = list(killed_critic.POINTS)
     first = (points[seed % len(points)], numbers.randint(1, 2))
-    more: list[tuple[str, int] | float] = [(numbers.choice(points), numbers.randint(1, 4)) for _ in range(2)]
+    more: list[Kill] = [(numbers.choice(points), numbers.randint(1, 4)) for _ in range(2)]
     more += [numbers.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(KILLS_AT_RANDOM)]
     numbers.shuffle(more)
     return [first, *more]

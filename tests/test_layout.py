@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-BASE = {"core", "errors", "config", "metrics"}
-PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training"}
+BASE = {"core", "errors", "config", "metrics", "durable"}
+PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training", "actor"}
 
 ROOMS = {  # room: the rooms that it may know besides itself
     **dict.fromkeys(BASE, BASE),
@@ -21,14 +21,17 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "distributed": BASE,
     "algorithms": set(),
     "training": BASE | {"engine", "algorithms"},
+    "actor": BASE | {"client", "engine", "algorithms", "training"},
+    "adapters": BASE | {"wire", "client"},
     "assembly": BASE | PARTS,
     "reward_model_server": BASE | PARTS | {"assembly"},
     "critic_server_trainer": BASE | PARTS | {"assembly"},
-    "demo": BASE | {"client"},
+    "demo": BASE | {"client", "actor"},
     "flags": BASE,
     "cli": BASE | PARTS | {"assembly", "demo", "flags", "__init__"},
     "__main__": {"cli"},
     "__init__": {
+        "actor",
         "client",
         "core",
         "critic_server_trainer",
@@ -38,9 +41,10 @@ ROOMS = {  # room: the rooms that it may know besides itself
 }
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
-    **dict.fromkeys(["core", "errors", "config", "metrics", "client", "server", "distributed", "flags", "cli"], TORCH),
+    **dict.fromkeys(["core", "errors", "config", "metrics", "durable", "client", "server", "distributed", "flags", "cli"], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(["server/scheduler.py", "server/lane.py"], TORCH | {"asyncio", "concurrent", "threading", "time"}),
+    **dict.fromkeys(["actor/settings.py", "actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),
     "engine/text.py": {"torch"},
     "engine/packing.py": TORCH,
 }

@@ -133,6 +133,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("cohere", {**_GROUPED, "logit_scale": 0.25}),
+    "granite": ("granite", {**_GROUPED, "logits_scaling": 4.0}),
+    "phi": ("phi", _GROUPED),
+    "opt-projected": (
+        "opt",
+        {**_IDS, **_HEADS, **_LENGTH, "hidden_size": HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": 16},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            **_GROUPED,
+            "mamba_d_ssm": HIDDEN,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
+}
+"""More decoders, for what is peculiar to their way from hidden states to logits."""
 ENCODERS = ("bert", "roberta", "electra", "distilbert", "modernbert", "deberta-v2")
 DECODERS = tuple(name for name in ARCHITECTURES if name not in ENCODERS)
 KINDS = ("seqcls", "tokcls", "trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic")
@@ -157,6 +178,17 @@ def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, 
     else:
         _value_head(config, kind, folder)
     (folder / "zoo.json").write_text(json.dumps({"kind": kind}))
+    return folder
+
+
+def language_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random causal language model of that name, `overrides` into its config, and returns its folder."""
+    model_type, settings = {**ARCHITECTURES, **LANGUAGE_MODELS}[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**settings, **overrides})
+    model = _randomise(AutoModelForCausalLM.from_config(config))
+    model.generation_config.do_sample = True  # some classes' own settings contradict each other otherwise
+    model.save_pretrained(folder)
     return folder
 
 

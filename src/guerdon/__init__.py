@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from guerdon.actor.reinforce_actor import ReinforceActor
     from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
     from guerdon.core import TrainReport
     from guerdon.critic_server_trainer import CriticServerTrainer
@@ -23,6 +24,7 @@ __all__ = [
     "CriticClient",
     "CriticServerTrainer",
     "GuerdonError",
+    "ReinforceActor",
     "RetryPolicy",
     "RewardClient",
     "RewardModelServer",
@@ -37,6 +39,7 @@ _HOME = {
     "CriticClient": "guerdon.client",
     "CriticServerTrainer": "guerdon.critic_server_trainer",
     "GuerdonError": "guerdon.errors",
+    "ReinforceActor": "guerdon.actor.reinforce_actor",
     "RetryPolicy": "guerdon.client",
     "RewardClient": "guerdon.client",
     "RewardModelServer": "guerdon.reward_model_server",

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from guerdon import __version__
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, GuerdonError, StartError
-from guerdon.flags import CRITIC_PORTS, add_settings, critic_server_config, given, server_config
+from guerdon.flags import (
+    CRITIC_PORTS,
+    add_sections,
+    add_settings,
+    critic_server_config,
+    given,
+    sectioned_config,
+    server_config,
+)
 
 EXAMPLES = """\
 examples:
@@ -25,7 +34,9 @@ examples:
   guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic     a critic that trains, on port 5556
   guerdon score --server http://127.0.0.1:5555 in.jsonl -o out.jsonl
   guerdon score --model ./my-reward-model in.jsonl -o out.jsonl
-  guerdon demo                                             make a small model, serve it, score prompts
+  guerdon reinforce run.yaml                               train a policy with REINFORCE against a served model
+  guerdon ppo run.yaml                                     train one with PPO against a served critic
+  guerdon demo                                             serve a small reward model, train a policy against it
 """
 
 SERVE_EXAMPLES = """\
@@ -62,6 +73,40 @@ Each line of IN is one of {"prompt", "responses"}, {"prompt", "response"}, {"cho
 {"text"}; a name in .gz is read compressed. OUT gets the same lines with "rewards" added, in the same order. The same
 command again continues where it stopped, with the same weights. A sample that fails has null for its reward, "errors"
 says why, and the exit status is 1.
+"""
+
+
+REINFORCE_EXAMPLES = """\
+CONFIG.yaml has the same settings in sections; flags go before it. With this run.yaml
+
+  policy: {model: ./my-policy, learning_rate: 1e-6}
+  data: {prompts: prompts.jsonl}
+  rollouts: {rollouts_per_prompt: 8, max_new_tokens: 256}
+  reinforce: {advantage_estimator: rloo, kl_coefficient: 0.01}
+  remote_rm: {reward_model: {ip: 127.0.0.1, port: 5555}}
+  run: {steps: 200, output_dir: out/run}
+
+  guerdon serve ./my-reward-model
+  guerdon reinforce run.yaml --rollouts.temperature 0.9
+
+The same command again goes on from the newest checkpoint in run.output_dir. Metrics, curves, samples and the policy lie
+there; each checkpoint's policy is a model that transformers loads.
+"""
+
+PPO_EXAMPLES = """\
+CONFIG.yaml has the same settings in sections; flags go before it. With this run.yaml
+
+  policy: {model: ./my-policy, learning_rate: 1e-6}
+  data: {prompts: prompts.jsonl}
+  rollouts: {rollouts_per_prompt: 1, max_new_tokens: 256}
+  ppo: {kl_coefficient: 0.01, critic_warmup_steps: 5}
+  remote_critic_rm: {critic: {ip: 127.0.0.1, port: 5556}, combine_rm_and_critic_server: true}
+  run: {steps: 200, output_dir: out/run}
+
+  guerdon serve-critic ./my-reward-model --reward-model ./my-reward-model --checkpoint-dir ./critic
+  guerdon ppo run.yaml --run.steps 500
+
+Checkpoints of policy and critic are saved as a pair, and the same command again goes on from the newest pair.
 """
 
 
@@ -116,8 +161,27 @@ def make_parser() -> argparse.ArgumentParser:
     score.add_argument("--no-progress", action="store_true", help="no progress bar")
     add_settings(score.add_argument_group("model", "--name goes with both; the others only with --model"), ModelConfig)
 
-    demo = _command(commands, "demo", "make a small reward model, serve it, score prompts with it", None, run_demo)
-    demo.add_argument("--data", metavar="FILE", help='JSONL or .jsonl.gz of {"prompt", "responses"}; default: built in')
+    for name, text, epilog, run, cls in (
+        (
+            "reinforce",
+            "train a policy by REINFORCE, RLOO or GRPO against a served reward model",
+            REINFORCE_EXAMPLES,
+            run_reinforce,
+            ReinforceRunConfig,
+        ),
+        ("ppo", "train a policy by PPO against a served critic", PPO_EXAMPLES, run_ppo, PPORunConfig),
+    ):
+        actor = _command(commands, name, text, epilog, run)
+        actor.usage = f"guerdon {name} CONFIG.yaml [--SECTION.SETTING VALUE ...]"
+        actor.add_argument("CONFIG", metavar="CONFIG.yaml", help="YAML file with the settings")
+        add_sections(actor, cls)
+
+    demo = _command(commands, "demo", "serve a small reward model and train a small policy against it", None, run_demo)
+    demo.add_argument("--seed", type=int, default=7, help="of models, prompts and responses (default: 7)")
+    demo.add_argument("--steps", type=int, default=60, help="steps in which the policy learns (default: 60)")
+    demo.add_argument(
+        "--data", metavar="FILE", help='score this JSONL or .jsonl.gz of {"prompt", "responses"}; nothing else is done'
+    )
     demo.add_argument("--limit", type=int, default=100, metavar="N", help="at most N prompts of FILE (default: 100)")
     demo.add_argument("--out", default="out/demo", metavar="FOLDER", help="where results go (default: out/demo)")
     return parser
@@ -202,18 +266,60 @@ def run_score(args: argparse.Namespace) -> int:
         return score([server.http_url])
 
 
-def run_demo(args: argparse.Namespace) -> None:
-    """`guerdon demo`: see guerdon.demo."""
-    _need("torch", "starlette", "uvicorn", "matplotlib")
-    from guerdon.demo.run import run
+def run_reinforce(args: argparse.Namespace) -> int:
+    """`guerdon reinforce`: see guerdon.actor.reinforce."""
+    config = sectioned_config(args, ReinforceRunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import reinforce
 
-    run(Path(args.out), Path(args.data) if args.data else None, args.limit)
+    return reinforce.train(config).exit_status
+
+
+def run_ppo(args: argparse.Namespace) -> int:
+    """`guerdon ppo`: see guerdon.actor.ppo."""
+    config = sectioned_config(args, PPORunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import ppo
+
+    return ppo.train(config).exit_status
+
+
+def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Checks the settings and the installation before anything is loaded."""
+    check_actor(config)
+    _set_up("info")
+    _need("torch", "tensorboard", "matplotlib")
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """`guerdon demo`: see guerdon.demo."""
+    _need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
+    if args.data:
+        from guerdon.demo import scoring
+
+        scoring.run(Path(args.out), Path(args.data), args.limit)
+        return 0
+    from guerdon.demo import run
+
+    return run.run(Path(args.out), args.seed, args.steps)
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Takes flags with the underscores that their settings have in YAML, too."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_hyphenated(arg) for arg in given], namespace)
+
     def error(self, message: str) -> NoReturn:
         """Ends as every start error does: what is wrong, and what to do."""
         sys.exit(_fail(message, f"`{self.prog} --help` lists what can be given", 2))
+
+
+def _hyphenated(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value
 
 
 def _command(commands: Any, name: str, text: str, epilog: str | None, run: Any) -> argparse.ArgumentParser:

@@ -31,9 +31,16 @@ def setting(
     return field(metadata={"help": help, "flag": flag, "auto": auto, "least": least, "most": most}, **factory)
 
 
+def section(cls: type, help: str) -> Any:  # noqa: A002 - as above
+    """A dataclass field that holds settings of the dataclass `cls`, of which a part may be given."""
+    return field(
+        metadata={"help": help, "flag": False, "auto": False, "least": None, "most": None}, default_factory=cls
+    )
+
+
 @dataclass
-class EngineConfig:
-    """How a checkpoint is loaded and run, whether it scores or learns."""
+class ForwardConfig:
+    """How a checkpoint is loaded and its forward run."""
 
     revision: str | None = setting(None, "hub revision (branch, tag or commit)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -46,6 +53,23 @@ class EngineConfig:
     max_length: int | None = setting(
         None, "longest accepted sequence in tokens; auto: the model's own maximum", auto=True, least=1
     )
+    require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
+    deterministic: bool = setting(
+        False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
+    )
+
+
+@dataclass
+class LanguageModelConfig(ForwardConfig):
+    """One causal language model."""
+
+    model: str = setting("", "local folder or hub id of a causal language model")
+
+
+@dataclass
+class EngineConfig(ForwardConfig):
+    """How a checkpoint is served, whether it scores or learns."""
+
     attribute_weights: list[float] | None = setting(
         None, "weights that merge several attributes into the reward; default: the plain mean"
     )
@@ -53,13 +77,33 @@ class EngineConfig:
     std: float | None = setting(
         None, "divides every reward or value after the mean; auto: the checkpoint's own", auto=True
     )
-    require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
-    deterministic: bool = setting(
-        False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
-    )
     max_queue_tokens: int = setting(4_000_000, "tokens that may wait; beyond it requests are refused with 503", least=1)
     max_queue_sequences: int = setting(
         16_384, "sequences that may wait; beyond it requests are refused with 503", least=1
+    )
+
+
+@dataclass
+class LearningConfig:
+    """The optimiser, its schedule, and what of a model it trains."""
+
+    learning_rate: float = setting(9e-6, "of AdamW, after the warm-up", least=0)
+    weight_decay: float = setting(0.01, "of AdamW, as torch's on all weights: biases and norms decay, too", least=0)
+    betas: list[float] = setting([0.9, 0.98], "of AdamW")
+    optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw_8bit keeps its state in 8 bits")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "of the learning rate after the warm-up; linear and cosine end at 0 after total_steps"
+    )
+    warmup_steps: int = setting(0, "optimiser steps in which the learning rate rises from 0", least=0)
+    total_steps: int | None = setting(None, "optimiser steps of the whole run; linear and cosine need it", least=1)
+    gradient_clip_val: float = setting(1.0, "largest norm of a step's gradient; 0: never clipped", least=0)
+    lora: int | None = setting(None, "train low-rank adapters of this rank (by peft) in place of all weights", least=1)
+    lora_alpha: float = setting(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora", least=0)
+    lora_targets: str = setting(
+        "all-linear", "which layers lora adapts: all-linear, or a regular expression of whole module names"
+    )
+    activation_checkpointing: bool = setting(
+        False, "compute activations a second time in place of keeping them: less memory, more time"
     )
 
 
@@ -82,7 +126,7 @@ class ModelConfig(EngineConfig):
 
 
 @dataclass
-class CriticConfig(EngineConfig):
+class CriticConfig(LearningConfig, EngineConfig):
     """One trainable critic, and the reward model that may answer beside it."""
 
     model: str = setting("", "local folder or hub id of a reward model or a critic", flag=False)
@@ -115,25 +159,7 @@ class CriticConfig(EngineConfig):
         None, "save a checkpoint by itself after so many train requests; default: only when asked", least=1
     )
     global_batch_size: int = setting(64, "sequences of one optimiser step", least=1)
-    learning_rate: float = setting(9e-6, "of AdamW, after the warm-up", least=0)
-    weight_decay: float = setting(0.01, "of AdamW, as torch's on all weights: biases and norms decay, too", least=0)
-    betas: list[float] = setting([0.9, 0.98], "of AdamW")
-    optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw_8bit keeps its state in 8 bits")
-    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "of the learning rate after the warm-up; linear and cosine end at 0 after total_steps"
-    )
-    warmup_steps: int = setting(0, "optimiser steps in which the learning rate rises from 0", least=0)
-    total_steps: int | None = setting(None, "optimiser steps of the whole run; linear and cosine need it", least=1)
-    gradient_clip_val: float = setting(1.0, "largest norm of a step's gradient; 0: never clipped", least=0)
     loss_clip_val: float = setting(0.2, "how far a value may move from prev_values in the loss; 0: unbounded", least=0)
-    lora: int | None = setting(None, "train low-rank adapters of this rank (by peft) in place of all weights", least=1)
-    lora_alpha: float = setting(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora", least=0)
-    lora_targets: str = setting(
-        "all-linear", "which layers lora adapts: all-linear, or a regular expression of whole module names"
-    )
-    activation_checkpointing: bool = setting(
-        False, "compute activations a second time in place of keeping them: less memory, more time"
-    )
 
     @property
     def best_mode(self) -> Literal["max", "min"]:
@@ -182,10 +208,13 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
     return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in given.items()})
 
 
-def check(settings: ModelConfig | CriticConfig | ServerConfig) -> None:
-    """Raises ConfigError for the first setting that is out of its bounds or contradicts another."""
+def check(settings: Any) -> None:
+    """Raises ConfigError for the first setting of the dataclass that is out of its bounds or contradicts another."""
     for item in dataclasses.fields(settings):
         value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
+        if dataclasses.is_dataclass(value):
+            check(value)
+            continue
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
             raise ConfigError(f"{item.name} is {value}", "give a finite number")
@@ -195,8 +224,24 @@ def check(settings: ModelConfig | CriticConfig | ServerConfig) -> None:
             raise ConfigError(f"{item.name} is {value}", f"give at most {most:.0f}")
     if isinstance(settings, EngineConfig) and settings.std is not None and not settings.std > 0:
         raise ConfigError(f"std is {settings.std:g}", "rewards and values are divided by it: give a number above 0")
+    if isinstance(settings, LearningConfig):
+        _check_learning(settings)
     if isinstance(settings, CriticConfig):
         _check_critic(settings)
+
+
+def _check_learning(settings: Any) -> None:
+    if settings.dtype == "float16":
+        raise ConfigError("dtype is float16, in which gradients vanish to 0", "use bfloat16 or float32 to train")
+    betas, schedule = settings.betas, settings.lr_schedule
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
+    if schedule != "constant" and (settings.total_steps is None or settings.total_steps <= settings.warmup_steps):
+        raise ConfigError(
+            f"lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
+            f"give the optimiser steps of the whole run as total_steps, more than the {settings.warmup_steps} of the "
+            "warm-up",
+        )
 
 
 _OF_REWARD_MODEL = (
@@ -209,19 +254,6 @@ _OF_REWARD_MODEL = (
 
 
 def _check_critic(settings: CriticConfig) -> None:
-    if settings.dtype == "float16":
-        raise ConfigError(
-            "dtype is float16, in which a critic's gradients vanish to 0", "use bfloat16 or float32 to train"
-        )
-    betas, schedule = settings.betas, settings.lr_schedule
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
-    if schedule != "constant" and (settings.total_steps is None or settings.total_steps <= settings.warmup_steps):
-        raise ConfigError(
-            f"lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
-            f"give the optimiser steps of the whole run as total_steps, more than the {settings.warmup_steps} of the "
-            "warm-up",
-        )
     if settings.checkpoint_dir is None:
         for name in ("save_every", "keep_best"):
             if (value := getattr(settings, name)) is not None:

@@ -95,7 +95,7 @@ class ScoreRequest:
 
     `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one
     entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` tells
-    whether anybody reads the rewards.
+    whether anybody reads the rewards. Clients pad `tokens` to `pad_to_length` in place of the longest of them.
     """
 
     texts: list[str] | None = None
@@ -107,6 +107,7 @@ class ScoreRequest:
     timeout_s: float | None = None
     priority: int = 0
     wants_rewards: bool = True
+    pad_to_length: int | None = None
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())

@@ -15,8 +15,9 @@ GuerdonError
 │   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
 │   ├── Offloaded           503 UNAVAILABLE          no retry: the weights are off the device until `onload`
 │   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
-├── StorageFailed           507 RESOURCE_EXHAUSTED   the server's disk cannot take it; the text says what was not done
+├── StorageFailed           507 RESOURCE_EXHAUSTED   the disk cannot take it; the text says what was not done
 ├── CriticReset             -                        raised by clients: the critic's weights are older than was seen
+├── RunFailed               -                        raised by actors: too much of a step failed to learn from the rest
 ├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not answered within the time that the request allowed
 └── StartError              -                        the command cannot start; `help` says what to do
     ├── ConfigError
@@ -123,13 +124,17 @@ class Unreachable(Unavailable):
 
 
 class StorageFailed(GuerdonError):
-    """The server's disk is full, read-only or broken; nothing was changed, unless the text says otherwise."""
+    """The disk is full, read-only or broken; nothing was changed, unless the text says otherwise."""
 
     http, grpc = 507, "RESOURCE_EXHAUSTED"
 
 
 class CriticReset(GuerdonError):
     """The critic has lost steps that this client had seen, and not by a `load` of its own; only clients raise it."""
+
+
+class RunFailed(GuerdonError):
+    """Too much of an actor's step failed to learn from the rest."""
 
 
 class DeadlineExceeded(GuerdonError):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check, from_mapping, read_yaml
@@ -25,30 +26,9 @@ def add_settings(group: argparse._ArgumentGroup, cls: type, defaults: dict[str, 
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        if not field.metadata["flag"]:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        text = field.metadata["help"].replace("%", "%%")
-        hint, default = hints[field.name], (defaults or {}).get(field.name, _default(field))
-        if isinstance(hint, types.UnionType):
-            hint = next(a for a in typing.get_args(hint) if a is not type(None))
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        if hint is bool:
-            group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
-            continue
-        is_list, automatic = typing.get_origin(hint) is list, field.metadata["auto"]
-        if default is not None or automatic:
-            shown = "auto" if automatic else ",".join(map(str, default)) if is_list else default
-            text += f" (default: {shown})"
-        if typing.get_origin(hint) is Literal:
-            group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
-        elif is_list:
-            if default is None:
-                text += f"; write them as 0.7,0.3, and with a leading minus as {flag}=-0.5,1"
-            group.add_argument(flag, help=text, type=_numbers, metavar="X,Y", **options)
-        else:
-            kind = functools.partial(_number_or_auto, hint) if automatic else hint
-            group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
+        if field.metadata["flag"]:
+            default = (defaults or {}).get(field.name, _default(field))
+            _add_flag(group, field.name, field, hints[field.name], default)
     if cls is ServerConfig:
         group.add_argument(
             "--no-grpc",
@@ -60,10 +40,70 @@ def add_settings(group: argparse._ArgumentGroup, cls: type, defaults: dict[str, 
         )
 
 
+def add_sections(parser: argparse.ArgumentParser, cls: type) -> None:
+    """One group of flags for each section of the dataclass `cls`; a flag is its setting's path in the YAML file."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        group = parser.add_argument_group(f"{field.name}: {field.metadata['help']}")
+        for path, inner, hint in _settings(hints[field.name], f"{field.name}."):
+            _add_flag(group, path, inner, hint, _default(inner))
+
+
+def _settings(cls: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Path, field and type of every setting in a section and the sections within it."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field, hints[field.name]
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, path: str, field: dataclasses.Field[Any], hint: Any, default: Any
+) -> None:
+    flag = "--" + path.replace("_", "-")
+    text = field.metadata["help"].replace("%", "%%")
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
+    if hint is bool:
+        group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
+        return
+    is_list, automatic = typing.get_origin(hint) is list, field.metadata["auto"]
+    if default not in (None, [], "") or automatic:
+        shown = "auto" if automatic else ",".join(map(str, default)) if is_list else default
+        text += f" (default: {shown})"
+    if typing.get_origin(hint) is Literal:
+        group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
+    elif hint == list[str]:
+        group.add_argument(flag, help=text + "; repeat it for several", action="append", metavar="TEXT", **options)
+    elif is_list:
+        if default is None:
+            text += f"; write them as 0.7,0.3, and with a leading minus as {flag}=-0.5,1"
+        group.add_argument(flag, help=text, type=_numbers, metavar="X,Y", **options)
+    else:
+        kind = functools.partial(_number_or_auto, hint) if automatic else hint
+        group.add_argument(flag, help=text, type=kind, metavar=_METAVARS[hint], **options)
+
+
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The flags of `cls` that stood on the command line."""
     names = [field.name for field in dataclasses.fields(cls) if field.metadata["flag"]]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def sectioned_config(args: argparse.Namespace, cls: type) -> Any:
+    """The settings of a command with sections: defaults, over them the YAML file CONFIG, over that the flags.
+
+    Raises ConfigError where the file cannot be read or does not fit; what the settings say is not checked.
+    """
+    config = from_mapping(cls, read_yaml(args.CONFIG))
+    for name, value in vars(args).items():
+        *sections, last = name.split(".")
+        if sections:
+            setattr(functools.reduce(getattr, sections, config), last, value)
+    return config
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 
-def start(http_port: int, grpc_port: int) -> subprocess.Popen[bytes]:
+def start(http_port: int, grpc_port: int, script: str = __file__) -> subprocess.Popen[bytes]:
     """Starts the server in a process of its own, which takes some seconds to be ready."""
     # Triton's Python backend is linked against libpython, which need not be where the loader looks.
     libraries = os.pathsep.join(filter(None, (sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH"))))
     return subprocess.Popen(
-        [sys.executable, __file__, str(http_port), str(grpc_port)],
+        [sys.executable, script, str(http_port), str(grpc_port)],
         env={**os.environ, "LD_LIBRARY_PATH": libraries},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

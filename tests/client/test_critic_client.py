@@ -551,7 +551,7 @@ async def test_an_async_error_is_raised_where_somebody_looks_or_by_the_next_call
                     future.cancel()
                     with pytest.raises(asyncio.CancelledError):
                         await future
-                    while "lost" not in caplog.text:
+                    while "train request lost failed" not in caplog.text:  # the client's word, not the server's
                         await asyncio.sleep(0.01)
                 with pytest.raises(TrainFailed) as raised:
                     client.train(**rows(request("", 4.0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,17 @@ def test_a_connection_that_breaks_moves_the_request_without_waiting() -> None:
     for _ in range(3):
         world.score()
     assert world.trace()[4:] == ["Infer a", "Infer b"]
+    assert world.outstanding() == [0, 0]
+
+
+def test_what_the_server_would_not_know_again_is_sent_once() -> None:
+    world = World(failing(Overloaded("full", 2.5), Unreachable("cut")), ["a", "b"])
+    errand = scoring("m", make_request(texts=["a"]))
+    errand = dataclasses.replace(errand, may_repeat=lambda signature: "report" in signature.outputs)
+    with pytest.raises(Unreachable, match="cut") as raised:
+        world.run(world.caller.ask(errand))
+    assert "not sent again" in raised.value.__notes__[0]
+    assert len([t for t in world.trace() if t.startswith("Infer")]) == 2  # an overloaded server has not taken it
     assert world.outstanding() == [0, 0]
 
 

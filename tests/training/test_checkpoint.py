@@ -295,8 +295,8 @@ def test_a_damaged_one_is_refused_and_changes_nothing(damage: str, tmp_path: Pat
         ({"lora": 4}, {"lora": 4, "lora_alpha": 8.0}, "lora_alpha 32"),
         ({}, {"optimizer": "adamw_8bit"}, "optimizer adamw,"),
         ({"lora": 4}, {"lora": 4, "lora_targets": ".*q_proj"}, "lora_targets all-linear"),
-        ({}, {"mean": 0.5}, r"kept belongs to a critic of another standardisation, mean 0.0, the critic runs with 0.5"),
-        ({"std": 2.0}, {}, r"kept belongs to a critic of another standardisation, std 2.0, the critic runs with 1.0"),
+        ({}, {"mean": 0.5}, r"kept belongs to a critic of another standardisation, mean 0.0, this is trained with 0.5"),
+        ({"std": 2.0}, {}, r"kept belongs to a critic of another standardisation, std 2.0, this is trained with 1.0"),
     ],
 )
 def test_other_settings_are_named(made: Any, runs: Any, what: str, tmp_path: Path) -> None:

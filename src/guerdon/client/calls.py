@@ -51,7 +51,8 @@ class Errand(Generic[T]):
     """What one call wants: of which model, how it becomes its tensors, and what the reply to them means.
 
     `build` is told the seconds that are left, `parse` the seconds that the server says it waited and computed.
-    `cost` is in tokens; `timeout_s` None takes the policy's.
+    `cost` is in tokens; `timeout_s` None takes the policy's. `may_repeat` tells for a server's signature whether what
+    may have arrived there may be sent again.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Errand(Generic[T]):
     parse: Callable[[InferReply, float, float], T]
     cost: int = 0
     timeout_s: float | None = None
+    may_repeat: Callable[[ModelSignature], bool] = lambda _: True
 
 
 def scoring(model: str, request: ScoreRequest) -> Errand[Scores]:
@@ -82,11 +84,12 @@ def make_request(
     steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None = None,
     priority: int = 0,
     timeout_s: float | None = None,
+    pad_to_length: int | None = None,
 ) -> ScoreRequest:
     """The request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
 
-    `tokens` are token ids, one sequence of any length a sample; `groups`, `prompt_lengths` and `steps` have one
-    entry a sample, as in `ScoreRequest`.
+    `tokens` are token ids, one sequence of any length a sample, up to `pad_to_length`; `groups`, `prompt_lengths` and
+    `steps` have one entry a sample, as in `ScoreRequest`.
     """
     given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
     if len(given) != 1:
@@ -94,7 +97,7 @@ def make_request(
     ((name, samples),) = given.items()
     if isinstance(samples, str) or len(samples) == 0:
         raise InvalidRequest(f"{name} must be a list of at least one sample, not {'a string' if samples else 'empty'}")
-    request = ScoreRequest(priority=priority, timeout_s=timeout_s)
+    request = ScoreRequest(priority=priority, timeout_s=timeout_s, pad_to_length=pad_to_length)
     for i, sample in enumerate(samples):
         if (name == "texts") != isinstance(sample, str):
             wanted = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
@@ -105,6 +108,9 @@ def make_request(
         request.messages = [list(conversation) for conversation in messages]
     elif tokens is not None:
         request.tokens = [_ints("tokens", i, row) for i, row in enumerate(tokens)]
+        for i, row in enumerate(request.tokens):
+            if pad_to_length is not None and len(row) > pad_to_length:
+                raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
     for name, hint in (("groups", groups), ("prompt_lengths", prompt_lengths), ("steps", steps)):
         if hint is not None and len(hint) != len(samples):
             raise InvalidRequest(f"{name} has {len(hint)} entries for {len(samples)} samples")
@@ -135,7 +141,7 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
     if request.tokens is not None:
         _demand(signature, "tokens", "sequence_lengths")
         lengths = np.array([len(row) for row in request.tokens])
-        inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0))
+        inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0, request.pad_to_length))
         inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
     elif request.messages is not None:
         _demand(signature, "messages")
@@ -243,8 +249,8 @@ def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:
     return Tensor(name, datatype, (len(values), 1), values.astype(DTYPES[datatype]).reshape(-1, 1))
 
 
-def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int) -> Tensor:
-    data = np.full((len(rows), max(map(len, rows))), fill, DTYPES[datatype])
+def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int, width: int | None = None) -> Tensor:
+    data = np.full((len(rows), width or max(map(len, rows))), fill, DTYPES[datatype])
     for i, row in enumerate(rows):
         data[i, : len(row)] = row
     return Tensor(name, datatype, data.shape, data)

@@ -24,7 +24,8 @@ class ScoreArgs(TypedDict, total=False):
 
     `tokens` are token ids, each sequence of its own length. Hints and positions as in `ScoreRequest`: `groups`,
     `prompt_lengths`, `steps`. `timeout_s` bounds this call from the moment that it is first sent, and the server
-    is told; samples of higher `priority` (up to 99) go first.
+    is told; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that join only requests
+    of one width, as PyTriton's; guerdon's needs none.
     """
 
     texts: Sequence[str]
@@ -35,6 +36,7 @@ class ScoreArgs(TypedDict, total=False):
     steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None
     priority: int
     timeout_s: float | None
+    pad_to_length: int | None
 
 
 class RewardClient(ThreadedClient[Session]):

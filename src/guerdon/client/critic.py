@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from guerdon.client.calls import Errand, make_request
-from guerdon.client.critic_calls import Rows, controlling, inferring, make_train_request, training
+from guerdon.client.calls import Errand, ModelSignature, make_request
+from guerdon.client.critic_calls import Rows, controlling, inferring, make_train_request, training, training_loss
 from guerdon.client.futures import AsyncTrainFuture, TrainFuture
 from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
 from guerdon.client.results import CriticScores
@@ -31,7 +31,7 @@ class InferArgs(TypedDict, total=False):
     """The arguments of `infer` and `submit`: exactly one of `texts`, `messages` and `tokens`; one entry a sample.
 
     `groups` and `prompt_lengths` are hints as in `ScoreRequest`. `timeout_s` bounds this call from the moment that
-    it is first sent.
+    it is first sent. `pad_to_length` is for servers that join only requests of one width; guerdon's needs none.
     """
 
     texts: Sequence[str]
@@ -40,15 +40,26 @@ class InferArgs(TypedDict, total=False):
     groups: Sequence[int] | np.ndarray | None
     prompt_lengths: Sequence[int] | np.ndarray | None
     timeout_s: float | None
+    pad_to_length: int | None
+
+
+Name = str | Mapping[str, str]
+"""A critic's name, to which each of its models adds its operation; or the models' own names by operation."""
 
 
 class _Critic:
     """What both clients know of a critic: its models' names, and which calls go alone."""
 
-    _name: str
+    _name: Name
 
     def _model(self, operation: str) -> str:
-        return f"{self._name}_{operation}"
+        if isinstance(self._name, str):
+            return f"{self._name}_{operation}"
+        return self._name.get(operation, f"critic_{operation}")
+
+    def _awaited(self) -> list[str]:
+        """The models that must be ready: of a server that brings them up one by one, all that were named."""
+        return [self._model("infer")] if isinstance(self._name, str) else list(self._name.values())
 
     def _training(self, session: AnySession, request: TrainRequest, train_id: str | None) -> Call[TrainReport]:
         errand = training(self._model(Operation.TRAIN), request)
@@ -75,14 +86,15 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     """Asks a critic for values, and trains it; safe to use from many threads, and after a fork.
 
     `url` is the server's http://, https:// or grpc:// address (a bare host:port means http), `name` the critic's
-    name there. Calls go in the order in which they are made: values asked for after a train are those of the trained
+    name there, or the names of its models by operation (infer, train, save, ...; the others' are critic_<operation>).
+    Calls go in the order in which they are made: values asked for after a train are those of the trained
     weights, and a train waits for the values before it. A server that is away or restarts is tried again until the
     policy's time is up. One with a folder for checkpoints has lost nothing then, and trains on nothing twice; one
     without begins anew, and the next train or validate raises CriticReset, as after another client's `load`.
     """
 
     def __init__(
-        self, url: str, name: str = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+        self, url: str, name: Name = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._name = name
@@ -95,16 +107,19 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
 
     def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
-        request = make_request(**samples)
-        return self._ask(inferring(self._model("infer"), request, needs_rewards=True)).result()
+        return self.submit_with_rewards(**samples).result()
 
     def submit(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
         """A future of `infer`'s result, at once; thousands may be under way."""
         return self._ask(inferring(self._model("infer"), make_request(**samples)))
 
+    def submit_with_rewards(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
+        """A future of `infer_with_rewards`'s result, at once."""
+        return self._ask(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
+
     def train(
         self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
-    ) -> TrainFuture:
+    ) -> TrainFuture[TrainReport]:
         """A future of what training on these rows did, at once.
 
         Row i has T_i tokens and T_i - 1 of each other. What was applied under a `train_id` (default: a new one) is
@@ -113,8 +128,20 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         """
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
         session = self._session_here()
-        future = TrainFuture(request.id, session.failures)
+        future: TrainFuture[TrainReport] = TrainFuture(request.id, session.failures)
         self._in_turn(session, self._training(session, request, train_id), alone=True, future=future)
+        return future
+
+    def train_loss(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainFuture[float]:
+        """As `train`, for the loss alone: also at other servers of these tensors, such as PyTriton's.
+
+        As they know no request by its id, one that may have arrived there is not sent again: the future fails.
+        """
+        request = make_train_request(tokens, returns, prev_values, mask)
+        session = self._session_here()
+        future: TrainFuture[float] = TrainFuture(request.id, session.failures)
+        call = session.caller.ask(training_loss(self._model(Operation.TRAIN), request))
+        self._in_turn(session, call, alone=True, future=future)
         return future
 
     def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
@@ -125,33 +152,43 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
+        return self.submit_save(metrics).result()
+
+    def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
+        """A future of `save`'s result, at once."""
         return self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
         """Goes back to the checkpoint of that name, or to the newest."""
-        return self._control(ControlRequest(Operation.LOAD, checkpoint))
+        return self._control(ControlRequest(Operation.LOAD, checkpoint)).result()
 
     def offload(self) -> None:
         """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
-        self._control(ControlRequest(Operation.OFFLOAD))
+        self._control(ControlRequest(Operation.OFFLOAD)).result()
 
     def onload(self) -> None:
         """Moves the weights back."""
-        self._control(ControlRequest(Operation.ONLOAD))
+        self._control(ControlRequest(Operation.ONLOAD)).result()
 
     def state(self) -> CriticState:
         """What the critic is after all calls before this one."""
-        return self._control(ControlRequest(Operation.STATE))
+        return self._control(ControlRequest(Operation.STATE)).result()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Blocks until the server is ready; raises DeadlineExceeded with what it said."""
         session = self._session_here()
-        session.run(session.caller.wait_ready(self._model("infer"), timeout_s))
+        for model in self._awaited():
+            session.run(session.caller.wait_ready(model, timeout_s))
 
-    def _control(self, request: ControlRequest) -> Any:
+    def info(self) -> ModelSignature:
+        """What the model that gives the values takes and gives."""
+        session = self._session_here()
+        return session.run(session.caller.describe(self._model("infer")))
+
+    def _control(self, request: ControlRequest) -> Future[Any]:
         session = self._session_here()
         call, alone = self._controlling(session, request)
-        return self._in_turn(session, call, alone=alone).result()
+        return self._in_turn(session, call, alone=alone)
 
     def _ask(self, errand: Errand[T]) -> Future[T]:
         session = self._session_here()
@@ -178,7 +215,7 @@ class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
     """
 
     def __init__(
-        self, url: str, name: str = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+        self, url: str, name: Name = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._name = name
@@ -236,7 +273,12 @@ class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Returns when the server is ready; raises DeadlineExceeded with what it said."""
-        await self._session.run(self._session.caller.wait_ready(self._model("infer"), timeout_s))
+        for model in self._awaited():
+            await self._session.run(self._session.caller.wait_ready(model, timeout_s))
+
+    async def info(self) -> ModelSignature:
+        """What the model that gives the values takes and gives."""
+        return await self._session.run(self._session.caller.describe(self._model("infer")))
 
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
         call, alone = self._controlling(self._session, request)

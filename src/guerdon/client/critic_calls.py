@@ -81,10 +81,27 @@ def training(model: str, request: TrainRequest) -> Errand[TrainReport]:
                 f"model '{model}' gives no report, so its server would not know a request that is sent again and train "
                 "on it twice; this client trains guerdon's critics only"
             )
-        inputs = [Tensor.of(name, getattr(request, name)) for name in ("tokens", "returns", "prev_values", "mask")]
-        return _request(inputs, ["report"], left_s, **{TRAIN_ID: request.id})
+        return _request(_rows(request), ["report"], left_s, **{TRAIN_ID: request.id})
 
     return Errand(model, build, lambda reply, *_: _noun(TrainReport, reply, "report"), request.tokens.size)
+
+
+def training_loss(model: str, request: TrainRequest) -> Errand[float]:
+    """The errand of training on `request` at any server of these tensors, for the loss, which each of them gives.
+
+    Only one that gives a report knows a request that is sent again.
+    """
+
+    def build(_: ModelSignature, left_s: float) -> InferRequest:
+        return _request(_rows(request), ["loss_mean"], left_s, **{TRAIN_ID: request.id})
+
+    def parse(reply: InferReply, *_: float) -> float:
+        losses = [np.ravel(np.asarray(t.data, np.float32)) for t in reply.outputs if t.name == "loss_mean"]
+        if not losses or losses[0].size != 1:
+            raise ServerFault(f"model '{reply.model_name}' sent no 'loss_mean' of one number")
+        return float(losses[0][0])
+
+    return Errand(model, build, parse, request.tokens.size, may_repeat=lambda signature: "report" in signature.outputs)
 
 
 def controlling(model: str, request: ControlRequest) -> Errand[Any]:
@@ -126,6 +143,10 @@ def _metric(name: Any, value: Any) -> float:
     if not isinstance(name, str) or not math.isfinite(number):
         raise InvalidRequest(f"metrics[{name!r}] is {value!r}; give finite numbers by names")
     return number
+
+
+def _rows(request: TrainRequest) -> list[Tensor]:
+    return [Tensor.of(name, getattr(request, name)) for name in ("tokens", "returns", "prev_values", "mask")]
 
 
 def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **parameters: Any) -> InferRequest:

@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from guerdon.core import TrainReport
 from guerdon.errors import Cancelled
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Failures:
                 raise error
 
 
-class TrainFuture(Future[TrainReport]):
+class TrainFuture(Future[T], Generic[T]):
     """The outcome of one train request; `train_id` is the name under which the server knows it."""
 
     def __init__(self, train_id: str, failures: Failures) -> None:
@@ -70,7 +72,7 @@ class TrainFuture(Future[TrainReport]):
         """Whether somebody has asked for the outcome, or waits for it."""
         return bool(self._lookers)
 
-    def result(self, timeout: float | None = None) -> TrainReport:
+    def result(self, timeout: float | None = None) -> T:
         """The report; raises what the request failed with, or TimeoutError."""
         with self._look():
             return super().result(timeout)

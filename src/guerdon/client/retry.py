@@ -119,14 +119,21 @@ class Caller:
         """The errand's result; raises its GuerdonError after the last try.
 
         A connection that breaks moves the request to another server, or to the same once more: what is asked must
-        either change nothing, or be known to the server by its id.
+        either change nothing, or be known to the server by its id. What is neither, by `errand.may_repeat`, is sent
+        no second time once it may have arrived.
         """
         model, asked = errand.model, [errand]
         deadline = self.clock() + (self.policy.timeout_s if errand.timeout_s is None else errand.timeout_s)
 
         def infer(endpoint: Endpoint, signature: ModelSignature) -> Generator[Step, Any, T]:
             left_s = max(0.001, deadline - self.clock())
-            result: InferResult = yield Infer(endpoint, model, asked[0].build(signature, left_s), left_s)
+            try:
+                result: InferResult = yield Infer(endpoint, model, asked[0].build(signature, left_s), left_s)
+            except Unreachable as e:
+                if not asked[0].may_repeat(signature):
+                    e.retryable = False
+                    e.add_note("not sent again: the server may have got it, and would not know it a second time")
+                raise
             return asked[0].parse(result.reply, result.queue_s, result.compute_s)
 
         def send(endpoint: Endpoint) -> Generator[Step, Any, T]:

@@ -170,7 +170,7 @@ class AsyncSession:
 class ThreadedClient(Generic[S]):
     """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it."""
 
-    def __init__(self, new_session: Callable[[], S], arguments: tuple[Any, str, RetryPolicy, int]) -> None:
+    def __init__(self, new_session: Callable[[], S], arguments: tuple[Any, Any, RetryPolicy, int]) -> None:
         self._new_session = new_session
         self._arguments = arguments
         self._open()
@@ -202,7 +202,7 @@ class ThreadedClient(Generic[S]):
 class AsyncClient(Generic[A]):
     """A client for one event loop; close it with `aclose` or `async with`."""
 
-    def __init__(self, session: A, arguments: tuple[Any, str, RetryPolicy, int]) -> None:
+    def __init__(self, session: A, arguments: tuple[Any, Any, RetryPolicy, int]) -> None:
         self._session = session
         self._arguments = arguments
 
@@ -253,5 +253,5 @@ def _grpc() -> Any:
     return grpc
 
 
-def _rebuild(cls: Callable[..., T], url: Any, model: str, policy: RetryPolicy, max_in_flight: int) -> T:
+def _rebuild(cls: Callable[..., T], url: Any, model: Any, policy: RetryPolicy, max_in_flight: int) -> T:
     return cls(url, model, policy=policy, max_in_flight=max_in_flight)

@@ -21,21 +21,22 @@ import torch
 import torch.nn.functional as F
 
 from guerdon.engine.cascade import cascade
+from guerdon.engine.decoding import Decoding
 from guerdon.engine.packing import PackedBatch, Segment
 
 NAME = "guerdon_packed"
 UNSUPPORTED = ("position_bias", "head_mask", "block_indices", "block_mask", "indices", "sinks")
 """Keywords by which some models change what is attended to; with one of them a model runs the plain way."""
-_batch: ContextVar[PackedBatch] = ContextVar("guerdon_packed_batch")
+_batch: ContextVar[PackedBatch | Decoding] = ContextVar("guerdon_packed_batch")
 
 
-def attended() -> PackedBatch | None:
+def attended() -> PackedBatch | Decoding | None:
     """The batch that attention reads now; None outside of `attending`."""
     return _batch.get(None)
 
 
 @contextmanager
-def attending(batch: PackedBatch) -> Iterator[None]:
+def attending(batch: PackedBatch | Decoding) -> Iterator[None]:
     """Makes `batch` the one that attention reads; a context variable, for some models drop unknown keywords."""
     token = _batch.set(batch)
     try:
@@ -88,6 +89,12 @@ def packed_attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pattern = attention_mask
+    if isinstance(batch, Decoding):
+        if batch.prompts is None:
+            allows = None if pattern is None else pattern.allows
+            return batch.attend(module, query, key, value, scale, allows, softcap, s_aux).transpose(1, 2), None
+        batch.store(module, key, value)
+        batch = batch.prompts
     if pattern is not None and causal and pattern.window and pattern.window >= batch.max_length:
         pattern = None
     plain = pattern is None and not softcap and s_aux is None and query.shape[-1] == value.shape[-1]

@@ -17,7 +17,7 @@ from guerdon.core import ModelInfo
 from guerdon.engine import attention
 
 if TYPE_CHECKING:
-    from guerdon.engine.engine import Engine, Layout
+    from guerdon.engine.forward import Forward, Layout
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Largest accepted difference between two paths' hidden states, relative to their root mean square."""
@@ -25,7 +25,7 @@ GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 """The same for gradients, which are rounded on the way up and on the way down."""
 
 
-def choose(engine: Engine, info: ModelInfo, *, gradients: bool) -> tuple[str, str]:
+def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, str]:
     """The first path that agrees with the plain forward, and why not a better one."""
     rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), engine.pad_token_id)
     candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
@@ -58,7 +58,7 @@ def choose(engine: Engine, info: ModelInfo, *, gradients: bool) -> tuple[str, st
 class _Probe:
     """A few sequences, and what the plain forward makes of each by itself."""
 
-    def __init__(self, engine: Engine, rows: list[np.ndarray], gradients: bool) -> None:
+    def __init__(self, engine: Forward, rows: list[np.ndarray], gradients: bool) -> None:
         self._engine, self._rows = engine, rows
         with torch.inference_mode():
             self._states = {x.rows[0]: x for x in self._run("single")}
@@ -80,15 +80,9 @@ class _Probe:
         return self._engine.run(path, self._rows, [None] * len(self._rows))
 
     def _states_differ(self, layout: Layout) -> float:
-        engine, worst = self._engine, 0.0
-        pooled = engine.pool(layout, self._rows)
-        for i, row in enumerate(layout.rows):
-            plain = self._states[row]
-            if engine.head.per_token or engine.head.pooling == "mean":
-                worst = max(worst, _relative(layout.hidden[engine.index(layout.gather(i))], plain.hidden))
-            else:
-                worst = max(worst, _relative(pooled[i], engine.pool(plain, self._rows)[0]))
-        return worst
+        read = self._engine.readable(layout, self._rows)
+        plain = [self._engine.readable(self._states[row], self._rows)[0] for row in layout.rows]
+        return max(_relative(got, want) for got, want in zip(read, plain, strict=True))
 
     def _gradients_by(self, path: str) -> Iterator[Layout]:
         """The path's layouts, with the gradients of the embeddings in the place of the hidden states.

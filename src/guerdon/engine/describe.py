@@ -40,7 +40,7 @@ def describe(
         outputs=tuple(outputs),
         attribute_names=tuple(labels.get(i, f"LABEL_{i}") for i in range(parts.num_outputs)) if several else (),
         vocab_size=parts.trunk.get_input_embeddings().num_embeddings,
-        max_length=_max_length(config, parts.trunk),
+        max_length=find_max_length(config.max_length, parts.trunk),
         eos_token_id=eos_token_id,
         takes_text=encoder is not None,
         takes_messages=encoder is not None and encoder.takes_messages,
@@ -50,22 +50,23 @@ def describe(
     )
 
 
-def _max_length(config: ModelConfig, trunk: Any) -> int | None:
+def find_max_length(asked: int | None, trunk: Any) -> int | None:
+    """The longest sequence: as `asked` for, else the model's own; ConfigError where its positions end before."""
     text_config = trunk.config.get_text_config()
     stated = [getattr(text_config, key, None) for key in LENGTH_KEYS]
     own = next((length for length in stated if length), None)
     if own and trunk.config.model_type in ("roberta", "xlm-roberta", "camembert"):
         # Their positions start behind the padding index.
         own -= trunk.config.pad_token_id + 1
-    if config.max_length is None:
+    if asked is None:
         return own
-    if config.max_length < 1:
-        raise ConfigError(f"max_length is {config.max_length}", "give at least 1")
+    if asked < 1:
+        raise ConfigError(f"max_length is {asked}", "give at least 1")
     names = [name for name, _ in trunk.named_modules()] + [name for name, _ in trunk.named_buffers()]
     has_table = any(name.rpartition(".")[2] in POSITION_TABLES for name in names)
-    if own and config.max_length > own and has_table:
-        raise ConfigError(f"max_length is {config.max_length}, the model has {own} positions", f"give at most {own}")
-    return config.max_length
+    if own and asked > own and has_table:
+        raise ConfigError(f"max_length is {asked}, the model has {own} positions", f"give at most {own}")
+    return asked
 
 
 def find_eos(model_config: Any, encoder: TextEncoder | None) -> int | None:

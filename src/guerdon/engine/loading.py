@@ -11,10 +11,10 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
 from guerdon.config import ModelConfig
-from guerdon.core import ModelInfo
 from guerdon.engine import decoders, encoders
 from guerdon.engine.checkpoints import Checkpoint, open_checkpoint
 from guerdon.engine.describe import describe, find_eos, find_pad
+from guerdon.engine.forward import LoadedTrunk
 from guerdon.engine.heads import Head, StepRule
 from guerdon.engine.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.text import TextEncoder
@@ -25,23 +25,16 @@ TRL_SEPARATOR = "\n"
 QWEN_SEPARATOR = "<extra_0>"
 
 
-@dataclass
-class LoadedModel:
-    """A reward model ready to run.
+@dataclass(kw_only=True)
+class LoadedModel(LoadedTrunk):
+    """A reward model ready to run: `head` is float32 on the trunk's device.
 
-    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode; `head` is float32 on the
-    same device. `causal` tells a decoder from an encoder; `encoder` is None where the checkpoint has no tokenizer.
-    With `trains` its values will be asked for under gradients, so these are checked, too.
+    `encoder` is None where the checkpoint has no tokenizer.
     """
 
-    trunk: Any
     head: Head
     encoder: TextEncoder | None
-    causal: bool
-    info: ModelInfo
-    pad_token_id: int
     config: ModelConfig
-    trains: bool = False
 
 
 def load(config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None) -> LoadedModel:
@@ -55,7 +48,7 @@ def load(config: ModelConfig, device: torch.device | None = None, *, moment_byte
     device = device or pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
-    model_config = _read_config(checkpoint)
+    model_config = read_config(checkpoint)
     check_memory(checkpoint, dtype, device, moment_bytes)
     encoder = TextEncoder.load(checkpoint.folder)
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
@@ -75,12 +68,13 @@ def load(config: ModelConfig, device: torch.device | None = None, *, moment_byte
     )
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's config; CheckpointError unless it is a decoder's or a known encoder's, of plain weights."""
     settings = checkpoint.settings
     model_type = settings.get("model_type")
     if "quantization_config" in settings:
         raise CheckpointError(
-            f"{checkpoint.folder} is quantised, and rewards are computed in full precision only",
+            f"{checkpoint.folder} is quantised, and models run in full precision only",
             "give the checkpoint it was made from",
         )
     try:

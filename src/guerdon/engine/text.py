@@ -23,6 +23,23 @@ TOKENIZER_FILES = (
 )
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer as transformers reads it, None where it has none; CheckpointError where it cannot be."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # Whatever a broken file makes of tokenizers (bare Exception), json, sentencepiece or transformers.
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {reason}",
+            "copy its files again, or remove them to work with token ids only",
+        ) from e
+
+
 class TextEncoder:
     """A tokenizer that adds nothing of its own; every method may be called from several threads at once."""
 
@@ -38,19 +55,8 @@ class TextEncoder:
     @classmethod
     def load(cls, folder: Path) -> TextEncoder | None:
         """The folder's tokenizer, None where it has none; raises CheckpointError where it cannot be read."""
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            return None
-        from transformers import AutoTokenizer
-
-        try:
-            return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        # Whatever a broken file makes of tokenizers (bare Exception), json, sentencepiece or transformers.
-        except Exception as e:
-            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise CheckpointError(
-                f"the tokenizer in {folder} cannot be read: {reason}",
-                "copy its files again, or remove them to serve token ids only",
-            ) from e
+        tokenizer = load_tokenizer(folder)
+        return None if tokenizer is None else cls(tokenizer)
 
     @property
     def takes_messages(self) -> bool:
@@ -98,18 +104,34 @@ class TextEncoder:
             made[i] = ids
         return made
 
+    def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]:
+        """What the chat template makes of each conversation that an assistant is to answer.
+
+        One that ends with an assistant's message asks for the rest of it. A conversation that is malformed, or that
+        the template refuses, has the error in its place.
+        """
+        return [self._render(conversation, is_prompt=True) for conversation in conversations]
+
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if self._fast is not None:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
         with self._lock:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
-    def _render(self, conversation: list[Message]) -> str | InvalidRequest:
+    def _render(self, conversation: list[Message], is_prompt: bool = False) -> str | InvalidRequest:
         import jinja2
 
         try:
             _check(conversation)
-            return self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False)
+            if is_prompt and not self.takes_messages:
+                raise InvalidRequest("the tokenizer has no chat template")
+            continues = is_prompt and conversation[-1]["role"] == "assistant"
+            return self._tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=is_prompt and not continues,
+                continue_final_message=continues,
+            )
         except InvalidRequest as e:
             return e
         # A template is a program over the user's data: what it trips over is the data's shape.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import shutil
@@ -10,18 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from guerdon.core import CheckpointInfo
+from guerdon.durable import ASIDE, DAMAGED, Damaged, place, read_manifest, remove, seal, verify, write_new
 from guerdon.errors import InvalidRequest, StartError
-from guerdon.server.durable import ASIDE, sync, write_new
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 _MANIFEST = "manifest.json"
 _ANSWERS = "answers.json"
-_DAMAGED = "damaged-"
 
 
 class DamagedCheckpoint(Exception):
@@ -66,9 +62,9 @@ class Checkpoints:
             raise StartError(
                 f"cannot keep checkpoints in {folder}: {e.strerror}", "give a checkpoint_dir that can be written"
             ) from e
-        numbers = [int(m[1]) for name in names if (m := _NAME.fullmatch(name.removeprefix(_DAMAGED)))]
+        numbers = [int(m[1]) for name in names if (m := _NAME.fullmatch(name.removeprefix(DAMAGED)))]
         self._next = max(numbers, default=0) + 1
-        self.has_damaged = any(name.startswith(_DAMAGED) for name in names)
+        self.has_damaged = any(name.startswith(DAMAGED) for name in names)
         for name in names:
             if match := _NAME.fullmatch(name):
                 try:
@@ -106,21 +102,9 @@ class Checkpoints:
         """Makes the files in `aside` a checkpoint that outlives a crash; raises OSError, and then there is none."""
         info = CheckpointInfo(f"checkpoint-{self._next:06d}-step-{step}", self._next, step, weights_version, metrics)
         write_new(aside / _ANSWERS, answers)
-        files = {}
-        for path in sorted(aside.rglob("*")):
-            sync(path)
-            if path.is_file():
-                files[path.relative_to(aside).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        manifest = {"info": info, "position": position, "settings": settings, "files": files}
-        sealed = {"manifest": manifest, "sha256": _seal(orjson.loads(orjson.dumps(manifest)))}
-        write_new(aside / _MANIFEST, orjson.dumps(sealed, option=orjson.OPT_INDENT_2))
+        files = seal(aside, _MANIFEST, {"info": info, "position": position, "settings": settings})
         folder = self._folder / info.name
-        aside.rename(folder)
-        try:
-            sync(self._folder)
-        except OSError:
-            folder.rename(aside)
-            raise
+        place(aside, folder)
         self._all[self._next] = Checkpoint(info, position, folder, files)
         self._next += 1
         return info
@@ -171,9 +155,7 @@ class Checkpoints:
             if number not in kept and checkpoint.info.name not in spare:
                 del self._all[number]
                 try:
-                    # One rename, so that a crash leaves no checkpoint half removed.
-                    aside = checkpoint.folder.rename(self._folder / (ASIDE + checkpoint.info.name))
-                    shutil.rmtree(aside)
+                    remove(checkpoint.folder)
                 except OSError as e:
                     log.warning("cannot remove %s: %s", checkpoint.folder, e)
 
@@ -183,7 +165,7 @@ class Checkpoints:
         self.has_damaged = True
         log.error("CHECKPOINT %s IS DAMAGED: %s; the one before it counts in its place", folder, why)
         try:
-            folder.rename(folder.with_name(_DAMAGED + folder.name))
+            folder.rename(folder.with_name(DAMAGED + folder.name))
         except OSError as e:
             log.error("cannot rename %s: %s", folder, e)
 
@@ -191,34 +173,15 @@ class Checkpoints:
 def _described(folder: Path) -> Checkpoint:
     """The checkpoint as its manifest tells it; raises DamagedCheckpoint."""
     try:
-        sealed = orjson.loads((folder / _MANIFEST).read_bytes())
-        manifest = sealed["manifest"]
-        if _seal(manifest) != sealed["sha256"]:
-            raise ValueError("it is not what was written")
+        manifest = read_manifest(folder, _MANIFEST)
         return Checkpoint(CheckpointInfo(**manifest["info"]), manifest["position"], folder, manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise DamagedCheckpoint(folder.name, f"{_MANIFEST}: {e}") from e
+    except (Damaged, KeyError, TypeError) as e:
+        raise DamagedCheckpoint(folder.name, str(e)) from e
 
 
 def _verify(checkpoint: Checkpoint) -> None:
     """Raises DamagedCheckpoint where a file is not as the manifest has it."""
-    for name, expected in checkpoint.files.items():
-        path = checkpoint.folder / name
-        try:
-            if path.stat().st_size != expected["bytes"]:
-                raise DamagedCheckpoint(
-                    checkpoint.info.name, f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-                )
-            if _sha256(path) != expected["sha256"]:
-                raise DamagedCheckpoint(checkpoint.info.name, f"{name} has other bytes than were written")
-        except OSError as e:
-            raise DamagedCheckpoint(checkpoint.info.name, f"{name}: {e.strerror}") from e
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(orjson.dumps(manifest, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    try:
+        verify(checkpoint.folder, checkpoint.files)
+    except Damaged as e:
+        raise DamagedCheckpoint(checkpoint.info.name, str(e)) from e

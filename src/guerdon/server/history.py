@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 
 from guerdon.config import CriticConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
+from guerdon.durable import storing
 from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
 from guerdon.server.answers import Answer, Answers
 from guerdon.server.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
-from guerdon.server.durable import storing
 from guerdon.server.journal import Journal, Record
 
 log = logging.getLogger(__name__)

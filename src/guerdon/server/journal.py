@@ -7,7 +7,6 @@ written before it is done, and names the record before it, so that a gap is seen
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -24,14 +23,13 @@ from safetensors.numpy import load as unpack
 from safetensors.numpy import save as pack
 
 from guerdon.core import TrainRequest
+from guerdon.durable import ASIDE, DAMAGED, locked, storing, sync, write_new
 from guerdon.errors import StartError, StorageFailed
-from guerdon.server.durable import ASIDE, storing, sync, write_new
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
 _TENSORS = ("tokens", "returns", "prev_values", "mask")
-_DAMAGED = "damaged-"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +62,7 @@ class Journal:
         self._owed: dict[Path, Path | None] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(folder / "lock")
+            self._lock = _locked(folder)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EROFS, "it cannot be written")
             for leftover in folder.glob(ASIDE + "*"):
@@ -212,7 +210,7 @@ class Journal:
                 f"record {path} is damaged ({why}), and it had been answered",
                 "restore it from a backup; or move it elsewhere, which gives it up",
             ) from why
-        path.rename(path.with_name(_DAMAGED + path.name))
+        path.rename(path.with_name(DAMAGED + path.name))
         del self._paths[position]
 
     def _rename(self, position: int, mark: str) -> None:
@@ -295,14 +293,10 @@ def _meta(data: bytes) -> dict[str, Any]:
     return orjson.loads(header["record"])
 
 
-def _locked(path: Path) -> TextIO:
-    """An open file whose lock ends with it, and so with the process."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
+def _locked(folder: Path) -> TextIO:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return locked(folder / "lock")
     except BlockingIOError:
-        file.close()
         raise StartError(
-            f"another server works on {path.parent}", "stop it, or give each critic a checkpoint_dir of its own"
+            f"another server works on {folder}", "stop it, or give each critic a checkpoint_dir of its own"
         ) from None
-    return file

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(trunk: Any, rank: int, alpha: float, targets: str) -> None:
-    """Puts float32 adapters on linear layers of the trunk, in place; all else in it is frozen.
+    """Puts float32 adapters on linear layers of the model or trunk, in place; all else in it is frozen.
 
     `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
     begin as nothing, so outputs stay what they were, and they begin the same at every start: what is replayed after a
@@ -45,6 +47,21 @@ def add_adapters(trunk: Any, rank: int, alpha: float, targets: str) -> None:
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
             parameter.data = parameter.data.float()
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within it the model is what it was before it had adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def is_adapter(name: str) -> bool:

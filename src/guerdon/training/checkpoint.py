@@ -1,14 +1,15 @@
-"""The files of a critic's checkpoint: safetensors and JSON, nothing that runs when it is read.
+"""The files of a trainer's checkpoint: safetensors and JSON, nothing that runs when it is read.
 
 | file | holds |
 | --- | --- |
-| `model*.safetensors`, `config.json`, the tokenizer's files | the critic as a checkpoint that can be served |
-| `adapter_model.safetensors`, `adapter_config.json`, `value_head.safetensors` | in their place where adapters train |
+| `model*.safetensors`, `config.json`, the tokenizer's files | the model as a checkpoint that others load |
+| `adapter_model.safetensors`, `adapter_config.json` | in its place where adapters train |
+| `value_head.safetensors` | beside them, of a critic |
 | `optimizer*.safetensors` | the optimiser's state, and float32 masters of weights of less precision |
 | `rng.safetensors` | the state of torch's random number generators |
-| `trainer.json` | step, lineage, and what the checkpoint was made with |
+| `trainer.json` | step, and what the checkpoint was made with |
 
-The model is written as OpenRLHF writes its critics: the trunk under its own names, a `score` head for every token,
+A critic is written as OpenRLHF writes its critics: the trunk under its own names, a `score` head for every token,
 mean and std in `config.json`.
 """
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from guerdon.config import LearningConfig
 from guerdon.engine.checkpoints import StoredTensor, open_safetensors
 from guerdon.engine.loading import LoadedModel
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
+from guerdon.training.optimiser import Optimiser
 
 HEAD = "score"
 SHARD_BYTES = 4 << 30
 """Of one file, which is gathered in the host's memory before it is written."""
-MORE_TOKENIZER_FILES = (
+MORE_FILES = (
+    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -61,26 +66,102 @@ def head_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
     return {f"{HEAD}.{name.removeprefix('0.') if alone else name}": tensor for name, tensor in state.items()}
 
 
-def model_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
-    """`config.json` and the tokenizer's files for this model, which came from `folder`, by name.
-
-    They are held in memory from the start, for a trainer of minutes or weeks cannot count on that folder to stay.
-    """
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in ("id2label", "label2id", "torch_dtype"):
-        settings.pop(key, None)
-    settings |= {
+def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
+    """`config.json` and the tokenizer's files for this critic, which came from `folder`, by name."""
+    settings = {
         "architectures": ["CriticModel"],
         "value_head_prefix": HEAD,
         "num_labels": 1,
-        "dtype": dtype_name(next(loaded.trunk.parameters()).dtype),
         "normalize_reward": True,
         "mean": loaded.head.mean,
         "std": loaded.head.std,
     }
-    names = (*TOKENIZER_FILES, *MORE_TOKENIZER_FILES)
+    return model_files(folder, next(loaded.trunk.parameters()).dtype, settings, leave_out=("id2label", "label2id"))
+
+
+def model_files(
+    folder: Path, dtype: torch.dtype, more_settings: dict[str, Any], leave_out: tuple[str, ...] = ()
+) -> dict[str, bytes]:
+    """The folder's `config.json` with other settings, and its small files: the tokenizer's, and generation's settings.
+
+    They are held in memory from the start, for a trainer of minutes or weeks cannot count on that folder to stay.
+    """
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("torch_dtype", *leave_out):
+        settings.pop(key, None)
+    settings |= {**more_settings, "dtype": dtype_name(dtype)}
+    names = (*TOKENIZER_FILES, *MORE_FILES)
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     return files | {"config.json": to_json(settings)}
+
+
+# ------------------------------------------------------------------------------------------- all of it
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a trainer is made of, and a checkpoint of it: weights by the stem of their file, optimiser, random numbers.
+
+    `made_with` is what must be the same where the checkpoint is loaded, and `others` says by its names what a
+    checkpoint is that differs there. `setting` names the one that chooses the folder.
+    """
+
+    weights: dict[str, dict[str, Tensor]]
+    optimiser: Optimiser
+    device: torch.device
+    made_with: dict[str, Any]
+    others: dict[str, str]
+    setting: str
+
+    def write(self, folder: Path, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+        """Writes everything, `files` by name and `facts` beside what is known here, into an existing, empty folder.
+
+        Every file is fsynced. Raises StorageFailed where the disk does not take it.
+        """
+        for stem, tensors in self.weights.items():
+            write_tensors(folder, stem, tensors)
+        for name, data in files.items():
+            write(folder / name, data)
+        write_tensors(folder, "optimizer", self.optimiser.tensors())
+        write_tensors(folder, "rng", rng_tensors(self.device))
+        known = {"step": self.optimiser.step, "learning_rate": self.optimiser.learning_rate}
+        write(folder / "trainer.json", to_json(self.made_with | known | facts))
+
+    def open(self, folder: Path) -> tuple[dict[str, Any], Callable[[], None]]:
+        """The facts, and a function that restores everything; nothing is changed before it is called.
+
+        Raises CheckpointError where the folder is damaged or was made with something else.
+        """
+        facts = read_json(folder / "trainer.json")
+        for name, own in self.made_with.items():
+            if facts.get(name) != own:
+                what = self.others.get(name, f"was made with {name}")
+                raise CheckpointError(
+                    f"{folder} {what} {facts.get(name)}, this is trained with {own}",
+                    f"start with the model and the settings that it was made with, or give another {self.setting}",
+                )
+        weights = {stem: (own, open_tensors(folder, stem)) for stem, own in self.weights.items()}
+        optimiser, rng = open_tensors(folder, "optimizer"), open_tensors(folder, "rng")
+        for own, stored in [*weights.values(), (self.optimiser.tensors(), optimiser)]:
+            check_same(stored, own, folder)
+
+        def restore() -> None:
+            for own, stored in weights.values():
+                copy_into(own, stored)
+            self.optimiser.restore(facts["step"], lambda name: optimiser[name][...])
+            restore_rng(rng, self.device)
+
+        return facts, restore
+
+
+def learning_settings(config: LearningConfig) -> dict[str, Any]:
+    """The settings without which a checkpoint's tensors mean nothing."""
+    return {
+        "optimizer": config.optimizer,
+        "lora": config.lora,
+        "lora_alpha": config.lora_alpha if config.lora else None,
+        "lora_targets": config.lora_targets if config.lora else None,
+    }
 
 
 # ------------------------------------------------------------------------------------------- writing
@@ -139,7 +220,7 @@ def _settle(path: Path) -> None:
 
 
 def _storage_failed(path: Path, error: Exception) -> StorageFailed:
-    return StorageFailed(f"cannot write {path}: {error}; the critic goes on as it was")
+    return StorageFailed(f"cannot write {path}: {error}; training goes on as it was")
 
 
 # ------------------------------------------------------------------------------------------- reading

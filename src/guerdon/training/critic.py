@@ -24,7 +24,7 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.loading import LoadedModel
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.recompute import recompute_activations
-from guerdon.errors import CheckpointError, Offloaded, SampleFailed, ServerFault, TrainFailed
+from guerdon.errors import Offloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.training import adapters, checkpoint
 from guerdon.training.batches import GlobalBatch, global_batches
 from guerdon.training.optimiser import Optimiser
@@ -48,7 +48,7 @@ class CriticTrainer:
         self._loaded = loaded
         if config.lora is None:
             folder = find_folder(loaded.config.model, loaded.config.revision)
-            self._files = checkpoint.model_files(loaded, folder)
+            self._files = checkpoint.critic_files(loaded, folder)
         else:
             adapters.add_adapters(loaded.trunk, config.lora, config.lora_alpha, config.lora_targets)
             note = adapters.describe_adapters(loaded.trunk, loaded.config.model)
@@ -205,20 +205,8 @@ class CriticTrainer:
     def save(self, folder: Path) -> None:
         """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed."""
         self._check_whole()
-        for stem, tensors in self._stored_weights().items():
-            checkpoint.write_tensors(folder, stem, tensors)
-        for name, data in self._files.items():
-            checkpoint.write(folder / name, data)
-        checkpoint.write_tensors(folder, "optimizer", self._optimiser.tensors())
-        checkpoint.write_tensors(folder, "rng", checkpoint.rng_tensors(self.engine.device))
-        facts = self._made_with() | {
-            "step": self._optimiser.step,
-            "lineage": self._lineage,
-            "history": self._history,
-            "weights_version": self.weights_version,
-            "learning_rate": self._optimiser.learning_rate,
-        }
-        checkpoint.write(folder / "trainer.json", checkpoint.to_json(facts))
+        facts = {"lineage": self._lineage, "history": self._history, "weights_version": self.weights_version}
+        self._state().write(folder, self._files, facts)
 
     def load(self, folder: Path, lineage: int | None = None) -> None:
         """Becomes what was saved, bitwise, on whichever device the weights are.
@@ -227,20 +215,16 @@ class CriticTrainer:
         training from this checkpoint gave; None goes on under the saved one. Raises CheckpointError, with nothing
         changed, where the folder is damaged or was made with another model or other settings.
         """
-        facts = self._read_facts(folder)
-        weights = {
-            stem: (own, checkpoint.open_tensors(folder, stem)) for stem, own in self._stored_weights().items()
-        }  # fmt: skip
-        optimiser, rng = checkpoint.open_tensors(folder, "optimizer"), checkpoint.open_tensors(folder, "rng")
-        for own, stored in [*weights.values(), (self._optimiser.tensors(), optimiser)]:
-            checkpoint.check_same(stored, own, folder)
+        facts, restore = self._state().open(folder)
         with self._changing("a checkpoint was read only in part"):
-            for own, stored in weights.values():
-                checkpoint.copy_into(own, stored)
-            self._optimiser.restore(facts["step"], lambda name: optimiser[name][...])
-            checkpoint.restore_rng(rng, self.engine.device)
+            restore()
             self._history = facts["history"]
             self._lineage = facts["lineage"] if lineage is None else lineage
+
+    def _state(self) -> checkpoint.TrainerState:
+        return checkpoint.TrainerState(
+            self._stored_weights(), self._optimiser, self.engine.device, self._made_with(), _OTHERS, "checkpoint_dir"
+        )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
         """The model's own tensors as they go into files: by the file's stem and the name there."""
@@ -258,23 +242,8 @@ class CriticTrainer:
             "mean": self._loaded.head.mean,
             "std": self._loaded.head.std,
             "dtype": dtype_name(self.engine.dtype),
-            "optimizer": self._config.optimizer,
-            "lora": self._config.lora,
-            "lora_alpha": self._config.lora_alpha if self._config.lora else None,
-            "lora_targets": self._config.lora_targets if self._config.lora else None,
+            **checkpoint.learning_settings(self._config),
         }
-
-    def _read_facts(self, folder: Path) -> dict[str, Any]:
-        facts = checkpoint.read_json(folder / "trainer.json")
-        for name, own in self._made_with().items():
-            if facts.get(name) == own:
-                continue
-            what = _OTHERS.get(name, f"was made with {name}")
-            raise CheckpointError(
-                f"{folder} {what} {facts.get(name)}, the critic runs with {own}",
-                "start with the model and the settings that it was made with, or give another checkpoint_dir",
-            )
-        return facts
 
     # ---------------------------------------------------------------------------------------- memory, and faults
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guerdon.config import CriticConfig
+from guerdon.config import LearningConfig
 from guerdon.errors import ConfigError
 
 EPS = 1e-8
@@ -26,7 +26,7 @@ class Optimiser:
     allocated here, so that memory which does not suffice shows at the start.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: CriticConfig) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], config: LearningConfig) -> None:
         """Raises ConfigError where the 8-bit optimiser is asked for and not installed."""
         self.step = 0
         self._parameters = parameters
@@ -127,7 +127,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     return master
 
 
-def _adamw(masters: list[nn.Parameter], config: CriticConfig) -> Any:
+def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
     on_gpu = masters[0].device.type == "cuda"
     adamw = torch.optim.AdamW(
         masters,
@@ -147,7 +147,7 @@ def _adamw(masters: list[nn.Parameter], config: CriticConfig) -> Any:
     return adamw
 
 
-def _adamw_8bit(masters: list[nn.Parameter], config: CriticConfig) -> Any:
+def _adamw_8bit(masters: list[nn.Parameter], config: LearningConfig) -> Any:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
@@ -166,14 +166,14 @@ def _adamw_8bit(masters: list[nn.Parameter], config: CriticConfig) -> Any:
     return adamw
 
 
-def moment_bytes(config: CriticConfig) -> int | None:
+def moment_bytes(config: LearningConfig) -> int | None:
     """What AdamW's two moments take for each weight of the model; None where adapters alone are trained."""
     if config.lora is not None:
         return None
     return 2 if config.optimizer == "adamw_8bit" else 8
 
 
-def rate(config: CriticConfig, step: int) -> float:
+def rate(config: LearningConfig, step: int) -> float:
     """The factor of the learning rate for the step after `step` others, as transformers' `get_scheduler` has it.
 
     It rises from 0 over the warm-up, and stays at 1, or falls to 0 at `total_steps` and remains there. Written out

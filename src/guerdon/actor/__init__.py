@@ -1,0 +1,1 @@
+"""What learns from the servers: a policy that generates, is rewarded, and is updated."""

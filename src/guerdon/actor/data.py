@@ -1,0 +1,276 @@
+"""Prompts: read, tokenised, measured against the longest that fits, and dealt out to the steps."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from guerdon.actor.rollouts import Prompt
+from guerdon.actor.settings import DataConfig
+from guerdon.client.rows import read_rows
+from guerdon.core import Message
+from guerdon.durable import write_new
+from guerdon.engine.text import TextEncoder
+from guerdon.errors import ConfigError, InvalidRequest, StartError
+
+log = logging.getLogger(__name__)
+
+SKIPPED = "skipped_prompts.jsonl"
+"""The file in output_dir that names each prompt which was too long."""
+
+_AT_ONCE = 1024
+"""Prompts that are tokenised together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A prompt that was left out: its `row`, counted from 0, in `source`, and its length in tokens."""
+
+    source: str
+    row: int
+    num_tokens: int
+
+
+class Prompts:
+    """The prompts to train on and those to validate on.
+
+    Which prompts a step has depends on the step's number, the seed and the data alone, so that a run that goes on
+    after any step goes on with the prompts that it would have had. `skipped` are those that were too long.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        prompts_per_step: int,
+        max_prompt_length: int | None,
+        seed: int,
+    ) -> None:
+        """Reads and tokenises everything; raises ConfigError saying which row of what cannot be taken.
+
+        `tokenizer` is the policy's, of transformers; `max_prompt_length` the longest prompt in tokens that the policy
+        has room for, None where that has no end.
+        """
+        self._prompts_per_step = prompts_per_step
+        self._seed = seed
+        self._shuffle = config.shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+        limit = config.max_prompt_length
+        if limit is None:
+            limit = max_prompt_length
+        elif max_prompt_length is not None and limit > max_prompt_length:
+            raise ConfigError(
+                f"data.max_prompt_length is {limit}, and the policy has room for {max_prompt_length} tokens beside "
+                "rollouts.max_new_tokens",
+                "give less of one of the two",
+            )
+        self.skipped: list[Skipped] = []
+        reader = _Reader(config, tokenizer, limit, self.skipped)
+        prompts = reader.read(config.prompts)
+        if config.validation is not None:
+            self.validation = reader.read(config.validation)[: config.num_validation]
+        else:
+            first = max(0, len(prompts) - config.num_validation)
+            prompts, self.validation = prompts[:first], prompts[first:]
+        self.training = prompts
+        self._report(config, limit)
+        if not prompts:
+            raise ConfigError(
+                f"{config.prompts} has no prompt to train on, beside {len(self.validation)} to validate on and "
+                f"{len(self.skipped)} that are too long",
+                "give more prompts, or less of data.num_validation",
+            )
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits that change with the prompts, their tokens and their order."""
+        digest = hashlib.blake2b(digest_size=6)
+        for prompts in (self.training, self.validation):
+            for prompt in prompts:
+                digest.update(len(prompt.tokens).to_bytes(8, "little"))
+                digest.update(prompt.tokens.tobytes())
+            digest.update(b";")
+        return digest.hexdigest()
+
+    def epoch(self, step: int) -> float:
+        """How often all prompts were used when that step is over."""
+        return step * self._prompts_per_step / len(self.training)
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of that step, counted from 1; an epoch's last step is filled up from the next epoch."""
+        first = (step - 1) * self._prompts_per_step
+        places = (divmod(i, len(self.training)) for i in range(first, first + self._prompts_per_step))
+        return [self.training[self._permutation(epoch)[place]] for epoch, place in places]
+
+    def write_skipped(self, folder: Path) -> None:
+        """Puts a line for each skipped prompt into a file of the folder; removes the file of an earlier start."""
+        path = folder / SKIPPED
+        path.unlink(missing_ok=True)
+        if self.skipped:
+            rows = [{"source": s.source, "row": s.row, "num_tokens": s.num_tokens} for s in self.skipped]
+            write_new(path, b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            order = np.arange(len(self.training))
+            if self._shuffle:
+                np.random.Generator(np.random.Philox(seed=[self._seed, epoch])).shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _report(self, config: DataConfig, limit: int | None) -> None:
+        if not self.skipped:
+            return
+        first = ", ".join(f"row {s.row} ({s.num_tokens})" for s in self.skipped[:5])
+        more = ", ..." if len(self.skipped) > 5 else ""
+        text = f"{len(self.skipped)} prompts are longer than {limit} tokens: {first}{more} of {self.skipped[0].source}"
+        if config.long_prompts == "error":
+            raise ConfigError(
+                text, "shorten them, give more data.max_prompt_length, or set data.long_prompts to skip them"
+            )
+        log.warning("%s; they are left out, and named in %s", text, SKIPPED)
+
+
+class _Reader:
+    """Rows of a source as prompts."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, limit: int | None, skipped: list[Skipped]) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                "the policy has no tokenizer, and prompts are texts",
+                "copy the tokenizer's files into the folder of policy.model",
+            )
+        self._config = config
+        self._encoder = TextEncoder(tokenizer)
+        self._bos = _leading_bos(tokenizer)
+        self._limit = limit
+        self._skipped = skipped
+
+    def read(self, source: str) -> list[Prompt]:
+        """The source's prompts in their order, without those that are too long."""
+        prompts: list[Prompt] = []
+        chunk: list[tuple[int, str | list[Message]]] = []
+        for row, value in enumerate(_values(source, self._config)):
+            chunk.append((row, self._checked(value, source, row)))
+            if len(chunk) == _AT_ONCE:
+                prompts += self._made(chunk, source)
+                chunk = []
+        return prompts + self._made(chunk, source)
+
+    def _checked(self, value: Any, source: str, row: int) -> str | list[Message]:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}] if self._config.template else value
+        if isinstance(value, list):
+            return value  # the encoder looks into it
+        raise _wrong(source, row, f"{self._config.field} is neither text nor a list of messages")
+
+    def _made(self, chunk: Sequence[tuple[int, str | list[Message]]], source: str) -> list[Prompt]:
+        conversations = {row: value for row, value in chunk if isinstance(value, list)}
+        texts: dict[int, str | InvalidRequest] = {row: value for row, value in chunk if isinstance(value, str)}
+        texts |= zip(conversations, self._encoder.render_prompts(list(conversations.values())), strict=True)
+        for row, text in texts.items():
+            if isinstance(text, InvalidRequest):
+                raise _wrong(source, row, str(text))
+        plain = [str(texts[row]) for row, _ in chunk]
+        prompts = []
+        for (row, _), text, ids in zip(chunk, plain, self._encoder.encode(plain), strict=True):
+            if isinstance(ids, InvalidRequest):
+                raise _wrong(source, row, str(ids))
+            messages = conversations.get(row)
+            if messages is None and self._bos and ids[:1].tolist() != self._bos:
+                ids = np.concatenate([np.array(self._bos, dtype=np.int64), ids])
+            if not len(ids):
+                raise _wrong(source, row, "the prompt is empty")
+            if self._limit is not None and len(ids) > self._limit:
+                self._skipped.append(Skipped(source, row, len(ids)))
+            else:
+                prompts.append(Prompt(row, ids, text, None if messages is None else tuple(messages)))
+        return prompts
+
+
+def _leading_bos(tokenizer: Any) -> list[int]:
+    """The BOS with which the tokenizer begins a text, as `generate`'s users give it; none where it adds none.
+
+    Whatever it adds behind a text is left out: a prompt that ends with EOS asks for nothing.
+    """
+    added = tokenizer("").input_ids[:1]
+    return added if added == [tokenizer.bos_token_id] else []
+
+
+# ------------------------------------------------------------------------------------------- sources
+
+
+def _values(source: str, config: DataConfig) -> Iterator[Any]:
+    """The prompt's field of each row."""
+    path = Path(source)
+    if path.is_file() and path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    elif path.is_file():
+        rows = _json_rows(path)
+    else:
+        rows = _data_set_rows(source, config.split)
+    for number, row in enumerate(rows):
+        if config.field not in row:
+            raise _wrong(source, number, f"it has no field {config.field}, only {', '.join(map(str, row))}")
+        yield row[config.field]
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from (row for _, row in read_rows(path))
+    except StartError as e:
+        raise ConfigError(str(e), "each line must be a JSON object, and a .gz file whole") from e
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as e:
+        raise _needs_data_extra(path) from e
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as e:
+        raise ConfigError(f"cannot read {path}: {e}", "check that it is a whole Parquet file") from e
+
+
+def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows of a folder that `datasets` saved or reads, or of a data set of the hub."""
+    path = Path(source)
+    if not path.is_dir() and (path.suffix or source.startswith((".", "/", "~"))):
+        raise ConfigError(f"there is no {source}", "name a JSONL (.gz) or Parquet file, a folder, or a hub id")
+    try:
+        import datasets
+    except ImportError as e:
+        raise _needs_data_extra(source) from e
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            loaded = datasets.load_from_disk(source)
+            data = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            data = datasets.load_dataset(source, split=split)
+    # What a folder or the hub has to offer makes datasets raise whatever it likes.
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ConfigError(
+            f"cannot load the data set {source}, split {split}: {reason}", "check data.prompts and data.split"
+        ) from e
+    yield from data
+
+
+def _needs_data_extra(source: str | Path) -> ConfigError:
+    return ConfigError(f"{source} needs the library datasets", "pip install 'guerdon[data]'")
+
+
+def _wrong(source: str, row: int, why: str) -> ConfigError:
+    return ConfigError(f"{source}, row {row} (from 0): {why}", "mend the row, or name another data.field")

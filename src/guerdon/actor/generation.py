@@ -1,0 +1,254 @@
+"""Rollouts: responses to prompts, drawn from the policy as it is, a group at a time as each is finished."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.sampling import Sampler, StopTexts, uniforms
+from guerdon.actor.settings import RolloutConfig
+from guerdon.engine.generating import Decoder, DecoderChoice
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.policies import LoadedPolicy
+from guerdon.errors import ConfigError
+from guerdon.training.policy import PolicyTrainer
+
+MAX_BATCH_ROLLOUTS = 256
+"""Beyond about this many rows a matrix product gains nothing on a CPU, and what they keep in memory grows."""
+
+
+class Generator(Protocol):
+    """What generates rollouts."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num: int,
+        config: RolloutConfig,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Iterator[list[Rollout]]:
+        """Yields each prompt's `num` rollouts as soon as the last of them is finished; `group` is its place in prompts.
+
+        What is drawn is a function of the weights, the prompt, `config`, `seed` (of numbers of at least 0) and the
+        rollout's group and index, whatever is drawn beside it. The weights must not change before the end.
+        """
+
+    def sync(self) -> None:
+        """To be called after the policy's weights have changed."""
+
+
+def make_generator(policy: PolicyTrainer, config: RolloutConfig) -> Generator:
+    """The generator that `config.engine` names, for the policy that is trained; raises ConfigError, CheckpointError."""
+    if config.engine == "vllm":
+        from guerdon.actor.vllm import VllmGenerator
+
+        return VllmGenerator(policy.policy, config)
+    return TransformersGenerator(policy.policy, policy.engine, config.max_batch_rollouts)
+
+
+class TransformersGenerator:
+    """Generates with the policy's own modules, so that there are no weights to copy.
+
+    A finished rollout leaves the batch, and where the model allows it the next prompts join it half empty.
+    """
+
+    def __init__(self, policy: LoadedPolicy, engine: LanguageEngine, max_batch_rollouts: int | None = None) -> None:
+        """Raises CheckpointError where the model cannot generate token by token."""
+        self._policy, self._engine = policy, engine
+        self._most = max_batch_rollouts or MAX_BATCH_ROLLOUTS
+        self._choice = DecoderChoice(policy, engine)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num: int,
+        config: RolloutConfig,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Iterator[list[Rollout]]:
+        """As `Generator`; raises ConfigError for a prompt that leaves no room, or a stop text without a tokenizer."""
+        work = _Work(self._policy, self._choice.make(), self._engine, config, seed, num, greedy, self._most)
+        work.add(prompts)
+        while work.is_left:
+            # Nothing stays set between two groups, for the caller may use the model then.
+            with torch.inference_mode(), work.decoder.running():
+                groups = work.run()
+            yield from groups
+
+    def sync(self) -> None:
+        """Nothing: the weights are in place."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A rollout on the way."""
+
+    prompt: Prompt
+    group: int
+    index: int
+    numbers: np.ndarray
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_end: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_end or len(self.tokens) == self.limit
+
+
+class _Work:
+    """What one call of `generate` has to do, and the batch that is under way."""
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        decoder: Decoder,
+        engine: LanguageEngine,
+        config: RolloutConfig,
+        seed: tuple[int, ...],
+        num: int,
+        greedy: bool,
+        most: int,
+    ) -> None:
+        self.decoder = decoder
+        self._policy, self._engine, self._config = policy, engine, config
+        self._seed, self._num, self._most = seed, num, most
+        self._eos = frozenset(policy.eos_token_ids)
+        self._sample = Sampler(config, policy.eos_token_ids, greedy=greedy)
+        self._stops = StopTexts(config.stop, policy.tokenizer)
+        self._waiting: deque[list[_Row]] = deque()
+        self._rows: list[_Row] = []  # in the decoder's order, with those that are done and have not left
+        self._newest: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._idle = 0
+        self._finished: dict[int, list[Rollout]] = {}
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Lets the prompts wait; raises ConfigError where the longest sequence has no room for a response to one."""
+        for group, prompt in enumerate(prompts):
+            room, longest = self._config.max_new_tokens, self._policy.max_length
+            if longest is not None:
+                room = min(room, longest - len(prompt.tokens))
+            if room < 1 or not len(prompt.tokens):
+                raise ConfigError(
+                    f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {longest}",
+                    "lower data.max_prompt_length, and leave out what is empty",
+                )
+            rows = [_Row(prompt, group, i, uniforms(self._seed, group, i, room), room) for i in range(self._num)]
+            for start in range(0, self._num, self._most):
+                self._waiting.append(rows[start : start + self._most])
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a group is not finished yet."""
+        return bool(self._waiting) or not all(row.is_done for row in self._rows)
+
+    def run(self) -> list[list[Rollout]]:
+        """Goes on until groups are finished, which are returned."""
+        groups: list[list[Rollout]] = []
+        while self.is_left and not groups:
+            self._leave()
+            if items := self._next():
+                counts = [len(item) for item in items]
+                logits = self.decoder.begin([item[0].prompt.tokens for item in items], counts)
+                fresh = [row for item in items for row in item]
+                self._see(fresh, logits.shape[-1])
+                self._rows += fresh
+                groups = self._take(fresh, logits)
+            else:
+                assert self._newest is not None
+                logits = self.decoder.step(self._newest)
+                self._newest = None
+                groups = self._take(self._rows, logits)
+        return groups
+
+    def _leave(self) -> None:
+        """Lets the rows that are done leave once they have cost as much as their leaving does.
+
+        That moves what is kept of the others, which takes about as long as a step of these.
+        """
+        alive = np.array([i for i, row in enumerate(self._rows) if not row.is_done], dtype=np.int64)
+        self._idle += len(self._rows) - len(alive)
+        makes_room = self._waiting and self.decoder.joins and len(alive) <= self._most // 2
+        if len(alive) == len(self._rows) or (self._idle < len(alive) and not makes_room):
+            return
+        self.decoder.keep(alive)
+        self._rows = [self._rows[i] for i in alive]
+        chosen = self._engine.index(alive)
+        self._newest = None if self._newest is None else self._newest[chosen]
+        self._seen = None if self._seen is None else self._seen[chosen]
+        self._idle = 0
+
+    def _next(self) -> list[list[_Row]]:
+        """The rows, prompt by prompt, that begin now; none as long as those under way fill half of the batch."""
+        if self._rows and (not self.decoder.joins or len(self._rows) > self._most // 2):
+            return []
+        room, count = self._most - len(self._rows), 0
+        while count < len(self._waiting) and len(self._waiting[count]) <= room:
+            room -= len(self._waiting[count])
+            count += 1
+        if not count:
+            return []
+        count = self.decoder.together([len(self._waiting[i][0].prompt.tokens) for i in range(count)])
+        # Side by side, prompts of like length need little padding.
+        return sorted((self._waiting.popleft() for _ in range(count)), key=lambda rows: len(rows[0].prompt.tokens))
+
+    def _see(self, fresh: list[_Row], vocab_size: int) -> None:
+        """Notes the tokens of the prompts of rows that begin, where the sampler asks for it."""
+        if not self._sample.penalises:
+            return
+        seen = np.zeros((len(fresh), vocab_size), dtype=bool)
+        for i, row in enumerate(fresh):
+            seen[i, row.prompt.tokens] = True
+        new = self._engine.index(seen)
+        self._seen = new if self._seen is None else torch.cat([self._seen, new])
+
+    def _take(self, rows: list[_Row], logits: Tensor) -> list[list[Rollout]]:
+        """Draws a token for each of the last rows, which `rows` are; the groups that are finished with it."""
+        counts = [len(row.tokens) for row in rows]
+        numbers = [0.0 if row.is_done else row.numbers[n] for row, n in zip(rows, counts, strict=True)]
+        seen = None if self._seen is None else self._seen[-len(rows) :]
+        tokens, logprobs = self._sample(
+            logits, self._engine.index(np.array(numbers)), self._engine.index(np.array(counts)), seen
+        )
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        self._newest = tokens if self._newest is None else torch.cat([self._newest, tokens])
+        groups = []
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not row.is_done and (rollout := self._append(row, token, logprob)):
+                of_group = self._finished.setdefault(row.group, [])
+                of_group.append(rollout)
+                if len(of_group) == self._num:
+                    groups.append(sorted(self._finished.pop(row.group), key=lambda rollout: rollout.index))
+        return groups
+
+    def _append(self, row: _Row, token: int, logprob: float) -> Rollout | None:
+        """The rollout, where the token is its last."""
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.is_end = token in self._eos or self._stops.complete(row.tokens)
+        return self._rollout(row) if row.is_done else None
+
+    def _rollout(self, row: _Row) -> Rollout:
+        tokenizer = self._policy.tokenizer
+        return Rollout(
+            prompt=row.prompt,
+            group=row.group,
+            index=row.index,
+            tokens=np.concatenate([row.prompt.tokens, np.array(row.tokens, dtype=np.int64)]),
+            is_end=row.is_end,
+            logprobs=np.array(row.logprobs, dtype=np.float32),
+            text="" if tokenizer is None else tokenizer.decode(row.tokens, skip_special_tokens=True),
+        )

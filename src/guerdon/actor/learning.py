@@ -1,0 +1,179 @@
+"""What a step of REINFORCE and one of PPO have in common: measuring the responses, and updating the policy on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.actor.experience import Experience, advantage_metrics, global_batches, prompt_lengths
+from guerdon.actor.rollouts import Rollout
+from guerdon.actor.settings import AlgorithmConfig, RolloutConfig
+from guerdon.algorithms.kl import kl_per_token
+from guerdon.algorithms.policy_losses import (
+    Aggregation,
+    GlobalCounts,
+    PolicyLossStats,
+    ppo_loss,
+    reinforce_loss,
+    truncated_importance_weights,
+)
+from guerdon.training.policy import PolicyTrainer, StepReport
+
+VLLM_IMPORTANCE_CAP = 2.0  # that of Yao et al., 2025
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Puts the seconds that the block takes into the metrics."""
+    started = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - started
+
+
+def measure(
+    policy: PolicyTrainer, rollouts: list[Rollout], temperature: float, kl_estimator: str, metrics: dict[str, float]
+) -> Experience:
+    """What the policy and its reference make of the responses, before the step's first update.
+
+    The trainer's own log-probs, not the engine's: only those are the ones that its updates change.
+    """
+    rows, lengths = [rollout.tokens for rollout in rollouts], prompt_lengths(rollouts)
+    with timed(metrics, "seconds_logprobs"):
+        logprobs, entropies = policy.logprobs(rows, lengths, temperature, with_entropies=True)
+    with timed(metrics, "seconds_reference"):
+        ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
+    experience = Experience.of(rollouts, logprobs, ref_logprobs, entropies, kl_estimator)
+    metrics.update(experience.metrics())
+    return experience
+
+
+def update(
+    policy: PolicyTrainer,
+    experience: Experience,
+    advantages: Tensor,
+    config: AlgorithmConfig,
+    sampling: RolloutConfig,
+    metrics: dict[str, float],
+    *,
+    kl_in_loss: bool = False,
+) -> None:
+    """All optimiser steps on one rollout: over its global batches, as many times as there are epochs.
+
+    `advantages` are float32 `[B, R]`. With `kl_in_loss` the loss has the KL's cost.
+    """
+    batches = global_batches(len(experience.rollouts), config)
+    is_on_policy = config.epochs * len(batches) == 1
+    weights = _importance_weights(experience, config, sampling)
+    reports: list[StepReport] = []
+    with timed(metrics, "seconds_update"):
+        for _ in range(config.epochs):
+            for members in batches:
+                counts = GlobalCounts.of(experience.mask[torch.from_numpy(members)])
+                aggregation = Aggregation(config.loss_aggregation, counts, sampling.max_new_tokens)
+                loss = PolicyLoss(
+                    experience, advantages, weights, members, aggregation, config, is_on_policy, kl_in_loss
+                )
+                reports.append(
+                    policy.step(
+                        [experience.rollouts[i].tokens for i in members],
+                        experience.prompt_lengths[members],
+                        loss,
+                        temperature=sampling.temperature,
+                        with_entropies=config.entropy_coefficient != 0,
+                    )
+                )
+    metrics.update(advantage_metrics(advantages, experience.mask))
+    metrics.update(_report_metrics(reports, is_on_policy, weights is not None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyLoss:
+    """The loss of one global batch, as `PolicyTrainer.step` asks for it, a micro-batch at a time.
+
+    `advantages` and `weights` are float32 `[B, R]` as the tables of `experience`, of which `batch` numbers the rows
+    that are in this batch; `aggregation` divides by the counts of all of them. `is_on_policy` is True where this is the
+    only update on the experience.
+    """
+
+    experience: Experience
+    advantages: Tensor
+    weights: Tensor | None
+    batch: np.ndarray
+    aggregation: Aggregation
+    config: AlgorithmConfig
+    is_on_policy: bool
+    kl_in_loss: bool
+
+    def __call__(
+        self, logprobs: Tensor, entropies: Tensor | None, members: np.ndarray
+    ) -> tuple[Tensor, PolicyLossStats]:
+        """The micro-batch's share of the loss, and its sums; `members` are its rows' numbers in the global batch."""
+        at, width = torch.from_numpy(self.batch[members]), logprobs.shape[1]
+
+        def part(of: Tensor) -> Tensor:
+            return of[at, :width].to(logprobs.device)
+
+        config, mask = self.config, part(self.experience.mask)
+        weights = None if self.weights is None else part(self.weights)
+        entropy_coefficient = config.entropy_coefficient
+        if self.is_on_policy:
+            loss, stats = reinforce_loss(
+                logprobs,
+                part(self.advantages),
+                mask,
+                self.aggregation,
+                weights=weights,
+                entropies=entropies,
+                entropy_coefficient=entropy_coefficient,
+            )
+        else:
+            loss, stats = ppo_loss(
+                logprobs,
+                part(self.experience.logprobs),
+                part(self.advantages),
+                mask,
+                self.aggregation,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                weights=weights,
+                entropies=entropies,
+                entropy_coefficient=entropy_coefficient,
+            )
+        if self.kl_in_loss and config.kl_coefficient > 0:
+            kl = kl_per_token(logprobs, part(self.experience.ref_logprobs), mask, config.kl_estimator)
+            loss = loss + config.kl_coefficient * self.aggregation(kl, mask)
+            stats = replace(stats, loss=loss.item())
+        return loss, stats
+
+
+def _importance_weights(experience: Experience, config: AlgorithmConfig, sampling: RolloutConfig) -> Tensor | None:
+    cap = config.importance_cap
+    if cap is None:
+        if sampling.engine != "vllm":
+            return None
+        cap = VLLM_IMPORTANCE_CAP
+    return truncated_importance_weights(experience.logprobs, experience.engine_logprobs, experience.mask, cap)
+
+
+def _report_metrics(reports: list[StepReport], is_on_policy: bool, is_weighted: bool) -> dict[str, float]:
+    """Means over the optimiser steps, those over tokens weighted by them; only what the loss has."""
+    stats = sum((report.stats for report in reports[1:]), reports[0].stats)
+    norms = [report.grad_norm for report in reports if not report.skipped]
+    metrics = {
+        "loss": stats.loss / len(reports),
+        "learning_rate": reports[-1].learning_rate,
+        "skipped_steps": float(len(reports) - len(norms)),
+    }
+    if norms:
+        metrics["grad_norm"] = sum(norms) / len(norms)
+    if not is_on_policy:
+        metrics |= {"clip_fraction": stats.clip_fraction, "ratio": stats.mean_ratio, "approx_kl": stats.approx_kl}
+    if is_weighted:
+        metrics["importance_weight"] = stats.mean_weight
+    return metrics

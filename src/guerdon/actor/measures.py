@@ -1,0 +1,85 @@
+"""Every name that a run logs, in one table, and the metrics that come from the rollouts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from guerdon.actor.rollouts import Rollout
+
+METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what it is)
+    "reward": ("reward", "mean reward of the step's responses, as the reward model gave it; failed ones left out"),
+    "reward_std": ("reward", "their standard deviation"),
+    "reward_min": ("reward", "smallest of them"),
+    "reward_max": ("reward", "largest of them"),
+    "reward_penalised": ("reward", "their mean after the KL's cost; only where it is taken off the reward"),
+    "failed": ("reward", "responses that got no reward and were left out"),
+    "kl": ("kl", "KL to the reference, as `kl_estimator` estimates it: summed over a response, mean over responses"),
+    "kl_per_token": ("kl", "the same estimate, mean over tokens"),
+    "entropy": ("policy", "mean entropy of the policy at the response's tokens, in nats, before the update"),
+    "response_length": ("response", "mean length of a response in tokens, its EOS included"),
+    "response_length_min": ("response", "shortest response"),
+    "response_length_max": ("response", "longest response"),
+    "ended": ("response", "share of responses that ended by EOS or a stop text; the rest were cut"),
+    "prompt_length": ("response", "mean length of a prompt in tokens"),
+    "advantage_mean": ("policy", "mean advantage over tokens"),
+    "advantage_std": ("policy", "standard deviation of the advantages over tokens"),
+    "loss": ("policy", "loss of the policy, mean over the step's global batches"),
+    "grad_norm": ("policy", "norm of the gradient before clipping, mean over the step's global batches"),
+    "learning_rate": ("policy", "of the step's last global batch"),
+    "clip_fraction": ("policy", "share of tokens whose probability ratio the loss held back"),
+    "ratio": ("policy", "mean ratio of a token's probability to that before the step's first update"),
+    "approx_kl": ("policy", "k3 estimate, a token, of the KL from the policy before the step's first update"),
+    "importance_weight": ("policy", "mean weight for the difference between engine and trainer, after its cap"),
+    "optimizer_steps": ("policy", "optimiser steps of the policy since the run's start"),
+    "skipped_steps": ("policy", "global batches of the step left out because their gradient was not finite"),
+    "critic_loss": ("critic", "loss of the critic on the step's responses"),
+    "critic_explained_variance": ("critic", "share of the returns' variance that the values explain, before training"),
+    "critic_clip_fraction": ("critic", "share of tokens whose value the loss held back"),
+    "critic_grad_norm": ("critic", "norm of the critic's last gradient before clipping"),
+    "critic_learning_rate": ("critic", "of the critic's last optimiser step"),
+    "value_mean": ("critic", "mean value over the responses' tokens"),
+    "return_mean": ("critic", "mean return over them"),
+    "validation_reward": ("validation", "mean reward of one response to each validation prompt; failed ones left out"),
+    "validation_reward_std": ("validation", "standard deviation of these rewards"),
+    "validation_response_length": ("validation", "mean length of these responses in tokens"),
+    "validation_ended": ("validation", "share of them that ended by EOS or a stop text"),
+    "validation_failed": ("validation", "of them that got no reward"),
+    "epoch": ("progress", "how often all prompts have been used"),
+    "tokens_per_second": ("time", "response tokens of the step by the whole step's seconds"),
+    "seconds_step": ("time", "seconds of the step, from its prompts until its metrics are logged"),
+    "seconds_generation": ("time", "seconds until the last response was there; scoring is under way meanwhile"),
+    "seconds_reward_wait": ("time", "seconds that the step then waited for rewards"),
+    "seconds_values": ("time", "seconds that it waited for values"),
+    "seconds_logprobs": ("time", "seconds of the policy's log-probs before the update"),
+    "seconds_reference": ("time", "seconds of the reference's log-probs"),
+    "seconds_update": ("time", "seconds of the policy's update"),
+    "seconds_critic_wait": ("time", "seconds that the step then waited for the critic's training"),
+    "seconds_validation": ("time", "seconds of the step's validation"),
+    "seconds_save": ("time", "seconds of the last checkpoint before this step's end"),
+}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
+    """Rewards, lengths and failures of these rollouts, by their names behind `prefix`; none at all of no rollouts."""
+    if not rollouts:
+        return {}
+    lengths = np.array([rollout.response_length for rollout in rollouts])
+    metrics = {
+        "failed": float(sum(rollout.reward is None for rollout in rollouts)),
+        "response_length": float(lengths.mean()),
+        "response_length_min": float(lengths.min()),
+        "response_length_max": float(lengths.max()),
+        "ended": float(np.mean([rollout.is_end for rollout in rollouts])),
+        "prompt_length": float(np.mean([rollout.prompt_length for rollout in rollouts])),
+    }
+    rewards = np.array([rollout.reward for rollout in rollouts if rollout.reward is not None])
+    if len(rewards):
+        metrics |= {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+        }
+    return {prefix + name: value for name, value in metrics.items() if prefix + name in METRICS}

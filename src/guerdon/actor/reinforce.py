@@ -1,0 +1,46 @@
+"""REINFORCE and its family (RLOO, GRPO, Dr.GRPO, REINFORCE++): the loop, from top to bottom."""
+
+from __future__ import annotations
+
+from guerdon.actor.experience import reinforce_advantages, rewarded
+from guerdon.actor.learning import measure, timed, update
+from guerdon.actor.rewards import RemoteRewards
+from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run import Run, RunSummary
+from guerdon.actor.settings import ReinforceRunConfig, check_actor
+from guerdon.algorithms.advantages import RunningMean
+
+
+def train(config: ReinforceRunConfig) -> RunSummary:
+    """Trains the policy against the reward model's server; goes on from the newest checkpoint in the output folder.
+
+    Raises ConfigError, CheckpointError or StartError where it cannot start, RunFailed where too many rewards fail.
+    """
+    check_actor(config)
+    algorithm, sampling = config.reinforce, config.rollouts
+    with RemoteRewards(config.remote_rm) as rewards:
+        rewards.wait_ready()
+        with Run(config, score=rewards.score) as run:
+            for step in run.steps():
+                metrics: dict[str, float] = {}
+
+                # Each group is scored while the others are still generated.
+                rollouts: list[Rollout] = []
+                for group in run.rollouts(step):
+                    rewards.submit(group)
+                    rollouts += group
+                with timed(metrics, "seconds_reward_wait"):
+                    rewards.collect(run.heed)
+                kept = rewarded(rollouts, algorithm.max_failed_fraction, step)
+
+                experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)
+                in_reward = algorithm.kl_placement == "reward"
+                if in_reward:
+                    metrics["reward_penalised"] = experience.penalised(algorithm.kl_coefficient).mean().item()
+                running = RunningMean(*run.memory.get("running_mean", ()))
+                advantages, running = reinforce_advantages(experience, algorithm, running)
+                run.memory["running_mean"] = [running.sum_rewards, running.num_rewards]
+
+                update(run.policy, experience, advantages, algorithm, sampling, metrics, kl_in_loss=not in_reward)
+                run.finish(step, metrics, rollouts)
+    return run.summary()

@@ -1,0 +1,157 @@
+"""Rewards from a reward model's server, asked for group by group while other responses are still generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Generic, Self, TypeVar
+
+from guerdon.actor.rollouts import Rollout
+from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
+from guerdon.client import RetryPolicy, RewardClient, Scores
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
+
+T = TypeVar("T")
+
+START_S = 600.0
+"""How long a server may take to load its model after the actor has started."""
+
+_HEED_EVERY_S = 0.5
+
+
+class RemoteRewards:
+    """A reward model on a server: `submit` a group as soon as it is generated, `collect` at the end.
+
+    A server that is away or restarts is tried again for as long as `config.timeout_s` allows; a sample that got no
+    reward then, or none that is finite, has an `error` and no reward.
+    """
+
+    def __init__(self, config: RemoteRewardConfig) -> None:
+        self._config = config
+        self._urls = urls_of(config.reward_model)
+        self._client = RewardClient(self._urls, config.reward_model.name, policy=patient(config.timeout_s))
+        self._pending: Pending[Scores] = Pending()
+
+    def wait_ready(self) -> None:
+        """Waits for the server; raises StartError where it does not come, or takes no such input as it will get."""
+        what = f"reward model '{self._config.reward_model.name}' at {', '.join(self._urls)}"
+        with explained(what, "start it with `guerdon serve`, or correct its ip, port, urls and name in the settings"):
+            self._client.wait_ready(min(START_S, self._config.timeout_s))
+            inputs = self._client.info().inputs
+        wanted = {"tokens": "tokens", "text": "sentences", "messages": "messages"}[self._config.send]
+        if wanted not in inputs:
+            raise ConfigError(
+                f"{what} takes no '{wanted}', but {', '.join(inputs)}", "change `send`, which says what it gets"
+            )
+
+    def submit(self, group: list[Rollout]) -> None:
+        """Sends the responses to one prompt, and returns at once."""
+        if group := fitting(group, self._config.pad_to_length):
+            samples = samples_of(group, self._config)
+            self._pending.add(group, self._client.submit(**samples, timeout_s=self._config.timeout_s))
+
+    def collect(self, heed: Callable[[], None] = lambda: None) -> None:
+        """Waits for all that was submitted, and sets each rollout's `reward`, or its `error`.
+
+        Meanwhile `heed` is called now and then; what it raises ends the waiting and is raised.
+        """
+        for group, scores in self._pending.answers(heed):
+            if isinstance(scores, GuerdonError):
+                fail(group, scores)
+                continue
+            for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
+                rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """Submits rollouts of several groups, and collects them."""
+        for group in groups_of(rollouts):
+            self.submit(group)
+        self.collect()
+
+    def close(self) -> None:
+        """Closes the connections; what is under way is given up."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pending(Generic[T]):
+    """Groups on their way to a server, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[list[Rollout], Future[T]]] = []
+
+    def add(self, group: list[Rollout], future: Future[T]) -> None:
+        self._groups.append((group, future))
+
+    def answers(self, heed: Callable[[], None]) -> Iterator[tuple[list[Rollout], T | GuerdonError]]:
+        """Each group with its answer, or the error that it got in place of one; none is left afterwards."""
+        groups, self._groups = self._groups, []
+        for group, future in groups:
+            while not wait([future], _HEED_EVERY_S).done:
+                heed()
+            error = future.exception()
+            if error is not None and not isinstance(error, GuerdonError):
+                raise error
+            yield group, future.result() if error is None else error
+
+
+@contextmanager
+def explained(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in errors
+    """Turns what a server answers at the start into a StartError with a remedy."""
+    try:
+        yield
+    except GuerdonError as e:
+        raise StartError(f"{what} is not ready: {e}", help) from e
+
+
+def urls_of(server: RewardModelServer) -> list[str]:
+    """The addresses of a reward model's server."""
+    return server.urls or [f"http://{server.ip}:{server.port}"]
+
+
+def patient(timeout_s: float) -> RetryPolicy:
+    """Tries until the time is over: a server that is started again loads its model first, which takes minutes."""
+    return RetryPolicy(timeout_s=timeout_s, tries=1_000_000)
+
+
+def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, Any]:
+    """A group as arguments of a client's `submit`; ConfigError where messages are to be sent and there are none."""
+    hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
+    if config.send == "tokens":
+        hints["prompt_lengths"] = [rollout.prompt_length for rollout in group]
+        return hints | {"tokens": [r.tokens for r in group], "pad_to_length": config.pad_to_length}
+    if config.send == "text":
+        return hints | {"texts": [rollout.prompt.text + rollout.text for rollout in group]}
+    conversations = []
+    for rollout in group:
+        if rollout.prompt.messages is None:
+            raise ConfigError(
+                "`send` is messages, but the prompts are plain text", "send text or tokens, or set data.template"
+            )
+        conversations.append([*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}])
+    return hints | {"messages": conversations}
+
+
+def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
+    """Neighbouring rollouts of the same prompt together."""
+    return [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.group)]
+
+
+def fitting(group: list[Rollout], pad_to_length: int | None) -> list[Rollout]:
+    """The rollouts that can be sent; those longer than `pad_to_length` have failed."""
+    too_long = [r for r in group if pad_to_length is not None and len(r.tokens) > pad_to_length]
+    fail(too_long, InvalidRequest(f"longer than pad_to_length, {pad_to_length}"))
+    return [rollout for rollout in group if rollout not in too_long]
+
+
+def fail(group: list[Rollout], error: GuerdonError) -> None:
+    """Notes that none of these got an answer but this error."""
+    for rollout in group:
+        rollout.reward, rollout.error = None, str(error)

@@ -1,0 +1,323 @@
+"""One run of an actor: its parts, its steps, and everything that it leaves behind and goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import torch
+import yaml
+
+from guerdon.actor import curves, trackers
+from guerdon.actor.checkpoints import Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.data import Prompts
+from guerdon.actor.generation import Generator, make_generator
+from guerdon.actor.measures import rollout_metrics
+from guerdon.actor.pairing import PairedCritic, load_critic, pairable, save_critic
+from guerdon.actor.progress import Progress
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
+from guerdon.actor.stopping import Left, Stopping
+from guerdon.durable import locked
+from guerdon.engine.policies import load_policy
+from guerdon.errors import ConfigError
+from guerdon.training.optimiser import moment_bytes
+from guerdon.training.policy import PolicyTrainer
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+CURVES = "curves.png"
+SETTINGS = "settings.yaml"
+
+_KEPT_WITH_CRITIC = ("reward", "validation_reward", "kl")
+"""The metrics that go into a critic's checkpoint, by which its server may keep the best."""
+_VALIDATION = 0
+"""The step in the seed of validation's responses: they are drawn by the same numbers every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended: `step` of `steps` are done; `stopped` says why it left before the last, None where it did not.
+
+    `metrics` are those last logged under each name. `exit_status` is the command's: 0 at the end, 130 and 143 after
+    SIGINT and SIGTERM, 75 (try again later) where the time was up.
+    """
+
+    output_dir: Path
+    step: int
+    steps: int
+    stopped: str | None
+    metrics: dict[str, float]
+    exit_status: int
+
+    def __str__(self) -> str:
+        checkpoint = self.output_dir / CHECKPOINTS / f"step-{self.step:06d}"
+        if self.stopped is None:
+            return f"{self.step} steps are done: the policy is in {checkpoint}/policy, all else in {self.output_dir}"
+        return f"{self.stopped}: left after step {self.step} of {self.steps}; the same again goes on from {checkpoint}"
+
+
+class Run:
+    """The policy, its generator, prompts, trackers and checkpoints; used as a context, whose end closes them all.
+
+        with Run(config, score=rewards.score) as run:
+            for step in run.steps():
+                for group in run.rollouts(step):  # each when it is finished
+                    ...
+                run.finish(step, metrics, rollouts)
+        return run.summary()
+
+    `policy` is the PolicyTrainer, `generator` what generates with it, `data` the Prompts. `id` names the run, and is
+    the same after a resume; `step` counts the steps done. `memory` is a dict of JSON values that goes into each
+    checkpoint and comes back at a resume: what a loop must remember from step to step. Like the weights it may change
+    only when the step's rollouts are all there, since a stop amid them saves what is then, and ends the `with` block.
+    """
+
+    def __init__(
+        self,
+        config: ReinforceRunConfig | PPORunConfig,
+        *,
+        score: Callable[[list[Rollout]], None],
+        critic: PairedCritic | None = None,
+    ) -> None:
+        """Loads everything, and goes on from the newest checkpoint in output_dir where there is one.
+
+        `score` sets `reward` or `error` of each of these rollouts (of several groups), and returns when all are there:
+        validation asks it. A `critic`, which must be reachable, is brought to the same step. Raises ConfigError and
+        CheckpointError.
+        """
+        self.config = config
+        self._score = score
+        self._critic = critic
+        self._stopping = Stopping(config.run.time_limit)
+        self._stopped: str | None = None
+        self._metrics: dict[str, float] = {}
+        self._folder = Path(config.run.output_dir)
+        with ExitStack() as stack:
+            self._begin(stack)
+            self._exits = stack.pop_all()
+
+    def _begin(self, exits: ExitStack) -> None:
+        config, run = self.config, self.config.run
+        exits.enter_context(_taken(self._folder))
+        trackers.check_installed(run.trackers)
+        self._checkpoints = Checkpoints(self._folder / CHECKPOINTS, run.keep_checkpoints)
+        found = self._checkpoints.newest_whole()
+        if found is not None and not run.resume:
+            raise ConfigError(
+                f"{self._folder} has a run of {found.state.step} steps, and run.resume is false",
+                "give another run.output_dir, or move that one away",
+            )
+        critic = None if self._critic is None else pairable(self._critic.state(), found)
+
+        started = time.monotonic()
+        torch.manual_seed(run.seed)  # of fresh adapters
+        loaded = load_policy(config.policy, moment_bytes=moment_bytes(config.policy))
+        self.data = Prompts(
+            config.data,
+            loaded.tokenizer,
+            prompts_per_step=config.rollouts.prompts_per_step,
+            max_prompt_length=_room(loaded.max_length, config.rollouts.max_new_tokens),
+            seed=run.seed,
+        )
+        self._decisive = decisive_settings(config) | {
+            "policy.model's weights": loaded.info.weights_version,
+            "policy.model's dtype": loaded.info.dtype,
+            "data.prompts' digest": self.data.digest,
+        }
+        if found is not None:
+            check_settings(found.state, self._decisive, found.folder)
+        self.policy = PolicyTrainer(loaded, config.policy)
+        self.generator: Generator = make_generator(self.policy, config.rollouts)
+
+        self.id, self.step, self.memory = secrets.token_hex(4), 0, {}
+        self._saved = found
+        if found is not None:
+            self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
+            self.policy.load(found.policy)
+            if self._critic is not None:
+                self._saved = load_critic(self._critic, found, self._checkpoints)
+            log.info("going on from %s", found.folder)
+        elif critic is not None and critic.step:
+            log.warning("the critic has learnt %d steps already, and goes on from there", critic.step)
+        self._generates_with = self.policy.weights_version if found is None else ""
+        # Before the first save a checkpoint takes as long as far as anyone knows.
+        self._seconds = {"step": 0.0, "save": time.monotonic() - started, "generation": 0.0}
+
+        settings = dataclasses.asdict(config)
+        (self._folder / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        self.data.write_skipped(self._folder)
+        self._trackers = trackers.Trackers(self._folder, run.trackers, run.project, self.id, settings, self.step)
+        exits.callback(self._trackers.close)
+        self._progress = Progress(self.step, run.steps, run.progress)
+        exits.callback(self._progress.close)
+
+    # --------------------------------------------------------------------------------------- what a loop calls
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to do, from 1 or from behind the resumed one, up to run.steps.
+
+        Validates before step 1. Ends early where it was asked to stop or the time is up, and saves then. Every step
+        must be brought to `finish`.
+        """
+        if self._critic is not None:
+            self.save()  # that of a new run says where both begin
+        if not self.step and self.data.validation:
+            self._log(0, self._validate(0))
+        while self.step < self.config.run.steps:
+            self._stopped = self._stopping.reason(self._seconds["step"] + self._seconds["save"])
+            if self._stopped is not None:
+                break
+            self._began = time.monotonic()
+            yield self.step + 1
+            self._seconds["step"] = max(self._seconds["step"], time.monotonic() - self._began)
+        self.save()
+
+    def rollouts(self, step: int) -> Iterator[list[Rollout]]:
+        """The step's responses, a finished group (all responses to one prompt) at a time; none has a reward yet.
+
+        The prompts are `data.batch(step)`. The generator has the policy's newest weights, which must not change before
+        the iterator is at its end; the optimiser is off the device meanwhile, where the settings say so.
+        """
+        began = time.monotonic()
+        for group in self._generated(self.data.batch(step), self.config.rollouts.rollouts_per_prompt, step):
+            yield group
+            self.heed()
+        self._seconds["generation"] = time.monotonic() - began
+
+    def heed(self) -> None:
+        """Ends the `with` block where the run was asked to stop, or the time is up; the step counts as not begun.
+
+        To be called where a step waits, before it changes the weights or the memory.
+        """
+        self._stopped = self._stopping.reason(self._seconds["save"])
+        if self._stopped is not None:
+            raise Left
+
+    def finish(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
+        """Ends a step: shows and logs its metrics, and validates and saves where that is due.
+
+        `metrics` are the loop's own (names of docs/metrics.md); those of rewards, lengths, failures and the step's time
+        are made here from `rollouts`, which are all of the step's, failed ones included.
+        """
+        run = self.config.run
+        self.step = step
+        seconds = time.monotonic() - self._began
+        known = {
+            **rollout_metrics(rollouts),
+            **metrics,
+            "epoch": self.data.epoch(step),
+            "optimizer_steps": float(self.policy.step_count),
+            "tokens_per_second": sum(rollout.response_length for rollout in rollouts) / seconds,
+            "seconds_step": seconds,
+            "seconds_generation": self._seconds["generation"],
+            "seconds_save": self._seconds["save"],
+        }
+        if self.data.validation and (step % run.validate_every == 0 or step == run.steps):
+            known |= self._validate(step)
+        self._log(step, known)
+        self._progress.update(known)
+        if step % run.save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Saves a checkpoint of the steps done, with the critic's; nothing where the newest one has them.
+
+        Raises StorageFailed; the older ones are as they were then.
+        """
+        if self._saved is not None and self._saved.state.step == self.step:
+            return
+        began = time.monotonic()
+        critic = None
+        if self._critic is not None:
+            metrics = {"actor_step": float(self.step)}
+            metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
+            critic = save_critic(self._critic, metrics, self._saved)
+        state = RunState(self.id, self.step, self._decisive, self.memory, critic)
+        self._saved = Checkpoint(self._checkpoints.save(state, self.policy.save), state)
+        self._seconds["save"] = time.monotonic() - began
+
+    def summary(self) -> RunSummary:
+        """How it ended, or stands now."""
+        status = self._stopping.exit_status() if self._stopped else 0
+        return RunSummary(self._folder, self.step, self.config.run.steps, self._stopped, dict(self._metrics), status)
+
+    def __enter__(self) -> Run:
+        self._stopping.listen()
+        self._exits.callback(self._stopping.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with self._exits:
+            if kind is not None and kind is not Left:
+                return False
+            self.save()
+        rows = trackers.read_metrics(self._folder / trackers.METRICS_FILE)
+        curves.save(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
+        log.info("%s", self.summary())
+        return True
+
+    # --------------------------------------------------------------------------------------- within
+
+    def _generated(self, prompts: list[Prompt], num: int, step: int) -> Iterator[list[Rollout]]:
+        if self._generates_with != self.policy.weights_version:
+            self.generator.sync()
+            self._generates_with = self.policy.weights_version
+        offloads = self.config.policy.offload_optimizer
+        if offloads:
+            self.policy.offload_optimizer()
+        try:
+            yield from self.generator.generate(
+                prompts, num=num, config=self.config.rollouts, seed=(self.config.run.seed, step)
+            )
+        finally:
+            if offloads:
+                self.policy.onload_optimizer()
+
+    def _validate(self, step: int) -> dict[str, float]:
+        began = time.monotonic()
+        groups = list(self._generated(self.data.validation, 1, _VALIDATION))
+        rollouts = sorted((rollout for group in groups for rollout in group), key=lambda rollout: rollout.group)
+        self._score(rollouts)
+        if shown := rollouts[: self.config.run.num_samples]:
+            self._trackers.samples(step, shown)
+        metrics = rollout_metrics(rollouts, prefix="validation_")
+        return metrics | {"seconds_validation": time.monotonic() - began}
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self._trackers.log(step, metrics)
+        self._metrics |= metrics
+
+
+def _taken(folder: Path) -> TextIO:
+    """The lock of the folder, which is there then, and nobody else's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return locked(folder / ".lock")
+    except BlockingIOError as e:
+        raise ConfigError(f"another run works in {folder}", "stop it, or give another run.output_dir") from e
+    except OSError as e:
+        raise ConfigError(f"cannot write to {folder}: {e.strerror}", "give another run.output_dir") from e
+
+
+def _room(max_length: int | None, max_new_tokens: int) -> int | None:
+    """Tokens that a prompt may have."""
+    if max_length is None:
+        return None
+    if max_length <= max_new_tokens:
+        raise ConfigError(
+            f"rollouts.max_new_tokens is {max_new_tokens}, and the policy takes {max_length} tokens in all",
+            "give less, so that prompts have room",
+        )
+    return max_length - max_new_tokens

@@ -1,0 +1,162 @@
+"""From logits to tokens, by each rollout's own random numbers; and the texts that end a response.
+
+Legend: B rollouts, V logits of a token.
+
+What a distribution is cut to is defined as in transformers' logits processors, in their order: repetition penalty, no
+EOS before `min_new_tokens`, temperature, top_k, top_p. A token is drawn by inverting the cumulative distribution at
+one uniform number: that takes one number a token where Gumbel noise takes V, and ties a rollout's draws to its number
+and its logits alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from guerdon.actor.settings import RolloutConfig
+from guerdon.errors import ConfigError, RunFailed
+
+BLOCK = 64
+"""Probabilities that are summed before they are searched; about the square root of a vocabulary is fastest."""
+
+
+def uniforms(seed: Sequence[int], group: int, index: int, count: int) -> np.ndarray:
+    """The numbers in [0, 1) that a rollout draws its tokens by, float64 `[count]`; a function of its name alone."""
+    bits = np.random.Philox(np.random.SeedSequence([*seed, group, index]))
+    return np.random.Generator(bits).random(count)
+
+
+class Sampler:
+    """Draws the next token of each rollout, or where `greedy` takes the most likely one."""
+
+    def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], *, greedy: bool = False) -> None:
+        self._config, self._greedy = config, greedy
+        self._eos_token_ids = list(eos_token_ids)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it must know which tokens were there already."""
+        return self._config.repetition_penalty != 1.0
+
+    def __call__(
+        self, logits: Tensor, numbers: Tensor, num_new: Tensor, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[B]` for logits `[B,V]`, and their log-probs float32 `[B]` at the temperature, before all cuts.
+
+        `numbers` float64 `[B]` are uniform, `num_new` int64 `[B]` counts the tokens drawn before, `seen` bool `[B,V]`
+        tells the tokens of the prompt and the response so far, where the sampler `penalises`. Raises RunFailed where
+        logits are not finite.
+        """
+        logits = logits.float()
+        config = self._config
+        scaled = logits if config.temperature == 1.0 else logits / config.temperature
+        top = scaled.amax(-1, keepdim=True)
+        weights = torch.exp(scaled - top)
+        totals = weights.sum(-1)
+        if not bool(torch.isfinite(totals).all()):
+            raise RunFailed("the policy's logits are not finite: it has diverged; lower policy.learning_rate")
+        changed = self._cut(logits, num_new, seen)
+        if self._greedy:
+            tokens = changed.argmax(-1)
+        elif changed is logits:
+            tokens = draw(weights, numbers)
+        else:
+            changed = self._narrow(changed / config.temperature)
+            tokens = draw(torch.exp(changed - changed.amax(-1, keepdim=True)), numbers)
+        return tokens, (scaled.gather(1, tokens[:, None]) - top)[:, 0] - totals.log()
+
+    def _cut(self, logits: Tensor, num_new: Tensor, seen: Tensor | None) -> Tensor:
+        """What comes before the temperature; `logits` itself where that and all later changes are none."""
+        config = self._config
+        changed = logits
+        if self.penalises:
+            assert seen is not None
+            penalty = config.repetition_penalty
+            changed = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        early = num_new < config.min_new_tokens
+        if self._eos_token_ids and bool(early.any()):
+            changed = changed.clone()
+            changed[:, self._eos_token_ids] = changed[:, self._eos_token_ids].masked_fill(early[:, None], -math.inf)
+        narrows = config.top_k > 0 or config.top_p < 1.0
+        return logits.clone() if narrows and changed is logits else changed
+
+    def _narrow(self, scaled: Tensor) -> Tensor:
+        """-inf for what top_k and top_p leave out; the most likely token always stays."""
+        config = self._config
+        if config.top_k > 0:
+            least = scaled.topk(min(config.top_k, scaled.shape[-1]), -1).values[:, -1:]
+            scaled = scaled.masked_fill(scaled < least, -math.inf)
+        if config.top_p < 1.0:
+            ascending, order = scaled.sort(-1)
+            out = ascending.softmax(-1).cumsum(-1) <= 1 - config.top_p
+            out[:, -1] = False
+            scaled = scaled.masked_fill(out.scatter(1, order, out), -math.inf)
+        return scaled
+
+
+def draw(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Of each row the index int64 `[B]` at which the running sum of float32 weights `[B,V]` passes its number.
+
+    `numbers` float64 `[B]` in [0, 1) are parts of the row's sum, which must be above 0. An index of weight 0 is never
+    taken. The running sum is taken over sums of blocks, and then within one block, in float64.
+    """
+    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()
+    block, rest = _search(sums, numbers * sums.sum(-1))
+    chosen = blocks[torch.arange(len(blocks), device=blocks.device), block].double()
+    return block * BLOCK + _search(chosen, rest)[0]
+
+
+def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index of each row where the running sum is above the target, and the target less the sum before it."""
+    running = weights.cumsum(-1)
+    # Rounding may have put the target at the end or beyond.
+    target = torch.minimum(target, running[:, -1].nextafter(running.new_zeros(())))[:, None].clamp_min(0)
+    index = torch.searchsorted(running, target, right=True)
+    return index[:, 0], (target - (running.gather(1, index) - weights.gather(1, index)))[:, 0]
+
+
+class StopTexts:
+    """Tells the token in which one of the texts is complete, from the response's own tokens decoded."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
+        """Raises ConfigError where there is nothing to decode tokens with, or a text is empty."""
+        if texts and tokenizer is None:
+            raise ConfigError("rollouts.stop has texts, and the policy has no tokenizer", "leave rollouts.stop out")
+        if "" in texts:
+            raise ConfigError("rollouts.stop has an empty text", "leave it out")
+        self._texts, self._tokenizer = list(texts), tokenizer
+        # A token is at least a byte, but for the few that say nothing; and a character is at most four tokens.
+        self._tail = max((len(text.encode()) for text in texts), default=0) + 8
+        self._last = {text[-1] for text in texts}
+        self._may_end: dict[int, bool] = {}
+
+    def complete(self, tokens: list[int]) -> bool:
+        """Whether a text ends in the last of the response's tokens, given that none ended before."""
+        if not self._texts or not self._may_end_in(tokens[-1]):
+            return False
+        tail = self._decode(tokens[-self._tail :])
+        return any(text in tail for text in self._texts)
+
+    def _may_end_in(self, token: int) -> bool:
+        """Whether the last character of a text can be in the token; decoding every tail would take longer than a step.
+
+        Decoded alone, a token may lose blanks at its ends and be a part of a character.
+        """
+        known = self._may_end.get(token)
+        if known is None:
+            alone = self._decode([token])
+            known = self._may_end[token] = (
+                not alone.strip() or "\ufffd" in alone or any(last.isspace() or last in alone for last in self._last)
+            )
+        return known
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text

@@ -1,0 +1,245 @@
+"""Every setting of `guerdon reinforce` and `guerdon ppo`, once: sections of a YAML file, and flags by their paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from guerdon.config import LanguageModelConfig, LearningConfig, check, section, setting
+from guerdon.errors import ConfigError
+
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr_grpo"]
+
+
+@dataclass
+class PolicyConfig(LearningConfig, LanguageModelConfig):
+    """The policy: any causal language model that transformers loads."""
+
+    learning_rate: float = setting(9e-7, "of AdamW, after the warm-up", least=0)
+    total_steps: int | None = setting(
+        None, "optimiser steps of the whole run, at whose end linear and cosine reach 0; auto: those of the run",
+        auto=True, least=1,
+    )  # fmt: skip
+    offload_optimizer: bool = setting(False, "move the optimiser's state off the device while responses are generated")
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from."""
+
+    prompts: str = setting("", "JSONL (.gz) or Parquet file, folder or hub id of a data set; a row is one prompt")
+    split: str = setting("train", "split of a hub data set")
+    field: str = setting("prompt", "field of a row that holds the prompt: text, or a list of chat messages")
+    template: bool = setting(False, "put a prompt that is text through the chat template, as a user's message")
+    max_prompt_length: int | None = setting(
+        None, "longest prompt in tokens; auto: what the policy leaves beside max_new_tokens", auto=True, least=1
+    )
+    long_prompts: Literal["skip", "error"] = setting(
+        "skip", "a longer prompt is left out and reported at the start, or the run does not start; none is ever cut"
+    )
+    validation: str | None = setting(None, "the same for prompts to validate on; default: the last rows of prompts")
+    num_validation: int = setting(32, "prompts that are validated on; 0: none", least=0)
+    shuffle: bool = setting(True, "another order in every epoch, by the seed")
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled."""
+
+    prompts_per_step: int = setting(16, "prompts of one step", least=1)
+    rollouts_per_prompt: int = setting(4, "responses to each of them", least=1)
+    max_new_tokens: int = setting(128, "longest response in tokens", least=1)
+    min_new_tokens: int = setting(1, "no EOS before so many tokens", least=0)
+    temperature: float = setting(1.0, "of sampling; log-probs are those at this temperature", least=0)
+    top_k: int = setting(0, "sample from the so many most likely tokens; 0: all", least=0)
+    top_p: float = setting(1.0, "sample from the most likely tokens of this total probability", least=0, most=1)
+    repetition_penalty: float = setting(1.0, "divides the logits of tokens that were there already", least=0)
+    stop: list[str] = setting([], "texts that end a response, beside EOS")
+    engine: Literal["transformers", "vllm"] = setting("transformers", "what generates")
+    max_batch_rollouts: int | None = setting(
+        None, "responses generated at once; auto: chosen for the device", auto=True, least=1
+    )
+
+
+@dataclass
+class AlgorithmConfig:
+    """What REINFORCE and PPO share of the loss."""
+
+    kl_coefficient: float = setting(0.01, "beta: what the KL to the reference costs", least=0)
+    kl_estimator: KlEstimator = setting("k1", "estimate of a token's KL")
+    loss_aggregation: Aggregation = setting("token-mean", "how the tokens' losses become one number")
+    global_batch_size: int = setting(64, "responses of one optimiser step", least=1)
+    epochs: int = setting(1, "passes over each step's responses", least=1)
+    clip_low: float = setting(0.2, "how far a token's probability ratio may fall below 1 in the loss", least=0)
+    clip_high: float = setting(0.2, "how far it may rise above 1", least=0)
+    entropy_coefficient: float = setting(0.0, "weight of the entropy bonus")
+    importance_cap: float | None = setting(
+        None, "weigh tokens for the difference between engine and trainer, at most by this; default: only with vllm"
+    )
+    max_failed_fraction: float = setting(
+        0.1, "the run stops where a larger part of a step's responses got no reward", least=0, most=1
+    )
+
+
+@dataclass
+class ReinforceConfig(AlgorithmConfig):
+    """The REINFORCE family."""
+
+    advantage_estimator: Literal["none", "mean", "rloo", "grpo", "dr_grpo", "reinforce++"] = setting(
+        "rloo", "how rewards become advantages"
+    )
+    kl_placement: Literal["reward", "loss"] = setting("reward", "where the KL's cost is taken off")
+    leave_out_truncated: bool = setting(False, "responses cut at max_new_tokens have no advantage and no baseline")
+
+
+@dataclass
+class PPOConfig(AlgorithmConfig):
+    """PPO against a critic."""
+
+    gamma: float = setting(1.0, "discount of a token", least=0, most=1)
+    lam: float = setting(0.95, "lambda of GAE", least=0, most=1)
+    whiten_advantages: bool = setting(True, "shift and scale each step's advantages to mean 0 and variance 1")
+    critic_warmup_steps: int = setting(0, "first steps that train the critic alone", least=0)
+
+
+@dataclass
+class RunConfig:
+    """How long it runs, and what it leaves."""
+
+    steps: int = setting(100, "steps of the run; each generates, is rewarded, and learns", least=1)
+    seed: int = setting(0, "of everything that is drawn", least=0)
+    output_dir: str = setting("out/run", "folder for metrics, curves, samples and checkpoints")
+    save_every: int = setting(20, "steps between checkpoints; there is one at the end, too", least=1)
+    keep_checkpoints: int = setting(2, "newest checkpoints that are kept", least=1)
+    resume: bool = setting(True, "go on from the newest checkpoint in output_dir")
+    time_limit: str | None = setting(None, "DD:HH:MM:SS or minutes; before it is over the run saves and leaves")
+    validate_every: int = setting(
+        10, "steps between validations; there is one before the first step and at the end", least=1
+    )
+    num_samples: int = setting(8, "responses in the table of a validation", least=0)
+    trackers: list[str] = setting([], "beside TensorBoard: wandb, mlflow")
+    project: str = setting("guerdon", "its name there")
+    progress: bool = setting(True, "show a progress bar")
+
+
+@dataclass
+class RewardModelServer:
+    """A reward model's server, as NeMo-Aligner's YAML has it."""
+
+    name: str = setting("reward_model", "the model's name there")
+    ip: str = setting("localhost", "host name or address")
+    port: int = setting(5555, "its HTTP port", least=0, most=65_535)
+    urls: list[str] = setting([], "in place of ip and port: http:// or grpc:// addresses that share the load")
+
+
+@dataclass
+class CriticNames:
+    """The names of the critic's three models."""
+
+    train: str = setting("critic_train", "that trains")
+    infer: str = setting("critic_infer", "that values")
+    save: str = setting("critic_save", "that saves")
+
+
+@dataclass
+class CriticServer:
+    """A critic's server, as NeMo-Aligner's YAML has it."""
+
+    name: CriticNames = section(CriticNames, "its models")
+    ip: str = setting("localhost", "host name or address")
+    port: int = setting(5556, "its HTTP port", least=0, most=65_535)
+    url: str | None = setting(None, "in place of ip and port: an http:// or grpc:// address")
+
+
+@dataclass
+class RemoteRewardConfig:
+    """The reward model that REINFORCE asks."""
+
+    reward_model: RewardModelServer = section(RewardModelServer, "its server")
+    pad_to_length: int | None = setting(
+        None, "pad what is sent to this length, for servers that join only equal shapes; guerdon's needs none", least=1
+    )
+    send: Literal["tokens", "text", "messages"] = setting(
+        "tokens", "what the reward model gets: the policy's own tokens, or where its tokenizer is another one the text"
+    )
+    timeout_s: float = setting(3600.0, "seconds that a request may take with all its tries", least=0)
+
+
+@dataclass
+class RemoteCriticConfig(RemoteRewardConfig):
+    """The critic that PPO trains, and the reward model."""
+
+    critic: CriticServer = section(CriticServer, "its server")
+    combine_rm_and_critic_server: bool = setting(True, "the critic's server has the reward model, too")
+
+
+@dataclass
+class ActorConfig:
+    """What both actors have."""
+
+    policy: PolicyConfig = section(PolicyConfig, "the policy")
+    data: DataConfig = section(DataConfig, "prompts")
+    rollouts: RolloutConfig = section(RolloutConfig, "sampling")
+    run: RunConfig = section(RunConfig, "the run")
+
+
+@dataclass
+class ReinforceRunConfig(ActorConfig):
+    """`guerdon reinforce`."""
+
+    reinforce: ReinforceConfig = section(ReinforceConfig, "the algorithm")
+    remote_rm: RemoteRewardConfig = section(RemoteRewardConfig, "the reward model's server")
+
+
+@dataclass
+class PPORunConfig(ActorConfig):
+    """`guerdon ppo`."""
+
+    ppo: PPOConfig = section(PPOConfig, "the algorithm")
+    remote_critic_rm: RemoteCriticConfig = section(RemoteCriticConfig, "the critic's server, and the reward model's")
+
+
+def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Raises ConfigError for the first setting that is missing, out of its bounds, or contradicts another."""
+    if not config.policy.model:
+        raise ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id")
+    if not config.data.prompts:
+        raise ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set")
+    algorithm = config.reinforce if isinstance(config, ReinforceRunConfig) else config.ppo
+    config.policy.total_steps = config.policy.total_steps or optimiser_steps(config.run, config.rollouts, algorithm)
+    check(config)
+    check_sampling(config.rollouts)
+    estimator = algorithm.advantage_estimator if isinstance(algorithm, ReinforceConfig) else None
+    if estimator in ("rloo", "grpo", "dr_grpo") and config.rollouts.rollouts_per_prompt < 2:
+        raise ConfigError(
+            f"rollouts.rollouts_per_prompt is 1, and {estimator} compares responses to one prompt",
+            "give at least 2, or another reinforce.advantage_estimator",
+        )
+    for name in ("clip_low", "clip_high", "importance_cap"):
+        value = getattr(algorithm, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value:g}", "give a number above 0")
+    in_loss = isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "loss"
+    if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient > 0:
+        raise ConfigError(
+            "reinforce.kl_placement is loss, where the estimator k1 has no gradient but noise",
+            "give reinforce.kl_estimator k2 or k3, or kl_placement reward",
+        )
+    for tracker in config.run.trackers:
+        if tracker not in ("wandb", "mlflow"):
+            raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
+
+
+def check_sampling(rollouts: RolloutConfig) -> None:
+    """Raises ConfigError where a setting is out of its bounds, or nothing would be sampled."""
+    check(rollouts)
+    if rollouts.temperature == 0:
+        raise ConfigError("rollouts.temperature is 0", "all responses to a prompt would be the same: give more")
+
+
+def optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: AlgorithmConfig) -> int:
+    """Optimiser steps of a whole run: a step's responses make so many global batches, an epoch over; at least 1."""
+    responses = rollouts.prompts_per_step * rollouts.rollouts_per_prompt
+    warmup = algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
+    return max(1, run.steps - warmup) * algorithm.epochs * -(-responses // algorithm.global_batch_size)

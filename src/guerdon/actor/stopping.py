@@ -1,0 +1,89 @@
+"""When a run leaves before its last step: at SIGTERM or SIGINT, or when the time is up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from guerdon.errors import ConfigError
+
+TIME_IS_UP = "time limit"
+TRY_AGAIN = 75
+"""The exit status of a run that is to be started again: EX_TEMPFAIL of sysexits.h."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_RESERVE_S = 1.0
+"""Of the time limit, for what comes after the last save."""
+
+
+class Left(BaseException):
+    """Goes up through a loop that is asked to stop amid a step; Run's `with` block ends it."""
+
+
+def seconds(limit: str | None) -> float | None:
+    """The seconds of a time limit, DD:HH:MM:SS or minutes; None for None. Raises ConfigError."""
+    if limit is None:
+        return None
+    if match := re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", limit):
+        days, hours, minutes, rest = map(int, match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    if re.fullmatch(r"\d+(\.\d*)?", limit):
+        return float(limit) * 60
+    raise ConfigError(
+        f"run.time_limit is {limit!r}", 'give days, hours, minutes and seconds as "00:03:30:00", or minutes as "210"'
+    )
+
+
+class Stopping:
+    """Says whether to leave now, and why; counts the time limit from when it was made.
+
+    From `listen` to `close` it takes SIGTERM and SIGINT, where this is the main thread: the first one asks the run to
+    save and leave, and the second kills it.
+    """
+
+    def __init__(self, time_limit: str | None) -> None:
+        """Raises ConfigError for a malformed limit."""
+        limit = seconds(time_limit)
+        self._deadline = None if limit is None else time.monotonic() + limit
+        self._signal: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Takes the signals over."""
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+
+    def close(self) -> None:
+        """Gives the signals back."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def reason(self, seconds_ahead: float) -> str | None:
+        """Why to leave now, None to go on; `seconds_ahead` is what goes on would take, the save behind it included."""
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if self._deadline is not None and time.monotonic() + seconds_ahead + _RESERVE_S > self._deadline:
+            return TIME_IS_UP
+        return None
+
+    def exit_status(self) -> int:
+        """The status of a command that left for such a reason: that of a shell for signals."""
+        return TRY_AGAIN if self._signal is None else 128 + self._signal
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+        for other in _SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        # Not through logging, whose locks the interrupted code may hold.
+        name = signal.Signals(number).name
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2,
+            f"\n{name}: saving and leaving; once more kills\n".encode(),
+        )

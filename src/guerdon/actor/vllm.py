@@ -1,0 +1,136 @@
+"""Rollouts by vLLM, an optional extra, on the GPU that trains; after each update it is given the policy's weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.settings import RolloutConfig
+from guerdon.engine.placement import dtype_name
+from guerdon.engine.policies import LoadedPolicy
+from guerdon.errors import ConfigError
+
+GPU_MEMORY = 0.3
+"""The part of the GPU's memory that vLLM takes for its weights and caches; the rest is the trainer's."""
+
+
+class VllmGenerator:
+    """Generates with an engine of its own in this process, whose weights are a copy of the policy's."""
+
+    def __init__(self, policy: LoadedPolicy, config: RolloutConfig) -> None:
+        """Raises ConfigError where vLLM is not installed, or cannot tell the log-probs that are asked for."""
+        cuts = config.top_k > 0 or config.top_p < 1.0 or config.repetition_penalty != 1.0
+        if config.temperature != 1.0 and cuts:
+            raise ConfigError(
+                "rollouts.engine is vllm, which at a temperature other than 1 tells log-probs only as they are after "
+                "top_k, top_p and repetition_penalty",
+                "set rollouts.temperature to 1, or leave these out, or set rollouts.engine to transformers",
+            )
+        # The engine in this process, so that its model can be given weights without a copy through another.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            from vllm import LLM
+        except ImportError as e:
+            raise ConfigError(
+                "rollouts.engine is vllm, which is not installed",
+                "pip install 'guerdon[vllm]' on a machine with a GPU, or set rollouts.engine to transformers",
+            ) from e
+        self._policy = policy
+        self._engine = LLM(
+            model=str(policy.folder),
+            dtype=dtype_name(policy.model.dtype),
+            max_model_len=policy.max_length,
+            max_num_seqs=config.max_batch_rollouts or 256,
+            gpu_memory_utilization=GPU_MEMORY,
+            logprobs_mode="raw_logprobs" if config.temperature == 1.0 else "processed_logprobs",
+        ).llm_engine
+        self.sync()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num: int,
+        config: RolloutConfig,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Iterator[list[Rollout]]:
+        """As `Generator`; what shares a rollout's batch may change the last bits of its logits."""
+        from vllm import TokensPrompt
+
+        names = {f"{group}-{index}": (group, index) for group in range(len(prompts)) for index in range(num)}
+        for name, place in names.items():
+            drawn = int(np.random.SeedSequence([*seed, *place]).generate_state(1)[0])
+            prompt = TokensPrompt(prompt_token_ids=prompts[place[0]].tokens.tolist())
+            self._engine.add_request(name, prompt, self._parameters(config, drawn, greedy))
+        groups: dict[int, list[Rollout]] = {}
+        try:
+            while names:
+                for request in self._engine.step():
+                    if not request.finished:
+                        continue
+                    group, index = names.pop(request.request_id)
+                    members = groups.setdefault(group, [])
+                    members.append(self._rollout(prompts[group], group, index, request.outputs[0]))
+                    if len(members) == num:
+                        yield sorted(groups.pop(group), key=lambda rollout: rollout.index)
+        finally:
+            self._engine.abort_request(list(names))
+
+    def sync(self) -> None:
+        """Copies the policy's weights, adapters merged into them, and forgets what was computed with the old ones."""
+        model = self._engine.model_executor.driver_worker.model_runner.model
+        model.load_weights(merged_weights(self._policy.model))
+        self._engine.reset_prefix_cache()
+
+    def _parameters(self, config: RolloutConfig, seed: int, greedy: bool) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0 if greedy else config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            repetition_penalty=config.repetition_penalty,
+            seed=seed,
+            max_tokens=config.max_new_tokens,
+            min_tokens=config.min_new_tokens,
+            stop=config.stop,
+            include_stop_str_in_output=True,
+            stop_token_ids=list(self._policy.eos_token_ids),
+            logprobs=0,
+        )
+
+    def _rollout(self, prompt: Prompt, group: int, index: int, output: Any) -> Rollout:
+        tokens, tokenizer = list(output.token_ids), self._policy.tokenizer
+        logprobs = [of_token[token].logprob for token, of_token in zip(tokens, output.logprobs, strict=True)]
+        return Rollout(
+            prompt=prompt,
+            group=group,
+            index=index,
+            tokens=np.concatenate([prompt.tokens, np.array(tokens, dtype=np.int64)]),
+            is_end=output.finish_reason == "stop",
+            logprobs=np.array(logprobs, dtype=np.float32),
+            text="" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
+        )
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under the names of its checkpoint, those of adapted layers with their adapters' share."""
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in model.named_parameters():
+        owner, _, rest = name.partition(".base_layer.")
+        if rest == "weight" and owner in adapted:
+            module: Any = adapted[owner]
+            weight = parameter.detach()
+            for adapter in module.active_adapters:
+                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+            yield f"{owner}.weight", weight
+        elif rest:
+            yield f"{owner}.{rest}", parameter.detach()
+        elif not any(name.startswith(f"{adapted_name}.") for adapted_name in adapted):
+            yield name, parameter.detach()

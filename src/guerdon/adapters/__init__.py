@@ -1,0 +1,1 @@
+"""One trainer's form each, thin over the clients."""

@@ -1,0 +1,220 @@
+"""A trunk as a function of rows of tokens: their hidden states, by the fastest path that agrees with the plain forward.
+
+Legend: T tokens of one forward, H hidden size, B sequences.
+
+There are four ways to run a trunk, best first: `packed+shared` and `packed` go through `attention`, `padded` and
+`single` are the model as transformers runs it. Each ends in a `Layout`: the hidden states of all tokens in one
+table, and where each sequence lies in it, so that heads are applied in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from guerdon.config import ForwardConfig
+from guerdon.core import ModelInfo
+from guerdon.engine import attention
+from guerdon.engine.choosing import choose
+from guerdon.engine.last_layer import LastLayer
+from guerdon.engine.packing import PackedBatch, Span, indices, pack
+from guerdon.engine.rope import LengthClasses
+from guerdon.errors import CheckpointError
+
+MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+
+
+@dataclass(kw_only=True)
+class LoadedTrunk:
+    """A model without its head, ready to run.
+
+    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode. `causal` tells a decoder
+    from an encoder. With `trains` it will be asked for gradients, so these are checked, too.
+    """
+
+    trunk: Any
+    causal: bool
+    info: ModelInfo
+    pad_token_id: int
+    config: ForwardConfig
+    trains: bool = False
+
+
+@dataclass(slots=True)
+class Layout:
+    """Hidden states `[T,H]`; rows' numbers, the spans where each lies, and the index of each row's last token."""
+
+    hidden: torch.Tensor
+    rows: list[int]
+    spans: list[tuple[Span, ...]]
+    last: np.ndarray
+
+    def gather(self, i: int) -> np.ndarray:
+        """Indices into `hidden` of every token of the i-th row."""
+        return indices(self.spans[i])
+
+
+class Forward:
+    """Runs one loaded trunk, and says in `info` by which path and why."""
+
+    def __init__(self, loaded: LoadedTrunk) -> None:
+        """Chooses the path by a self-check; raises CheckpointError where `require_packed` cannot be met."""
+        config = loaded.config
+        self.trunk, self.causal = loaded.trunk, loaded.causal
+        self.device = next(self.trunk.parameters()).device
+        self.dtype = next(self.trunk.parameters()).dtype
+        self.pad_token_id = loaded.pad_token_id
+        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
+        self._plain_attention = self.trunk.config._attn_implementation
+        self._most_tokens = _most_tokens(self.trunk.config)
+        self._classes = LengthClasses(self.trunk)
+        self._last_layer = LastLayer(self.trunk)
+        self.path, why = "single", "--deterministic"
+        if not config.deterministic:
+            self.path, why = choose(self, loaded.info, gradients=loaded.trains)
+        if config.require_packed and not self.path.startswith("packed"):
+            raise CheckpointError(
+                f"{loaded.info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
+            )
+        self.use(self.path)
+        self.info = dataclasses.replace(loaded.info, path=self.path, why=why)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether what is computed for a token depends on how many tokens follow it, as with some rotary embeddings."""
+        return self._classes.depend_on_length
+
+    @property
+    def bounds_tokens(self) -> bool:
+        """Whether only so many tokens may share a batch, as their places in it matter beyond."""
+        return self._most_tokens < sys.maxsize
+
+    def forget_lengths(self) -> None:
+        """Makes what is computed next independent of the lengths seen before; `layouts` does so by itself."""
+        self._classes.prepare()
+
+    def layouts(self, rows: list[np.ndarray], limits: list[int | None] | None = None) -> Iterator[Layout]:
+        """The rows' hidden states, micro-batch by micro-batch, with the graph attached where gradients are enabled.
+
+        `limits` bounds what may be shared of each row, as `pack` has it. Call backward before the next micro-batch is
+        taken, for only one fits the token budget.
+        """
+        limits = limits or [None] * len(rows)
+        for members in self._classes.split(rows):
+            some, bounds = [rows[i] for i in members], [limits[i] for i in members]
+            for layout in self.run(self.path, some, bounds):
+                layout.rows = [members[i] for i in layout.rows]
+                yield layout
+
+    def readable(self, layout: Layout, rows: list[np.ndarray]) -> list[torch.Tensor]:
+        """Of each row of the layout the hidden states `[T_i,H]` that anything is ever read from: here all."""
+        return [layout.hidden[self.index(layout.gather(i))] for i in range(len(layout.rows))]
+
+    def index(self, indices: np.ndarray) -> torch.Tensor:
+        """Indices into a layout's hidden states, where these are."""
+        return torch.from_numpy(indices).to(self.device)
+
+    def _read(self, batch: PackedBatch, rows: list[np.ndarray]) -> np.ndarray | None:
+        """Indices of the only tokens whose hidden states are read; None for all."""
+        return None
+
+    # ---------------------------------------------------------------------------------------- the four paths
+
+    def use(self, path: str) -> None:
+        """Gives the trunk the attention that `path` runs on."""
+        self.trunk.set_attn_implementation(attention.NAME if path.startswith("packed") else self._plain_attention)
+
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """Within it the trunk runs as transformers runs it, for `generate` and the like, and nothing else does."""
+        self.use("single")
+        try:
+            yield
+        finally:
+            self.use(self.path)
+
+    def run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
+        """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use."""
+        if path in ("packed+shared", "packed"):
+            budget = min(self.max_batch_tokens, self._most_tokens)
+            for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
+                if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
+                    yield self._packed(batch, rows)
+                    continue
+                for i in batch.rows:
+                    (alone,) = pack([rows[i]], budget=budget, share=False)
+                    alone.rows = [i]
+                    yield self._packed(alone, rows)
+        elif path == "padded":
+            yield from self._padded(rows)
+        else:
+            for i, row in enumerate(rows):
+                hidden = self._forward(row[None], None)[0]
+                yield Layout(hidden, [i], [((0, len(row)),)], np.array([len(row) - 1]))
+
+    def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
+        read = self._read(batch, rows)
+        only = self._last_layer.only(None if read is None else self.index(read))
+        with attention.attending(batch), only:
+            # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
+            hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
+        return Layout(hidden, batch.rows, batch.spans, batch.last)
+
+    def _padded(self, rows: list[np.ndarray]) -> Iterator[Layout]:
+        """Right-padded batches of sequences of like length, within the token budget."""
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        while order:
+            # The longest first: if a batch fits in memory at all, the first one shows it.
+            width = len(rows[order[-1]])
+            count = max(1, self.max_batch_tokens // width)
+            members, order = order[-count:], order[:-count]
+            tokens = np.full((len(members), width), self.pad_token_id)
+            mask = np.zeros((len(members), width))
+            for i, row in enumerate(members):
+                tokens[i, : len(rows[row])] = rows[row]
+                mask[i, : len(rows[row])] = 1
+            hidden = self._forward(tokens, mask).flatten(0, 1)
+            spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
+            yield Layout(hidden, members, spans, np.array([s[0][1] - 1 for s in spans]))
+
+    def _forward(
+        self, tokens: np.ndarray, mask: np.ndarray | None, positions: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """The trunk's last hidden states `[B,T,H]`."""
+        self._classes.prepare()
+        inputs: dict[str, Any] = {"input_ids": torch.tensor(tokens, device=self.device)}
+        if mask is not None:
+            inputs["attention_mask"] = torch.from_numpy(mask).to(self.device, torch.long)
+        if positions is not None:
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
+        if self.causal:
+            inputs["use_cache"] = False
+        return self.trunk(**inputs).last_hidden_state
+
+    def _positions(self, batch: PackedBatch) -> np.ndarray:
+        """Positions as the model counts them: the RoBERTa family from its padding index on, padding ids left out."""
+        embeddings = getattr(self.trunk, "embeddings", None)
+        if embeddings is None or not hasattr(embeddings, "create_position_ids_from_input_ids"):
+            return batch.positions
+        padding = int(embeddings.padding_idx)
+        counted = batch.tokens != padding
+        positions = np.empty_like(batch.positions)
+        for s in batch.segments:  # an encoder's segments are whole sequences
+            own = counted[s.start : s.stop]
+            positions[s.start : s.stop] = padding + np.cumsum(own) * own
+        return positions
+
+
+def _most_tokens(config: Any) -> int:
+    """Beyond this many tokens in a batch a sequence's place in it matters, which it must not.
+
+    Llama 4 scales queries by their index in the batch, in steps of `floor_scale`.
+    """
+    return int(config.floor_scale) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize

@@ -1,0 +1,253 @@
+"""A causal language model as a function from the tokens so far to the logits of the next: two ways, and the choice.
+
+Legend: B rows that are generated at once, V logits of a token.
+
+`PackedDecoder` stores each prompt once for all its rows and needs no padding; it is the packed forward, a token at a
+time, for CPUs. `CachedDecoder` is what transformers does itself: a cache with a row for each response, and prompts
+padded on the left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from guerdon.engine import attention
+from guerdon.engine.choosing import TOLERANCE
+from guerdon.engine.decoding import Decoding
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.packing import pack
+from guerdon.engine.policies import LoadedPolicy
+from guerdon.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+class Decoder(Protocol):
+    """Rows that grow by a token a step, in the order in which they began.
+
+    All calls go inside of `running()`. `joins` tells whether prompts may begin while others are under way.
+    """
+
+    joins: bool
+
+    def running(self) -> AbstractContextManager[None]:
+        """Sets the model up for the other calls, and back."""
+
+    def together(self, lengths: list[int]) -> int:
+        """How many of the first of prompts of these lengths may begin at once, at least 1."""
+
+    def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
+        """So many new rows for each prompt, and the logits `[B,V]` of the first token of each of them."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends a token to every row, int64 `[B]` on the model's device; the logits `[B,V]` of the next."""
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Leaves only the rows of these numbers, ascending int64."""
+
+
+class PackedDecoder:
+    """By the packed attention, over a cache that stores a prompt once."""
+
+    joins = True
+
+    def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
+        """Raises NotImplementedError where the model cannot run so."""
+        if not engine.path.startswith("packed"):
+            raise NotImplementedError("its forward does not run packed")
+        if engine.depends_on_length or engine.bounds_tokens:
+            raise NotImplementedError("what it computes for a token depends on what shares its batch")
+        self._policy, self._engine = policy, engine
+        self._decoding = Decoding()
+
+    def running(self) -> AbstractContextManager[None]:
+        return attention.attending(self._decoding)
+
+    def together(self, lengths: list[int]) -> int:
+        return len(lengths)
+
+    def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
+        engine = self._engine
+        logits: list[Any] = [None] * len(prompts)
+        self._decoding.begin([len(prompt) for prompt in prompts], counts)
+        for batch in pack(prompts, budget=engine.max_batch_tokens, share=True):
+            self._decoding.prompts = batch
+            hidden = engine.trunk(**self._inputs(batch.tokens, batch.positions)).last_hidden_state[0]
+            own = self._policy.head(hidden[engine.index(batch.last)])
+            for row, of_row in zip(batch.rows, own, strict=True):
+                logits[row] = of_row
+        self._decoding.prompts = None
+        return torch.stack(logits).repeat_interleave(engine.index(np.array(counts)), 0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        positions = self._decoding.positions
+        self._decoding.advance()
+        logits: Tensor = self._policy.model(**self._inputs(tokens, positions)).logits[0]
+        return logits
+
+    def keep(self, rows: np.ndarray) -> None:
+        self._decoding.keep(rows)
+
+    def _inputs(self, tokens: Any, positions: np.ndarray) -> dict[str, Any]:
+        device = self._engine.device
+        return {
+            "input_ids": torch.as_tensor(tokens, device=device)[None],
+            # With none, transformers takes restarting positions for packing of its own kind.
+            "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool, device=device),
+            "position_ids": self._engine.index(positions)[None],
+            "use_cache": False,
+        }
+
+
+class CachedDecoder:
+    """By transformers' own cache and attention."""
+
+    joins = False
+
+    def __init__(self, policy: LoadedPolicy, engine: LanguageEngine, *, pads: bool) -> None:
+        """Without `pads` only prompts of one length run at once, as a recurrent state needs it."""
+        self._policy, self._engine, self._pads = policy, engine, pads
+        accepted = inspect.signature(policy.model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        self._cache: Any = None
+        self._mask: Tensor | None = None
+        self._positions = np.zeros(0, dtype=np.int64)
+
+    def running(self) -> AbstractContextManager[None]:
+        return self._engine.plain_attention()
+
+    def together(self, lengths: list[int]) -> int:
+        if self._pads:
+            return len(lengths)
+        return next((i for i, length in enumerate(lengths) if length != lengths[0]), len(lengths))
+
+    def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
+        engine, longest = self._engine, max(map(len, prompts))
+        engine.forget_lengths()
+        tokens = np.full((len(prompts), longest), self._policy.pad_token_id)
+        mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            tokens[i, longest - len(prompt) :], mask[i, longest - len(prompt) :] = prompt, 1
+        self._mask = None if mask.all() else engine.index(mask)
+        self._cache = DynamicCache(config=self._policy.model.config)
+        positions = np.maximum(mask.cumsum(1) - 1, 0)
+        out = engine.trunk(**self._inputs(engine.index(tokens), positions))
+        logits = self._policy.head(out.last_hidden_state[:, -1])
+        self._positions = mask.sum(1)
+        rows = np.repeat(np.arange(len(prompts)), counts)
+        self.keep(rows)
+        return logits[engine.index(rows)]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        positions, self._positions = self._positions[:, None], self._positions + 1
+        logits: Tensor = self._policy.model(**self._inputs(tokens[:, None], positions)).logits[:, -1]
+        return logits
+
+    def keep(self, rows: np.ndarray) -> None:
+        self._positions = self._positions[rows]
+        if not len(rows):
+            self._cache = self._mask = None
+            return
+        chosen = self._engine.index(rows)
+        self._cache.reorder_cache(chosen)
+        self._mask = None if self._mask is None else self._mask[chosen]
+
+    def _inputs(self, tokens: Tensor, positions: np.ndarray) -> dict[str, Any]:
+        inputs = {"input_ids": tokens, "use_cache": True, self._cache_name: self._cache}
+        if self._mask is not None:
+            inputs["attention_mask"] = self._mask
+        if self._takes_positions:
+            inputs["position_ids"] = self._engine.index(positions)
+        return inputs
+
+
+class DecoderChoice:
+    """Makes decoders of the best kind that agrees with the model's plain forward, tried once on a few short rows."""
+
+    def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
+        """Raises CheckpointError where none agrees."""
+        self._policy, self._engine = policy, engine
+        rows = _probe_rows(policy)
+        want = self._plainly(rows)
+        reasons = []
+        for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
+            try:
+                difference = _difference(self.make(), rows, want, engine)
+            # Whatever a model raises that is called in a way it was not made for.
+            except Exception as e:
+                reasons.append(f"{self.kind}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
+                continue
+            if difference <= TOLERANCE.get(engine.dtype, 5e-2):
+                reasons.append(f"{self.kind}: agrees with the plain forward within {difference:.1e}")
+                self.why = "; ".join(reasons)
+                log.info("generation: %s", self.why)
+                return
+            reasons.append(f"{self.kind}: differs from the plain forward by {difference:.1e}")
+        raise CheckpointError(
+            f"{policy.folder} cannot generate token by token: {'; '.join(reasons)}",
+            "choose a model of another architecture",
+        )
+
+    def make(self) -> Decoder:
+        """A decoder without rows."""
+        if self.kind == "packed":
+            return PackedDecoder(self._policy, self._engine)
+        return CachedDecoder(self._policy, self._engine, pads=self.kind == "padded")
+
+    @torch.inference_mode()
+    def _plainly(self, rows: list[np.ndarray]) -> list[Tensor]:
+        """The logits `[T,V]` of each row by itself, as the model has them without a cache."""
+        made = []
+        with self._engine.plain_attention():
+            for row in rows:
+                self._engine.forget_lengths()
+                made.append(self._policy.model(input_ids=self._engine.index(row)[None], use_cache=False).logits[0])
+        return made
+
+
+PROBE_STEPS = 4
+"""Tokens of the rows of the probe behind their prompts."""
+
+
+def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
+    """Three rows, the first two with the same prompt, the last with a shorter one."""
+    random = np.random.default_rng(0)
+    length = min(24, (policy.max_length or 24) - PROBE_STEPS)
+    ids = np.setdiff1d(np.arange(policy.vocab_size), [policy.pad_token_id, *policy.eos_token_ids])
+    prompts = [random.choice(ids, length), random.choice(ids, max(1, length - 7))]
+    return [np.concatenate([prompts[i], random.choice(ids, PROBE_STEPS)]) for i in (0, 0, 1)]
+
+
+@torch.inference_mode()
+def _difference(decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine) -> float:
+    """How far the logits of any row and step are from those wanted, relative to their root mean square.
+
+    The first row leaves on the way.
+    """
+    prompts, counts = [row[:-PROBE_STEPS] for row in rows[1:]], [2, 1]
+    if decoder.together([len(prompt) for prompt in prompts]) == 1:
+        prompts, counts, rows, want = prompts[:1], counts[:1], rows[:2], want[:2]
+    worst = 0.0
+    with decoder.running():
+        logits = decoder.begin(prompts, counts)
+        for t in range(-PROBE_STEPS, 0):
+            for of_row, wanted in zip(logits.float(), want, strict=True):
+                wanted = wanted[t - 1].float()
+                relative = ((of_row - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()).item()
+                worst = max(worst, relative if np.isfinite(relative) else float("inf"))
+            if t == -PROBE_STEPS // 2:
+                decoder.keep(np.arange(1, len(rows)))
+                rows, want = rows[1:], want[1:]
+            logits = decoder.step(engine.index(np.array([row[t] for row in rows])))
+    return worst

@@ -1,0 +1,134 @@
+"""From a `LanguageModelConfig` to a `LoadedPolicy`: a causal language model, its trunk, its head, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationConfig
+
+from guerdon.config import LanguageModelConfig
+from guerdon.core import ModelInfo
+from guerdon.engine import encoders
+from guerdon.engine.checkpoints import open_checkpoint
+from guerdon.engine.describe import find_max_length, find_pad
+from guerdon.engine.forward import LoadedTrunk
+from guerdon.engine.language import OutputHead
+from guerdon.engine.loading import read_config
+from guerdon.engine.placement import check_memory, dtype_name, pick_device, pick_dtype
+from guerdon.engine.text import load_tokenizer
+from guerdon.engine.weights import fill
+from guerdon.errors import CheckpointError
+
+REMEDY = "give the checkpoint of a causal language model"
+
+
+@dataclass(kw_only=True)
+class LoadedPolicy(LoadedTrunk):
+    """A causal language model ready to generate and to learn.
+
+    `model` is transformers' own, whole, in eval mode; `trunk` is the part of it that ends in hidden states, the same
+    modules, and `head` makes logits of these. `tokenizer` is transformers' own, None where the checkpoint has none;
+    `eos_token_ids` are all that the checkpoint names, and `folder` is where it lies.
+    """
+
+    model: Any
+    head: OutputHead
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    folder: Path
+    config: LanguageModelConfig
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence, prompt and response together; None where nothing bounds it."""
+        return self.info.max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model takes."""
+        assert self.info.vocab_size is not None
+        return self.info.vocab_size
+
+
+def load_policy(
+    config: LanguageModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None
+) -> LoadedPolicy:
+    """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
+
+    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them.
+
+    Raises CheckpointError where it is missing, incomplete, too large or no causal language model.
+    """
+    device = device or pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    checkpoint = open_checkpoint(config.model, config.revision)
+    model_config = read_config(checkpoint)
+    if model_config.model_type in encoders.SEQUENCE_HEADS:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
+        )
+    check_memory(checkpoint, dtype, device, moment_bytes)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype)
+    model = model.to(device).eval()
+    generation = _generation_config(checkpoint.folder)
+    if generation is not None:
+        model.generation_config = generation
+    trunk = _trunk(model)
+    return LoadedPolicy(
+        trunk=trunk,
+        causal=True,
+        info=ModelInfo(
+            name=config.model,
+            kind="causal-lm",
+            outputs=(),
+            vocab_size=model.get_input_embeddings().num_embeddings,
+            max_length=find_max_length(config.max_length, trunk),
+            eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
+            takes_text=tokenizer is not None,
+            takes_messages=tokenizer is not None and bool(tokenizer.chat_template),
+            weights_version=checkpoint.fingerprint(),
+            dtype=dtype_name(dtype),
+            device=str(device),
+        ),
+        pad_token_id=find_pad(model_config, tokenizer),
+        config=config,
+        model=model,
+        head=OutputHead(model, trunk, checkpoint.folder),
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(model_config, generation, tokenizer),
+        folder=checkpoint.folder,
+    )
+
+
+def _trunk(model: Any) -> Any:
+    """The child of the model that is its base model; some classes' own `base_model` names another, or themselves."""
+    base_class = MODEL_MAPPING[type(model.config)]
+    for child in model.children():
+        if isinstance(child, base_class):
+            return child
+    raise CheckpointError(
+        f"a {type(model).__name__} has no {base_class.__name__} in it, of whose states its logits are made", REMEDY
+    )
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e}", "copy it again from where the checkpoint came") from e
+
+
+def _eos_token_ids(model_config: Any, generation: GenerationConfig | None, tokenizer: Any) -> tuple[int, ...]:
+    """Every end-of-sequence token that any of the three names; chat models often name one here and one there."""
+    found: dict[int, None] = {}
+    for source in (model_config.get_text_config(), generation, tokenizer):
+        own = getattr(source, "eos_token_id", None)
+        found |= dict.fromkeys(own if isinstance(own, list) else [] if own is None else [own])
+    return tuple(found)

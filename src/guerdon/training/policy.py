@@ -1,0 +1,269 @@
+"""The policy that learns: log-probs of responses, those of its reference, one optimiser step, and its checkpoints.
+
+Legend: B rows, b rows of a micro-batch, R tokens of the longest response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.algorithms.policy_losses import PolicyLossStats
+from guerdon.config import LearningConfig
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.placement import dtype_name
+from guerdon.engine.policies import LoadedPolicy, load_policy
+from guerdon.engine.recompute import recompute_activations
+from guerdon.training import adapters, checkpoint
+from guerdon.training.optimiser import Optimiser
+
+FORMAT = 1
+log = logging.getLogger(__name__)
+
+Loss = Callable[[Tensor, Tensor | None, np.ndarray], tuple[Tensor, PolicyLossStats]]
+"""Of a micro-batch's log-probs, entropies (or None) and rows' numbers: its share of the loss, and its sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimiser step did.
+
+    `stats` are sums over the global batch, before the step; `grad_norm` is that before clipping, `learning_rate` the
+    one that the step used. `skipped` tells that nothing was changed: no token counted, or the norm was not finite.
+    """
+
+    stats: PolicyLossStats
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    num_micro_batches: int
+
+
+class PolicyTrainer:
+    """A causal language model with its optimiser, and the reference that it is held to.
+
+    Its weights are a function of the checkpoint that it began from and of the steps since; on a CPU bitwise. The
+    reference is the model as loaded: with adapters itself without them, else a frozen copy.
+    """
+
+    def __init__(self, loaded: LoadedPolicy, config: LearningConfig, *, keeps_reference: bool = True) -> None:
+        """Raises ConfigError where a setting needs a library that is not there, or does not fit the model."""
+        self._config = config
+        self.policy = loaded
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.keeps_reference = keeps_reference
+        settings = {"architectures": [type(self.model).__name__]}
+        self._files = checkpoint.model_files(loaded.folder, self.model.dtype, settings)
+        if config.lora is not None:
+            adapters.add_adapters(self.model, config.lora, config.lora_alpha, config.lora_targets)
+            base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
+            # Beside an adapter a config.json would pass for a whole model's.
+            del self._files["config.json"]
+            self._files["adapter_config.json"] = checkpoint.to_json(adapters.describe_adapters(self.model, base))
+        if config.activation_checkpointing:
+            recompute_activations(loaded.trunk)
+        self.engine = LanguageEngine(dataclasses.replace(loaded, trains=True))
+        parameters = dict(self.model.named_parameters())
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._optimiser = Optimiser(self._trained, config)
+        self._sums, self._num_micro_batches = PolicyLossStats(), 0
+        self._reference = self._load_reference() if keeps_reference and config.lora is None else None
+        counts = [sum(p.numel() for p in some.values()) for some in (self._trained, parameters)]
+        log.info("%s: %s of %s parameters train", loaded.config.model, *(f"{count:,}" for count in counts))
+
+    # ---------------------------------------------------------------------------------------- what it is
+
+    @property
+    def step_count(self) -> int:
+        """Optimiser steps made; skipped ones are none."""
+        return self._optimiser.step
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return self._optimiser.learning_rate
+
+    @property
+    def weights_version(self) -> str:
+        """`<as loaded>+<optimiser steps since>`."""
+        version = self.policy.info.weights_version
+        return f"{version}+{self.step_count}" if self.step_count else version
+
+    # ---------------------------------------------------------------------------------------- log-probs
+
+    def logprobs(
+        self,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
+    ) -> Any:
+        """Log-probs of the rows' responses at this temperature, and with entropies a pair of both; no gradients.
+
+        Each is float32 `[B,R]` on the CPU, entry r about the response's token r, 0 beyond the response. Rows are int64
+        `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt is empty.
+        """
+        return _gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
+
+    def reference_logprobs(
+        self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
+    ) -> Tensor:
+        """What `logprobs` was before the first step."""
+        assert self.keeps_reference
+        if self._reference is None:
+            with adapters.without_adapters(self.model):
+                return _gathered(self.engine, rows, prompt_lengths, temperature, False)
+        return _gathered(self._reference, rows, prompt_lengths, temperature, False)
+
+    def _load_reference(self) -> LanguageEngine:
+        """The model as loaded, once more; in the host's memory where the device has no room for it."""
+        own_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        device = self.engine.device
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * own_bytes:
+            log.warning("the reference stays on the CPU: %s has no room for it, and it will be slow there", device)
+            device = torch.device("cpu")
+        config = dataclasses.replace(self.policy.config, require_packed=False)
+        config.dtype = dtype_name(self.model.dtype)  # type: ignore[assignment]
+        loaded = load_policy(config, device)
+        loaded.model.requires_grad_(False)
+        return LanguageEngine(loaded)
+
+    # ---------------------------------------------------------------------------------------- learning
+
+    def step(
+        self,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
+    ) -> StepReport:
+        """One optimiser step on the rows of one global batch: `accumulate`, then `apply`."""
+        self.accumulate(rows, prompt_lengths, loss, temperature=temperature, with_entropies=with_entropies)
+        return self.apply()
+
+    def accumulate(
+        self,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
+    ) -> PolicyLossStats:
+        """Adds up the gradients of one global batch; `loss` is asked for the share of each micro-batch.
+
+        It gets float32 `[b,R]` log-probs with the graph attached, entropies of the same shape or None, and the numbers
+        (int64 `[b]`) that these have among `rows`; R is the longest response among all of `rows`. The shares add up to
+        the batch's loss, which is in the sums that are returned. Where anything is raised, no gradients are left.
+        """
+        sums, count = PolicyLossStats(), 0
+        try:
+            with torch.enable_grad():
+                for members, logprobs, entropies in self.engine.logprobs(
+                    rows, prompt_lengths, temperature, with_entropies=with_entropies
+                ):
+                    share, stats = loss(logprobs, entropies, members)
+                    share.backward()
+                    sums += stats
+                    count += 1
+        except BaseException:
+            self._drop()
+            raise
+        self._sums, self._num_micro_batches = self._sums + sums, self._num_micro_batches + count
+        return sums
+
+    def apply(self) -> StepReport:
+        """The optimiser step of the gradients added up since the last one.
+
+        Where no token counts or the gradient's norm is not finite, nothing is changed, the schedule included.
+        """
+        sums, count = self._sums, self._num_micro_batches
+        try:
+            norm, rate = self._optimiser.gradient_norm(), self._optimiser.learning_rate
+            skipped = not (sums.sum_mask > 0 and math.isfinite(norm))
+            if skipped:
+                log.warning("a step is left out: %g tokens count, the gradient's norm is %g", sums.sum_mask, norm)
+            else:
+                self._optimiser.apply(norm)
+        finally:
+            self._drop()
+        return StepReport(sums, norm, rate, skipped, count)
+
+    def _drop(self) -> None:
+        """Begins a step with no gradients."""
+        self._optimiser.free()
+        self._sums, self._num_micro_batches = PolicyLossStats(), 0
+
+    def offload_optimizer(self) -> None:
+        """Moves the optimiser's state to the host's memory; no step may be made until `onload_optimizer`."""
+        self._optimiser.move(torch.device("cpu"))
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload_optimizer(self) -> None:
+        """Moves it back to the device."""
+        self._optimiser.move(self.engine.device)
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed.
+
+        `AutoModelForCausalLM.from_pretrained` reads the policy from it, too.
+        """
+        self._state().write(folder, self._files, {"weights_version": self.weights_version})
+
+    def load(self, folder: Path) -> None:
+        """Becomes what was saved, bitwise; raises CheckpointError, with nothing changed, where that cannot be."""
+        _, restore = self._state().open(folder)
+        self._drop()
+        restore()
+
+    def _state(self) -> checkpoint.TrainerState:
+        made_with = {
+            "format": FORMAT,
+            "base": self.policy.info.weights_version,
+            "dtype": dtype_name(self.model.dtype),
+            **checkpoint.learning_settings(self._config),
+        }
+        others = {"base": "belongs to a policy that began from another model, weights"}
+        return checkpoint.TrainerState(
+            self._stored_weights(), self._optimiser, self.engine.device, made_with, others, "run.output_dir"
+        )
+
+    def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
+        """The model's own tensors as they go into files: by the file's stem and the name there."""
+        if self._config.lora is not None:
+            return {"adapter_model": adapters.to_peft({name: p.data for name, p in self._trained.items()})}
+        tied = self.model.all_tied_weights_keys
+        return {"model": {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}}
+
+
+@torch.inference_mode()
+def _gathered(
+    engine: LanguageEngine,
+    rows: list[np.ndarray],
+    prompt_lengths: np.ndarray,
+    temperature: float,
+    with_entropies: bool,
+) -> Any:
+    """The micro-batches' results in the order of the rows, on the CPU."""
+    width = max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))
+    made = [torch.zeros(len(rows), width) for _ in range(1 + with_entropies)]
+    for members, *parts in engine.logprobs(rows, prompt_lengths, temperature, with_entropies=with_entropies):
+        for whole, part in zip(made, parts, strict=False):
+            assert part is not None
+            whole[members] = part.cpu()
+    return tuple(made) if with_entropies else made[0]

@@ -1,0 +1,53 @@
+"""Rollouts and servers that the tests of rewards, critic and experience share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.assembly import build_service
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.core import Message
+from guerdon.server.runtime import RunningServer
+
+
+def rollout(
+    prompt: list[int],
+    response: list[int],
+    *,
+    group: int = 0,
+    index: int = 0,
+    reward: float | None = None,
+    values: list[float] | None = None,
+    logprobs: list[float] | None = None,
+    is_end: bool = True,
+    text: str = "",
+    prompt_text: str = "",
+    messages: tuple[Message, ...] | None = None,
+) -> Rollout:
+    """A rollout of these tokens."""
+    made = Prompt(group, np.array(prompt, np.int64), prompt_text, messages)
+    return Rollout(
+        made,
+        group,
+        index,
+        np.array(prompt + response, np.int64),
+        is_end,
+        np.array(logprobs or [-1.0] * len(response), np.float32),
+        text,
+        reward,
+        values=None if values is None else np.array(values, np.float32),
+    )
+
+
+@contextmanager
+def serving(
+    *models: ModelConfig, critic: CriticConfig | None = None, port: int = 0, grace_s: float = 30.0
+) -> Iterator[RunningServer]:
+    """A server of these models on loopback."""
+    config = ServerConfig(port=port, grpc_port=None, models=list(models), critic=critic)
+    with RunningServer(build_service(config), config, grace_s=grace_s) as server:
+        yield server

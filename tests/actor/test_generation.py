@@ -1,0 +1,269 @@
+"""Rollouts of transformers' models: greedy as `generate` has them, drawn by each one's own numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import zoo
+from guerdon.actor.generation import TransformersGenerator, make_generator
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.settings import PolicyConfig, RolloutConfig
+from guerdon.config import LanguageModelConfig
+from guerdon.engine import generating
+from guerdon.engine.decoding import Decoding
+from guerdon.engine.generating import DecoderChoice
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.policies import load_policy
+from guerdon.errors import CheckpointError, ConfigError
+from guerdon.training.policy import PolicyTrainer
+
+KINDS = {"llama": "packed", "gpt-oss": "packed", "gptj": "padded", "mamba": "alone"}
+"""An architecture of each kind of decoder; gpt-oss has windows and sinks."""
+SEED = (3, 1)
+
+
+class Made:
+    """A random policy, its engine and its generator."""
+
+    def __init__(self, name: str, folder: Path, most: int | None = None, **settings: Any) -> None:
+        if not folder.exists():
+            zoo.tokenizer(folder)
+            zoo.language_model(name, folder, **settings)
+        self.folder = folder
+        self.policy = load_policy(LanguageModelConfig(model=str(folder)))
+        self.engine = LanguageEngine(self.policy)
+        self.generator = TransformersGenerator(self.policy, self.engine, most)
+
+    def __call__(self, prompts: list[Prompt], num: int = 1, *, greedy: bool = False, **settings: Any) -> list[Rollout]:
+        """All rollouts by group and index."""
+        config = RolloutConfig(**{"max_new_tokens": 12, "min_new_tokens": 0, **settings})
+        groups = list(self.generator.generate(prompts, num=num, config=config, seed=SEED, greedy=greedy))
+        for group in groups:
+            assert [rollout.index for rollout in group] == list(range(num))
+            assert len({rollout.group for rollout in group}) == 1
+        return sorted((r for group in groups for r in group), key=lambda r: (r.group, r.index))
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[Prompt]:
+    random = np.random.default_rng(seed)
+    return [Prompt(i, random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, n), "") for i, n in enumerate(lengths)]
+
+
+def responses(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.tokens[rollout.prompt_length :].tolist() for rollout in rollouts]
+
+
+def generated(folder: Path, prompt: Prompt, **settings: Any) -> list[int]:
+    """The response of transformers' own `generate`, alone and greedy."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.from_numpy(prompt.tokens)[None]
+    settings = {"max_new_tokens": 12, **settings}
+    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **settings)
+    return out[0, len(prompt.tokens) :].tolist()
+
+
+@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+def test_greedy_is_what_generate_gives(name: str, tmp_path: Path) -> None:
+    made, asked = Made(name, tmp_path / "model"), prompts(30, 1, 7, 19)
+    if name in KINDS:
+        assert made.generator._choice.kind == KINDS[name]
+    want = [generated(made.folder, prompt, max_new_tokens=24) for prompt in asked]
+    assert responses(made(asked, greedy=True, max_new_tokens=24)) == want
+    assert responses(made(asked, 3, greedy=True, max_new_tokens=24)) == [row for row in want for _ in range(3)]
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"min_new_tokens": 6}], ids=str)
+def test_greedy_settings_are_those_of_generate(settings: dict, tmp_path: Path) -> None:
+    made, asked = Made("qwen2", tmp_path / "model"), prompts(9, 30, 17)
+    free = responses(made(asked, greedy=True))
+    made.policy.eos_token_ids = (free[0][2], free[1][3], free[2][1])
+    assert max(len(row) for row in responses(made(asked, greedy=True))) < 6
+    want = [generated(made.folder, p, eos_token_id=list(made.policy.eos_token_ids), **settings) for p in asked]
+    assert responses(made(asked, greedy=True, **settings)) == want != free
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_drawn_depends_on_nothing_in_the_same_batch(name: str, tmp_path: Path) -> None:
+    made, asked = Made(name, tmp_path / "model"), prompts(20, 8, 33, 8, 14)
+    flat = {"temperature": 10.0}
+    want = responses(made(asked, 4, **flat))
+    assert len({tuple(row) for row in want}) == 20
+    for most in (1, 3, 8):
+        assert responses(Made(name, made.folder, most)(asked, 4, **flat)) == want, most
+    state = torch.get_rng_state()
+    others = [*asked[:2], *prompts(5, 40, 2, seed=9)]
+    assert responses(made(others, 4, **flat))[:8] == want[:8]
+    assert torch.equal(torch.get_rng_state(), state)
+    two = responses(made(asked, 2, **flat))
+    assert [two[i] for i in (0, 1, 8, 9)] == [want[i] for i in (0, 1, 16, 17)]
+
+
+def test_another_seed_draws_others(tmp_path: Path) -> None:
+    made, (prompt,) = Made("llama", tmp_path / "model"), prompts(5)
+    config = RolloutConfig(max_new_tokens=12)
+    drawn = [
+        responses(next(made.generator.generate([prompt], num=1, config=config, seed=seed)))[0]
+        for seed in ((0, 0), (0, 1), (1, 0), (0, 0))
+    ]
+    assert drawn[0] == drawn[3] and len({tuple(row) for row in drawn}) == 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_first_tokens_have_the_policys_frequencies(name: str, tmp_path: Path) -> None:
+    made, (prompt,) = Made(name, tmp_path / "model"), prompts(11)
+    count = 4000
+    rollouts = made([prompt], count, max_new_tokens=1, temperature=2.0)
+    drawn = torch.tensor([row[0] for row in responses(rollouts)])
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(made.folder).eval()
+        want = torch.softmax(model(torch.from_numpy(prompt.tokens)[None]).logits[0, -1] / 2.0, -1) * count
+    often = want > 5
+    counts = torch.bincount(drawn, minlength=zoo.VOCAB_SIZE)
+    surprise = ((counts - want)[often] ** 2 / want[often]).sum()
+    assert surprise < often.sum() + 5 * (2 * often.sum()).sqrt()  # chi-squared, five deviations
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logprobs_are_the_trainers_at_the_temperature(name: str, tmp_path: Path) -> None:
+    made = Made(name, tmp_path / "model")
+    rollouts = made(prompts(20, 8, 33), 3, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.2)
+    rows, lengths = [r.tokens for r in rollouts], np.array([r.prompt_length for r in rollouts])
+    with torch.inference_mode():
+        for members, logprobs, _ in made.engine.logprobs(rows, lengths, 0.7):
+            for i, row in zip(members, logprobs, strict=True):
+                own = rollouts[i].logprobs
+                assert own.dtype == np.float32 and len(own) == rollouts[i].response_length
+                np.testing.assert_allclose(own, row[: len(own)].numpy(), atol=2e-4)
+
+
+def test_adapters_are_in_place(tmp_path: Path) -> None:
+    folder = Made("llama", tmp_path / "model").folder
+    policy = PolicyTrainer(load_policy(LanguageModelConfig(model=str(folder))), PolicyConfig(model=str(folder), lora=2))
+    generator = make_generator(policy, RolloutConfig())
+    config, asked = RolloutConfig(max_new_tokens=8), prompts(9, 20)
+    before = [r for group in generator.generate(asked, num=2, config=config, seed=SEED) for r in group]
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    generator.sync()
+    after = [r for group in generator.generate(asked, num=2, config=config, seed=SEED) for r in group]
+    assert responses(before) != responses(after)
+    want = policy.logprobs([r.tokens for r in after], np.array([r.prompt_length for r in after])).numpy()
+    for rollout, row in zip(after, want, strict=True):
+        np.testing.assert_allclose(rollout.logprobs, row[: rollout.response_length], atol=2e-4)
+
+
+def test_eos_ends_a_response_and_not_a_prompt(tmp_path: Path) -> None:
+    made = Made("llama", tmp_path / "model")
+    (prompt,) = prompts(12)
+    prompt.tokens[[3, 11]] = zoo.EOS
+    (free,) = responses(made([prompt]))
+    assert len(free) == 12
+    made.policy.eos_token_ids = (zoo.EOS, free[4])
+    (rollout,) = made([prompt])
+    at = free.index(free[4]) + 1
+    assert responses([rollout]) == [free[:at]] and rollout.is_end
+    assert rollout.response_length == at == len(rollout.logprobs) and rollout.prompt_length == 12
+    made.policy.eos_token_ids = (free[11],)
+    assert made([prompt])[0].is_end  # with the last token that it may have
+    made.policy.eos_token_ids = ()
+    assert not made([prompt])[0].is_end
+
+
+def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: Path) -> None:
+    made, asked = Made("llama", tmp_path / "model"), prompts(12, 30)
+    # What begins in the middle of one response goes over three tokens.
+    text = made.policy.tokenizer.decode(responses(made(asked))[1][4:7])
+    rollouts = made(asked, stop=["not there", text])
+    assert rollouts[1].is_end and rollouts[1].response_length == 7
+    assert rollouts[1].text == made.policy.tokenizer.decode(rollouts[1].tokens[30:], skip_special_tokens=True)
+    assert not rollouts[0].is_end and rollouts[0].response_length == 12
+
+
+def test_groups_come_when_they_are_finished_and_the_policy_may_be_used_between(tmp_path: Path) -> None:
+    made, asked = Made("llama", tmp_path / "model"), prompts(5, 250, 9, 240)
+    want = responses(made(asked, 2, max_new_tokens=30))
+    config = RolloutConfig(max_new_tokens=30, min_new_tokens=0)
+    computed = count_tokens(made)
+    order, rollouts = [], []
+    for group in made.generator.generate(asked, num=2, config=config, seed=SEED):
+        order.append((group[0].group, computed[0] - sum(len(p.tokens) for p in asked)))
+        rollouts += group
+        seen = computed[0]
+        scored = list(made.engine.logprobs([r.tokens for r in group], np.array([r.prompt_length for r in group])))
+        assert len(scored) == 1 and scored[0][1].requires_grad
+        computed[0] = seen
+    # Those of 250 and 240 tokens have room for 6 and 16 more; each comes at once.
+    assert [group for group, _ in order][:2] == [1, 3]
+    assert order[0][1] == 8 * 5 and order[1][1] < 8 * 15
+    assert responses(sorted(rollouts, key=lambda r: (r.group, r.index))) == want
+    assert [len(row) for row in want][2:4] == [6, 6] and not rollouts[0].is_end
+
+
+def count_tokens(made: Made) -> list[int]:
+    """How many tokens the model has computed so far, in a list of one."""
+    total = [0]
+
+    def count(_: Any, inputs: tuple[torch.Tensor]) -> None:
+        total[0] += inputs[0].numel()
+
+    made.policy.trunk.get_input_embeddings().register_forward_pre_hook(count)
+    return total
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, tmp_path: Path) -> None:
+    made = Made(name, tmp_path / "model")
+    made.policy.eos_token_ids = ()
+    computed = count_tokens(made)
+    made(prompts(40, 40), 6, max_new_tokens=5)
+    assert computed == [2 * 40 + 2 * 6 * 4]  # the last token is drawn and never computed
+
+
+def test_finished_rollouts_leave_the_batch(tmp_path: Path) -> None:
+    made = Made("llama", tmp_path / "model")
+    made.policy.eos_token_ids = ()
+    computed = count_tokens(made)
+    lengths = [253, 254, 255, 250, 8]  # room for 3, 2, 1, 6 and 100 tokens
+    made(prompts(*lengths), 4, max_new_tokens=100)
+    wasted = computed[0] - sum(lengths) - 4 * (2 + 1 + 0 + 5 + 99)
+    assert 0 <= wasted <= 4 * 5 * 5  # without leaving it would be about 16 rows times 95
+
+
+def test_the_next_prompts_join_before_the_last_rollout_is_finished(tmp_path: Path) -> None:
+    made = Made("llama", tmp_path / "model", most=8)
+    made.policy.eos_token_ids = ()
+    steps = [0]
+    made.policy.model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+    made(prompts(8, 250, 250, 250), 4, max_new_tokens=40)
+    assert steps[0] < 3 * 6 + 40 - 5  # one after another it would be at least 40 + 6
+
+
+@pytest.mark.parametrize(("length", "fits"), [(255, True), (256, False), (0, False)])
+def test_a_prompt_needs_a_token_and_room_for_one(length: int, fits: bool, tmp_path: Path) -> None:
+    made = Made("gpt2", tmp_path / "model")
+    if fits:
+        assert made(prompts(length))[0].response_length == 1
+    else:
+        with pytest.raises(ConfigError, match=f"prompt 0 has {length} tokens"):
+            made(prompts(length))
+
+
+def test_a_decoder_that_differs_from_the_plain_forward_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made("llama", tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoding, "positions", property(lambda self: np.zeros(self.cohorts[-1].num_rows, np.int64)))
+        choice = DecoderChoice(made.policy, made.engine)
+    assert choice.kind == "padded" and "packed: differs from the plain forward" in choice.why
+    monkeypatch.setattr(generating, "TOLERANCE", {torch.float32: -1.0})
+    with pytest.raises(CheckpointError, match="cannot generate token by token: packed: differs"):
+        DecoderChoice(made.policy, made.engine)

@@ -1,0 +1,88 @@
+"""Signals and time limits: when a run is to leave, and with which status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from guerdon.actor import stopping
+from guerdon.actor.stopping import Stopping
+from guerdon.errors import ConfigError
+from processes import environment
+
+RUN = """
+import time
+from guerdon.actor.stopping import Stopping
+stop = Stopping(None)
+stop.listen()
+print("listening", flush=True)
+while stop.reason(0.0) is None:
+    time.sleep(0.01)
+print(stop.reason(0.0), stop.exit_status(), flush=True)
+time.sleep({longer})
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("00:00:00:07", 7.0), ("01:02:03:04", 93_784.0), ("90", 5400.0), ("0.5", 30.0), (None, None)],
+)
+def test_time_limits(limit: str | None, seconds: float | None) -> None:
+    assert stopping.seconds(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["1:00:00", "soon", "-5", "1h", ""])
+def test_malformed_time_limits(limit: str) -> None:
+    with pytest.raises(ConfigError, match=r"run.time_limit is"):
+        Stopping(limit)
+
+
+def test_it_leaves_before_the_time_is_up() -> None:
+    stop = Stopping("00:00:01:40")
+    assert stop.reason(0.0) is None and stop.reason(90.0) is None
+    assert stop.reason(99.5) == "time limit"  # a second is kept in reserve
+    assert stop.exit_status() == 75
+    assert Stopping(None).reason(1e9) is None
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_asks(number: signal.Signals, status: int) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    stop = Stopping("1")
+    stop.listen()
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert stop.reason(0.0) == number.name and stop.exit_status() == status
+    finally:
+        stop.close()
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_kills(second: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN.format(longer=60)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    assert process.stdout and process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "SIGINT 130\n"
+    process.send_signal(second)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == -second and "saving and leaving" in errors
+
+
+def test_other_threads_leave_the_signals_alone() -> None:
+    import threading
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=Stopping(None).listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,52 @@
+"""An actor in a process of its own, which kills itself with SIGKILL where it is told to; and a server to kill."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from guerdon import assembly
+from guerdon.actor import ppo, reinforce
+from guerdon.actor.checkpoints import Checkpoints
+from guerdon.actor.run import Run
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
+from guerdon.actor.trackers import Trackers
+from guerdon.client import CriticClient
+from guerdon.config import ServerConfig
+from guerdon.server import runtime
+from guerdon.training.optimiser import Optimiser
+from guerdon.training.policy import PolicyTrainer
+from killing import Points, kill_at
+
+POINTS: Points = {
+    "amid the rollouts": (Run, "heed", True),
+    "before the update": (PolicyTrainer, "reference_logprobs", False),
+    "between two optimiser steps": (Optimiser, "apply", False),
+    "before the metrics are logged": (Trackers, "log", True),
+    "between the metrics and the save": (Trackers, "log", False),
+    "amid a save": (PolicyTrainer, "save", False),
+    "at the end of a save": (Checkpoints, "save", False),
+    "amid a resume": (PolicyTrainer, "load", False),
+}
+POINTS_WITH_CRITIC: Points = POINTS | {
+    "when the critic's training is asked for": (CriticClient, "train", False),
+    "between the critic's save and the actor's": (CriticClient, "save", False),
+    "between the actor's load and the critic's": (CriticClient, "load", True),
+    "at the end of a resume": (CriticClient, "load", False),
+}
+
+
+def train(config: ReinforceRunConfig | PPORunConfig, point: str | None, nth: int) -> None:
+    """Trains, or until the n-th call of what `point` names, and exits with the run's status."""
+    torch.set_num_threads(1)
+    kill_at(POINTS_WITH_CRITIC, point, nth)
+    summary = reinforce.train(config) if isinstance(config, ReinforceRunConfig) else ppo.train(config)
+    sys.exit(summary.exit_status)
+
+
+def serve(config: ServerConfig, point: str | None, nth: int) -> None:
+    """Serves reward models until it is stopped."""
+    torch.set_num_threads(1)
+    kill_at({}, point, nth)
+    runtime.run(assembly.build_service(config), config)
