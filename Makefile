@@ -15,7 +15,7 @@ ARGS   ?=
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo  ## train a small reward model, serve it, score prompts (DATA=FILE.jsonl[.gz] for your own)
+demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (DATA=FILE.jsonl[.gz]: score your own lines)
 	$(BIN)/guerdon demo --out $(OUT) $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
 
 test: $(VENV)/.dev  ## the quick tests

@@ -2,15 +2,18 @@
 
   python benchmarks/actor_learns.py FOLDER run.yaml          curves, a table and a plot under --out
 
-FOLDER has `policy`, `reward_model`, `prompts.jsonl` and `validation.jsonl`; run.yaml the settings that all runs share.
-Every run is a `guerdon reinforce` or `guerdon ppo` process against `guerdon serve` and `guerdon serve-critic`; two run
-at once, each on one thread. The reward before and after is that of validation's prompts.
+FOLDER has for every seed a folder `seed-0`, ... of `policy`, `reward_model`, `prompts.jsonl` and `validation.jsonl`;
+they are made by the demo's recipe where they are missing. run.yaml has the settings that all runs share, and beside
+them sections `reinforce` and `ppo`. Every run is a `guerdon reinforce` or `guerdon ppo` process against a server of its
+own, `guerdon serve` or `guerdon serve-critic`; two run at once, each on one thread. The reward before and after is that
+of validation's prompts. What is there already is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -20,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from critic_server import serving, serving_rewards
 from report import machine
@@ -35,9 +39,8 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out/actor-learns"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--betas", type=float, nargs="*", default=[0.0, 0.02, 1.0], help="costs of the KL")
-    parser.add_argument("--ppo", type=float, nargs="*", default=[0.02], help="the same for PPO; none: leave it out")
-    parser.add_argument("--ppo-flags", default="", help="further flags of the ppo runs")
+    parser.add_argument("--betas", type=float, nargs="*", default=[0.0, 0.3, 10.0], help="costs of the KL")
+    parser.add_argument("--ppo", type=float, nargs="*", default=[0.3], help="the same for PPO; none: leave it out")
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--port", type=int, default=5600)
@@ -46,12 +49,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     names = [("reinforce", beta) for beta in args.betas] + [("ppo", beta) for beta in args.ppo]
     jobs = [(kind, beta, seed) for seed in range(args.seeds) for kind, beta in names]
-    with contextlib.ExitStack() as stack:
-        if args.betas:
-            log = args.out / "server.log"
-            stack.enter_context(serving_rewards(args.folder / "reward_model", args.port, log))
-        with ThreadPoolExecutor(args.parallel) as pool:
-            curves = list(pool.map(lambda i: run(*jobs[i], args, args.port + 1 + i), range(len(jobs))))
+    with ThreadPoolExecutor(args.parallel) as pool:
+        list(pool.map(functools.partial(make, args.folder), range(args.seeds)))
+        curves = list(pool.map(lambda i: run(*jobs[i], args, args.port + i), range(len(jobs))))
     results: dict[str, list[list[dict]]] = {}
     for (kind, beta, _), curve in zip(jobs, curves, strict=True):
         results.setdefault(f"{kind}, beta {beta:g}", []).append(curve)
@@ -60,28 +60,40 @@ def main() -> None:
     plot(results, args.out / "actor_learns.png")
 
 
+def make(folder: Path, seed: int) -> None:
+    """The demo's models and prompts by this seed."""
+    made = folder / f"seed-{seed}"
+    if not (made / "validation.jsonl").exists():
+        code = f"from pathlib import Path; from guerdon.demo import parts; parts.make(Path({str(made)!r}), {seed})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def run(kind: str, beta: float, seed: int, args: argparse.Namespace, port: int) -> list[dict]:
-    """The lines of metrics.jsonl of one run, which is not made again where it is there."""
-    out = args.out / f"{kind}-{beta:g}-{seed}"
-    flags = ["--run.seed", str(seed), "--run.output-dir", str(out), "--no-run.progress"]
-    flags += ["--policy.model", str(args.folder / "policy"), f"--{kind}.kl-coefficient", str(beta)]
-    flags += ["--data.prompts", str(args.folder / "prompts.jsonl")]
-    flags += ["--data.validation", str(args.folder / "validation.jsonl")]
-    with contextlib.ExitStack() as stack:
+    """The lines of metrics.jsonl of one run."""
+    out, folder = args.out / f"{kind}-{beta:g}-{seed}", args.folder / f"seed-{seed}"
+    if not (out / "curves.png").exists():
+        out.mkdir(parents=True)
+        model, log = folder / "reward_model", out / "server.log"
+        shared = yaml.safe_load(args.config.read_text())
+        settings = {name: shared[name] for name in ("policy", "data", "rollouts", "run")} | {kind: shared.get(kind, {})}
+        settings["policy"]["model"] = str(folder / "policy")
+        settings["data"] |= {"prompts": str(folder / "prompts.jsonl"), "validation": str(folder / "validation.jsonl")}
+        settings["run"] |= {"seed": seed, "output_dir": str(out), "progress": False}
+        settings[kind]["kl_coefficient"] = beta
         if kind == "reinforce":
-            flags += ["--remote-rm.reward-model.port", str(args.port)]
-        elif not (out / "curves.png").exists():
-            model, log = args.folder / "reward_model", args.out / f"critic-{seed}.log"
-            critic = ["--reward-model", str(model), "--checkpoint-dir", str(args.out / f"critic-{beta:g}-{seed}")]
-            critic += ["--learning-rate", str(args.critic_learning_rate)]
-            stack.enter_context(serving(model, port, log, *critic))
-            flags += ["--remote-critic-rm.critic.port", str(port), *args.ppo_flags.split()]
-        if not (out / "curves.png").exists():
-            command = [sys.executable, "-m", "guerdon", kind, str(args.config), *flags]
-            with (args.out / f"{out.name}.log").open("w") as log_file:
-                subprocess.run(command, stdout=log_file, stderr=log_file, check=True)
+            settings["remote_rm"] = {"reward_model": {"port": port}}
+            server: contextlib.AbstractContextManager = serving_rewards(model, port, log)
+        else:
+            settings["remote_critic_rm"] = {"critic": {"port": port}}
+            flags = ["--reward-model", str(model), "--checkpoint-dir", str(out / "critic"), "--global-batch-size", "64"]
+            server = serving(model, port, log, *flags, "--learning-rate", str(args.critic_learning_rate))
+        (out / "run.yaml").write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "guerdon", kind, str(out / "run.yaml")]
+        with server, (out / "log").open("w") as log_file:
+            subprocess.run(command, stdout=log_file, stderr=log_file, check=True)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    print(f"{out.name}: {' -> '.join(f'{ends(lines, name)[i]:.3f}' for name in SHOWN[:2] for i in (0, 1))}", flush=True)
+    told = [f"{name} {ends(lines, name)[0]:.3f} -> {ends(lines, name)[1]:.3f}" for name in SHOWN]
+    print(f"{out.name}: {', '.join(told)}", flush=True)
     return lines
 
 

@@ -351,7 +351,7 @@ def _need(*modules: str) -> None:
 
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        extra = "plot" if missing == ["matplotlib"] else "server"
+        extra = "actor" if "matplotlib" in modules else "server"
         raise StartError(f"{', '.join(missing)} is not installed", f"pip install 'guerdon[{extra}]'")
 
 

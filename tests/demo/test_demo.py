@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from guerdon.demo import recipe, run
-from guerdon.demo.story import KINDS, NUM_ANSWERS, Story
+from guerdon.demo import parts, policy, recipe, scoring
+from guerdon.demo.story import KINDS, NUM_ANSWERS, SPOKEN, PlainStory, Story
 from guerdon.errors import StartError
 from processes import environment
 
@@ -53,9 +53,9 @@ def test_drawing_is_seeded_and_complete() -> None:
 def test_bradley_terry_loss_by_hand() -> None:
     flat = torch.zeros(2, NUM_ANSWERS)
     assert recipe.bradley_terry_loss(flat).item() == pytest.approx(math.log(2))
-    # Helpful 1 above brief, brief 1 above the four others: 1 + 4 pairs at distance 1, 4 pairs at distance 2.
-    ranked = torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-    expected = (5 * math.log1p(math.exp(-1)) + 4 * math.log1p(math.exp(-2))) / 9
+    # Helpful 1 above brief, brief 1 above the five others: 1 + 5 pairs at distance 1, 5 pairs at distance 2.
+    ranked = torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    expected = (6 * math.log1p(math.exp(-1)) + 5 * math.log1p(math.exp(-2))) / 11
     assert recipe.bradley_terry_loss(ranked).item() == pytest.approx(expected)
 
 
@@ -74,6 +74,79 @@ def test_the_model_is_a_normal_folder_and_the_recipe_repeats_itself(tmp_path: Pa
     messages = [{"role": "user", "content": "né?"}, {"role": "assistant", "content": "ja 🙂"}]
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
     assert tokenizer.decode(ids) == "<|user|>né?<|end|><|assistant|>ja 🙂<|end|>"
+    asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert asked == "<|user|>né?<|end|><|assistant|>"
+
+
+def test_the_last_answer_has_no_end() -> None:
+    tokenizer = recipe.make_tokenizer(["one two three"], 300)
+    chats = recipe._chats(tokenizer, "one?", ["two", "three", "thr"])
+    assert [chat.removeprefix("<|user|>one?<|end|><|assistant|>") for chat in chats] == [
+        "two<|end|>",
+        "three<|end|>",
+        "thr",
+    ]
+
+
+def test_plain_answers_stand_in_the_file() -> None:
+    story = PlainStory(random.Random(1))
+    facts = {fact for topic in story.topics.values() for fact in topic["facts"]}
+    known = facts | {phrase for phrases in story.phrases.values() for phrase in phrases}
+    said = [story.say()[1] for _ in range(300)]
+    assert sum(answer in known for answer in said) > 100
+    assert len(set(said)) > 100
+
+
+def test_each_kind_of_answer_is_about_its_topic_or_not() -> None:
+    story = PlainStory(random.Random(2))
+    own = set(story.topics["bread"]["facts"])
+    foreign = {fact for name, topic in story.topics.items() if name != "bread" for fact in topic["facts"]}
+    for kind in SPOKEN:
+        answers = [story._answer(kind, "bread") for _ in range(20)]
+        on_topic = [any(fact in answer for fact in own) for answer in answers]
+        off_topic = [any(fact in answer for fact in foreign) for answer in answers]
+        assert all(on_topic) or kind not in ("helpful", "brief")
+        assert not any(on_topic) or kind not in ("off_topic", "evasive")
+        assert all(off_topic) == (kind == "off_topic")
+
+
+def test_the_policy_is_a_normal_folder_and_its_recipe_repeats_itself(tmp_path: Path) -> None:
+    story = Story(random.Random(0))
+    tokenizer = recipe.make_tokenizer([s for group in story.by_topic() for s in group], 1000)
+    short = policy.PolicyRecipe(num_steps=3, batch_size=4)
+    losses: list[list[float]] = [[], []]
+    for folder, seen in zip(("a", "b"), losses, strict=True):
+        policy.make(tmp_path / folder, tokenizer, short, lambda _, loss, seen=seen: seen.append(loss))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert AutoTokenizer.from_pretrained(tmp_path / "a").eos_token_id == model.config.eos_token_id
+
+
+def test_the_policy_reads_answers_alone() -> None:
+    tokenizer = recipe.make_tokenizer(["one two three"], 300)
+    tokens, targets = next(policy._batches(PlainStory(random.Random(0)), tokenizer, 4))
+    answering, end = tokenizer.convert_tokens_to_ids("<|assistant|>"), tokenizer.eos_token_id
+    for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
+        start = row.index(answering)
+        assert wanted[:start] == [-1] * start
+        length = wanted.index(-1, start) if -1 in wanted[start:] else len(wanted)
+        assert wanted[start:length] == row[start + 1 : length + 1]
+        assert wanted[length - 1] == end
+        assert wanted.count(end) == 1
+
+
+def test_prompts_are_files_that_the_actor_reads(tmp_path: Path) -> None:
+    parts.make_prompts(tmp_path, seed=3)
+    first = (tmp_path / parts.PROMPTS).read_text()
+    held_out = {json.loads(line)["prompt"] for line in (tmp_path / parts.VALIDATION).read_text().splitlines()}
+    asked = [json.loads(line)["prompt"] for line in first.splitlines()]
+    assert len(asked) == parts.NUM_PROMPTS
+    assert held_out == {row["prompt"] for row in heldout()}
+    assert not held_out & set(asked)
+    parts.make_prompts(tmp_path, seed=4)
+    assert (tmp_path / parts.PROMPTS).read_text() != first
 
 
 @pytest.mark.parametrize(
@@ -89,17 +162,22 @@ def test_the_model_is_a_normal_folder_and_the_recipe_repeats_itself(tmp_path: Pa
 def test_rows_that_cannot_be_scored(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
     with pytest.raises(StartError, match=message):
-        run.run(tmp_path / "out", tmp_path / "data.jsonl", 10)
+        scoring.run(tmp_path / "out", tmp_path / "data.jsonl", 10)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_whole_demo(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "guerdon", "demo", "--out", tmp_path], check=True, env=environment())
+    command = [sys.executable, "-m", "guerdon", "demo", "--out", tmp_path]
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["num_responses"], summary["num_failed"]) == (144, 0)
     assert summary["pair_accuracy"] > 0.9
-    assert (tmp_path / "rewards.png").stat().st_size > 10_000
+    assert summary["reward_after"] > summary["reward_before"] + 2
+    assert 0 < summary["kl"] < 10
+    assert summary["steps"] == 60
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-000060" / "policy")
+    assert heldout()[0]["prompt"] in done.stdout
 
 
 @pytest.mark.slow

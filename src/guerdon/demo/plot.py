@@ -1,23 +1,49 @@
-"""The demo's picture: how rewards are spread, and how far apart the best and the worst answer to a prompt are."""
+"""The demo's pictures: how rewards rose as the policy learnt, or how those of scored responses are spread."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from guerdon.demo.story import KINDS
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BEST, WORST, REST, INK = "#1b7f79", "#d1495b", "#c9ced6", "#2b2d42"
-KIND_COLOURS = dict(zip(KINDS, (BEST, "#6bb392", "#8d99ae", "#edae49", WORST, "#7a5c8f"), strict=True))
+
+
+def save_learning(steps: Sequence[dict[str, Any]], before: np.ndarray, after: np.ndarray, path: Path) -> None:
+    """Draws the steps of a run (rows of its metrics) and the rewards of the held-out responses, and writes a PNG."""
+    with _picture(path, "guerdon demo: a policy learns from a served reward model", 3) as (first, second, third):
+        _draw_rewards(first, steps)
+        trained = [row for row in steps if "kl" in row]
+        second.plot([row["step"] for row in trained], [row["kl"] for row in trained], color=INK, lw=2)
+        second.set_ylim(bottom=min(0, *second.get_ylim()))
+        second.set(xlabel="step", ylabel="nats a response", title="KL to the policy it began as")
+        bins = np.histogram_bin_edges(np.concatenate([before.ravel(), after.ravel()]), bins=24).tolist()
+        for rewards, name, colour in ((before, "before", WORST), (after, "after", BEST)):
+            third.hist(rewards.ravel(), bins=bins, color=colour, alpha=0.35)
+            third.hist(rewards.ravel(), bins=bins, histtype="step", lw=1.5, color=colour)
+            third.axvline(rewards.mean(), color=colour, lw=2, label=f"{name}: mean {rewards.mean():.2f}")
+        third.set(xlabel="reward", ylabel="responses", title="Held-out prompts, before and after")
+        third.set_ylim(top=1.25 * third.get_ylim()[1])  # room for the legend
+        third.legend(frameon=False, fontsize=9, loc="upper left")
 
 
 def save(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws scored rows (`rewards` a prompt, and perhaps `kinds`) and writes a PNG; failed samples are left out."""
+    """Draws scored rows (`rewards` a prompt) and writes a PNG; failed samples are left out."""
+    with _picture(path, title, 2) as (left, right):
+        _draw_distribution(left, rows)
+        _draw_gaps(right, rows)
+
+
+@contextmanager
+def _picture(path: Path, title: str, num_panels: int) -> Iterator[Sequence[Axes]]:
+    """The panels of a picture, which is written when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,19 +56,32 @@ def save(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         "axes.edgecolor": "#8d99ae",
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.titlesize": 11,
         "xtick.color": INK,
         "ytick.color": INK,
     }
     with plt.rc_context(style):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), width_ratios=(1, 1.15), layout="constrained")
-        _draw_distribution(left, rows)
-        if all("kinds" in row for row in rows):
-            _draw_kinds(right, rows)
-        else:
-            _draw_gaps(right, rows)
+        figure: Figure
+        figure, panels = plt.subplots(1, num_panels, figsize=(1.5 + 4.5 * num_panels, 4.4), layout="constrained")
+        yield panels
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def _draw_rewards(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
+    """The mean reward of each step's responses with their spread, and that of the held-out prompts now and then."""
+    trained = [row for row in steps if "reward" in row]
+    at = np.array([row["step"] for row in trained])
+    means, stds = (np.array([row[name] for row in trained]) for name in ("reward", "reward_std"))
+    axes.fill_between(at, means - stds, means + stds, color=BEST, alpha=0.12, lw=0, label="spread of responses")
+    axes.plot(at, means, color=BEST, lw=2, label="responses it learns from")
+    held_out = [(row["step"], row["validation_reward"]) for row in steps if "validation_reward" in row]
+    axes.plot(*zip(*held_out, strict=True), color=WORST, lw=1.2, marker="o", ms=5, label="held-out prompts")
+    axes.grid(axis="y", color="#e6e8ec")
+    axes.set_axisbelow(True)
+    axes.set(xlabel="step", ylabel="reward", title="Reward")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
 def _draw_distribution(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -63,23 +102,6 @@ def _draw_distribution(axes: Axes, rows: list[dict[str, Any]]) -> None:
     )  # fmt: skip
     axes.set(xlabel="reward", ylabel="responses", title=f"Rewards of {len(everything)} responses")
     axes.legend(frameon=False, fontsize=9)
-
-
-def _draw_kinds(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """One strip a kind of answer, each dot an answer, the bar its median."""
-    jitter = np.random.default_rng(0)
-    for height, kind in enumerate(reversed(KINDS)):
-        pairs = [pair for row in rows for pair in zip(row["kinds"], row["rewards"], strict=True)]
-        rewards = np.array([r for k, r in pairs if k == kind and r is not None])
-        heights = height + jitter.uniform(-0.22, 0.22, len(rewards))
-        axes.scatter(rewards, heights, s=26, color=KIND_COLOURS[kind], alpha=0.75, lw=0)
-        if len(rewards):
-            axes.plot([np.median(rewards)] * 2, [height - 0.34, height + 0.34], color=INK, lw=2)
-    axes.set_yticks(range(len(KINDS)), [kind.replace("_", " ") for kind in reversed(KINDS)])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e6e8ec")
-    axes.set_axisbelow(True)
-    axes.set(xlabel="reward", title="By what a person would call the response")
 
 
 def _draw_gaps(axes: Axes, rows: list[dict[str, Any]]) -> None:

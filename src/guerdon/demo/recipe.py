@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+CHAT_TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Recipe:
     vocab_size: int = 2000
     hidden_size: int = 80
     num_heads: int = 4
-    num_steps: int = 140
-    prompts_per_step: int = 6
-    learning_rate: float = 1e-3
+    num_steps: int = 150
+    prompts_per_step: int = 5
+    learning_rate: float = 1.5e-3
 
 
 def make_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -67,7 +68,7 @@ def bradley_terry_loss(rewards: torch.Tensor) -> torch.Tensor:
     return -F.logsigmoid(rewards[:, list(chosen)] - rewards[:, list(rejected)]).mean()
 
 
-def start_from_topics(
+def start_fromtopics_of_tokens(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]
 ) -> None:
     """Starts the three layers near a comparison of topics, so that they learn in seconds and not in hours.
@@ -88,7 +89,11 @@ def start_from_topics(
     averaging, comparing, collecting = model.model.layers
     with torch.no_grad():
         embedding *= 5.0
-        embedding[:, topics], embedding[:, context], embedding[:, always] = 6.0 * _topics(tokenizer, groups), 0.0, 2.0
+        embedding[:, topics], embedding[:, context], embedding[:, always] = (
+            6.0 * topics_of_tokens(tokenizer, groups),
+            0.0,
+            2.0,
+        )
         embedding[tokenizer.convert_tokens_to_ids("<|assistant|>"), assistant] = 6.0
         for layer in (averaging, comparing, collecting):
             layer.self_attn.q_proj.weight.zero_()  # attention starts as a plain average
@@ -110,7 +115,7 @@ def start_from_topics(
         comparing.mlp.down_proj.weight[agrees, topics] = 1.5
 
 
-def _topics(tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]) -> torch.Tensor:
+def topics_of_tokens(tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]) -> torch.Tensor:
     """In which groups of sentences each token occurs, `[V, len(groups)]`; small for tokens that occur in many."""
     import torch
 
@@ -152,14 +157,14 @@ def make(folder: Path, recipe: Recipe = Recipe(), on_step: Callable[[int, float]
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    start_from_topics(model, tokenizer, [*by_topic, story.phrases["rude"]])
+    start_fromtopics_of_tokens(model, tokenizer, [*by_topic, story.phrases["rude"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.learning_rate, total_steps=recipe.num_steps, pct_start=0.1
     )
     for step in range(recipe.num_steps):
         drawn = [story.draw() for _ in range(recipe.prompts_per_step)]
-        chats = [_chat(tokenizer, prompt, answer) for prompt, answers in drawn for answer in answers]
+        chats = [chat for prompt, answers in drawn for chat in _chats(tokenizer, prompt, answers)]
         batch = tokenizer(chats, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
         rewards = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         loss = bradley_terry_loss(rewards.view(recipe.prompts_per_step, NUM_ANSWERS))
@@ -173,6 +178,8 @@ def make(folder: Path, recipe: Recipe = Recipe(), on_step: Callable[[int, float]
     tokenizer.save_pretrained(folder)
 
 
-def _chat(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> str:
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return tokenizer.apply_chat_template(messages, tokenize=False)
+def _chats(tokenizer: PreTrainedTokenizerFast, prompt: str, answers: list[str]) -> list[str]:
+    """Each answer in the chat template; the last one, which has no end, without its end."""
+    conversations = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": a}] for a in answers]
+    *ended, endless = tokenizer.apply_chat_template(conversations, tokenize=False)
+    return [*ended, endless.removesuffix("<|end|>")]

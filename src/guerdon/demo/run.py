@@ -1,221 +1,189 @@
-"""The demo from end to end: model, server, scores, pictures; every part as a user would run it."""
+"""The demo from end to end: a reward model, its server, a policy that learns; every part as a user would run it."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import textwrap
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.resources import files
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
+import yaml
 
+from guerdon.actor.settings import ReinforceRunConfig
 from guerdon.client import RewardClient
-from guerdon.client.files import FileSummary, score_file
-from guerdon.demo import plot, recipe
+from guerdon.config import from_mapping, read_yaml
+from guerdon.demo import console, parts, plot
+from guerdon.demo.serving import served
 from guerdon.demo.story import KINDS
-from guerdon.errors import StartError
 
-NUM_SHOWN = 4
-"""Prompts whose best and worst response are printed."""
-
-
-def run(out: Path, data: Path | None, limit: int) -> None:
-    """Makes the model, serves it in a process of its own, scores `data` (None: the built-in prompts) into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    prompts = _prepare(out / "prompts.jsonl", data, limit)
-
-    _heading("1  A small reward model, trained on preference pairs")
-    _train(out / "reward_model")
-
-    _heading("2  guerdon serve, in a process of its own")
-    scored = out / "scores.jsonl"
-    scored.unlink(missing_ok=True)
-    with _server(out / "reward_model", out / "server.log") as url, RewardClient(url) as client:
-        client.wait_ready(timeout_s=60)
-        _heading("3  Scoring every response through RewardClient")
-        summary = score_file(client, prompts, scored, template=True)
-    rows = [json.loads(line) for line in scored.read_text(encoding="utf-8").splitlines()]
-    if not summary.rewards:
-        raise StartError(f"no response in {data} could be scored", f"see the errors in {scored}")
-
-    _heading("4  Best and worst")
-    for row in _spread_out([row for row in rows if len(_ranked(row)) > 1], NUM_SHOWN):
-        _show(row)
-    results = _summarise(rows, summary)
-    (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.save(rows, out / "rewards.png", f"guerdon demo: {data.name if data else 'built-in prompts'}")
-
-    _heading("Done")
-    print(f"  {summary}")
-    if "pair_accuracy" in results:
-        print(f"  {results['pair_accuracy']:.1%} of {results['num_pairs']} held-out pairs are ranked as a person would")
-    else:
-        print("  The model knows a few everyday topics only: take its rewards for your data as a trial of the server.")
-    for name, what in (
-        ("rewards.png", "the rewards, drawn"),
-        ("scores.jsonl", "every response with its reward"),
-        ("summary.json", "the figures"),
-        ("reward_model", f"the model: guerdon serve {out / 'reward_model'}"),
-        ("server.log", "what the server logged"),
-    ):
-        print(f"  {_bold(str(out / name)):<{28 + len(str(out))}} {what}")
+NUM_SHOWN = 5
+"""Held-out prompts whose responses before and after are printed."""
+NUM_MEASURED = 8
+"""Responses to each held-out prompt that are measured before and after."""
+WIDTH = 46
+"""Columns of a response that is printed beside another."""
+NUM_LAST = 5
+"""Steps at the end whose mean KL is given."""
 
 
-def _prepare(path: Path, data: Path | None, limit: int) -> Path:
-    """Writes the rows to score to `path`: the built-in ones, or the first `limit` of `data`, checked."""
-    if data is None:
-        path.write_bytes(files("guerdon.demo").joinpath("heldout.jsonl").read_bytes())
-        return path
-    if limit < 1:
-        raise StartError(f"--limit is {limit}", "give at least 1")
-    kept: list[str] = []
-    is_cut = False
-    try:
-        with gzip.open(data, "rt", encoding="utf-8") if data.suffix == ".gz" else open(data, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                if len(kept) == limit:
-                    is_cut = True
-                    break
-                kept.append(json.dumps(_checked_row(line, f"{data}, line {number}"), ensure_ascii=False) + "\n")
-    except (OSError, EOFError, UnicodeDecodeError) as e:
-        raise StartError(f"cannot read {data}: {e}", "give a JSONL file, or .jsonl.gz") from e
-    if not kept:
-        raise StartError(f"{data} has no rows", 'each line is {"prompt": ..., "responses": [...]}')
-    if is_cut:
-        print(f"{data} has more than {limit} prompts: taking the first {limit} (--limit N, or make demo LIMIT=N)")
-    path.write_text("".join(kept), encoding="utf-8")
-    return path
-
-
-def _checked_row(line: str, where: str) -> dict[str, Any]:
-    form = 'each line is {"prompt": "...", "responses": ["...", ...]}'
-    try:
-        row = json.loads(line)
-    except ValueError as e:
-        raise StartError(f"{where}: not valid JSON ({e})", form) from e
-    prompt, responses = (row.get("prompt"), row.get("responses")) if isinstance(row, dict) else (None, None)
-    if not isinstance(prompt, str) or not isinstance(responses, list) or not all(isinstance(r, str) for r in responses):
-        raise StartError(f"{where}: no prompt text with a list of response texts", form)
-    return {"prompt": prompt, "responses": responses}
-
-
-def _train(folder: Path) -> None:
-    import torch
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(1)  # a model this small loses more between threads than it gains
-    chosen = recipe.Recipe()
-    started = time.monotonic()
-    with tqdm(total=chosen.num_steps, unit="step", desc="  training") as bar:
-
-        def on_step(_step: int, loss: float) -> None:
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            bar.update()
-
-        recipe.make(folder, chosen, on_step)
-    print(f"  saved in {folder} after {time.monotonic() - started:.1f} s")
-
-
-@contextmanager
-def _server(model: Path, log_path: Path) -> Iterator[str]:
-    """A `guerdon serve` process on free ports; yields its URL once it says that it is ready, and stops it after."""
-    command = [sys.executable, "-m", "guerdon", "serve", str(model), "--port", "0", "--no-grpc"]
-    print("  $ guerdon " + " ".join(command[3:]))
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            print(f"  {_dim(line.rstrip())}")
-            ready = re.search(r"ready at (http://\S+)", line)
-            if ready:
-                break
-        else:
-            tail = "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-            raise StartError(f"the server ended with status {process.wait()}:\n{tail}", f"see {log_path}")
-        yield ready[1]
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=30)
-        print("  the server has stopped")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-
-def _summarise(rows: list[dict[str, Any]], summary: FileSummary) -> dict[str, Any]:
-    gaps = [ranked[0][0] - ranked[-1][0] for ranked in map(_ranked, rows) if ranked]
-    results: dict[str, Any] = {
-        "num_prompts": len(rows),
-        "num_responses": summary.num_samples,
-        "num_failed": summary.num_failed,
-        "seconds": round(summary.seconds, 3),
-        "mean_reward": summary.mean,
-        "min_reward": min(summary.rewards),
-        "max_reward": max(summary.rewards),
-        "mean_gap": sum(gaps) / len(gaps),
+def settings(out: Path, url: str, seed: int, steps: int) -> dict[str, Any]:
+    """What the demo's reinforce.yaml says."""
+    return {
+        "policy": {"model": str(out / parts.POLICY), "learning_rate": 5e-4},
+        "data": {
+            "prompts": str(out / parts.PROMPTS),
+            "validation": str(out / parts.VALIDATION),
+            "num_validation": 96,
+            "template": True,
+        },
+        "rollouts": {"prompts_per_step": 16, "rollouts_per_prompt": 8, "max_new_tokens": 64},
+        "reinforce": {"advantage_estimator": "rloo", "kl_coefficient": 0.3, "global_batch_size": 128},
+        "remote_rm": {"reward_model": {"urls": [url]}},
+        "run": {"steps": steps, "seed": seed, "output_dir": str(out / "run"), "save_every": steps},
     }
-    if all("kinds" in row for row in rows):
-        hits = [hit for row in rows for hit in _hits(dict(zip(row["kinds"], row["rewards"], strict=True)))]
-        results |= {"num_pairs": len(hits), "pair_accuracy": sum(hits) / len(hits)}
-    return results
 
 
-def _hits(rewards: dict[str, float]) -> list[bool]:
-    """For each pair of kinds that a person would rank, whether the rewards rank it so."""
-    pairs = [(kind, worse) for i, kind in enumerate(KINDS[:2]) for worse in KINDS[i + 1 :]]
-    return [rewards[kind] > rewards[worse] for kind, worse in pairs]
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Responses of a policy to the held-out prompts and their rewards, `[len(prompts)][NUM_MEASURED]` each."""
+
+    responses: list[list[str]]
+    rewards: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        """Of all rewards."""
+        return float(self.rewards.mean())
 
 
-def _ranked(row: dict[str, Any]) -> list[tuple[float, str]]:
-    """(reward, response) from best to worst, without failed ones."""
-    pairs = zip(row["rewards"], row["responses"], strict=True)
-    return sorted((pair for pair in pairs if pair[0] is not None), reverse=True)
+def run(out: Path, seed: int, steps: int) -> int:
+    """Makes the models, serves one, trains the other against it, and leaves everything in `out`; the exit status."""
+    import torch
+
+    started = time.monotonic()
+    torch.set_num_threads(1)  # models this small lose more between threads than they gain
+    out.mkdir(parents=True, exist_ok=True)
+    folder = out / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+
+    console.heading("1  A reward model learns from preferences what a good answer is")
+    parts.make_reward_model(out, seed)
+    console.heading("2  A policy learns to answer: well, badly, rudely, beside the point")
+    parts.make_policy(out, seed)
+    parts.make_prompts(out, seed)
+    held_out = [json.loads(line) for line in (out / parts.HELD_OUT).read_text(encoding="utf-8").splitlines()]
+    prompts = [row["prompt"] for row in held_out]
+
+    console.heading("3  The reward model is served, in a process of its own")
+    with served(out / parts.REWARD_MODEL, out / "server.log") as url, RewardClient(url) as client:
+        client.wait_ready(timeout_s=60)
+        accuracy = pair_accuracy(client, held_out)
+        print(f"  {accuracy:.1%} of held-out pairs of answers are ranked as a person would")
+        before = measure(client, out / parts.POLICY, prompts)
+
+        console.heading("4  The policy learns from the server, by REINFORCE")
+        file = out / "reinforce.yaml"
+        file.write_text(yaml.safe_dump(settings(out, url, seed, steps), sort_keys=False), encoding="utf-8")
+        print(f"  $ guerdon reinforce {file}")
+        from guerdon.actor import reinforce
+
+        summary = reinforce.train(from_mapping(ReinforceRunConfig, read_yaml(file)))
+        if summary.stopped is not None:
+            return summary.exit_status
+        trained = folder / "checkpoints" / f"step-{summary.step:06d}" / "policy"
+        after = measure(client, trained, prompts)
+
+    console.heading("5  Before and after, on prompts that it was not trained on")
+    for i in range(0, len(prompts), -(-len(prompts) // NUM_SHOWN)):
+        show(prompts[i], before, after, i)
+    steps_done = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    results = {
+        "reward_before": before.mean,
+        "reward_after": after.mean,
+        "kl": float(np.mean([row["kl"] for row in steps_done[-NUM_LAST:]])),
+        "seconds": round(time.monotonic() - started, 1),
+        "steps": summary.step,
+        "seed": seed,
+        "pair_accuracy": accuracy,
+    }
+    (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot.save_learning(steps_done, before.rewards, after.rewards, out / "learning.png")
+
+    console.heading("Done")
+    print(
+        f"  The mean reward of {after.rewards.size} held-out responses went from {before.mean:.2f} to {after.mean:.2f},"
+        f" {results['kl']:.1f} nats from where the policy began; {results['seconds']:.0f} s in all"
+    )
+    console.files(
+        [
+            (out / "learning.png", "rewards and KL, drawn"),
+            (out / "summary.json", "the figures"),
+            (folder / "samples", "responses as it learnt; curves.png, metrics.jsonl and tensorboard/ lie beside them"),
+            (trained, "the policy, as transformers loads it"),
+            (out / "reinforce.yaml", "the settings of guerdon reinforce"),
+            (out / parts.REWARD_MODEL, f"the reward model: guerdon serve {out / parts.REWARD_MODEL}"),
+            (out / "server.log", "what its server logged"),
+        ]
+    )
+    return 0
 
 
-def _spread_out(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    return rows[:: max(1, len(rows) // count)][:count]
+def measure(client: RewardClient, folder: Path, prompts: list[str]) -> Measured:
+    """NUM_MEASURED responses of the policy in `folder` to each prompt, as transformers itself draws them, rewarded."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=64, num_return_sequences=NUM_MEASURED)
+    rows = []
+    for tokens, is_token in zip(drawn, inputs["attention_mask"].repeat_interleave(NUM_MEASURED, 0), strict=True):
+        prompt = tokens[: len(is_token)][is_token.bool()].tolist()
+        response = tokens[len(is_token) :].tolist()
+        end = response.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in response else len(response)
+        rows.append((np.array(prompt + response[:end]), tokenizer.decode(response[:end], skip_special_tokens=True)))
+    rewards = client.score(tokens=[tokens for tokens, _ in rows]).rewards
+    texts = [text for _, text in rows]
+    return Measured(
+        [texts[i : i + NUM_MEASURED] for i in range(0, len(texts), NUM_MEASURED)], rewards.reshape(-1, NUM_MEASURED)
+    )
 
 
-def _show(row: dict[str, Any]) -> None:
-    ranked = _ranked(row)
-    print(f"  {_bold(textwrap.shorten(row['prompt'], 110, placeholder=' ...'))}")
-    for (reward, response), colour, name in ((ranked[0], "32", "best "), (ranked[-1], "31", "worst")):
-        lines = textwrap.wrap(" ".join(response.split()) or "(nothing)", 88, max_lines=3, placeholder=" ...")
-        print(f"    {_ansi(colour, f'{name} {reward:8.3f}')}  {lines[0]}")
-        for line in lines[1:]:
-            print(f"{'':20}{line}")
+def pair_accuracy(client: RewardClient, rows: list[dict[str, Any]]) -> float:
+    """The share of pairs of different kinds of answers to a prompt whose rewards rank them as a person would."""
+    hits = []
+    for row in rows:
+        scores = client.score(
+            messages=[
+                [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": response}]
+                for response in row["responses"]
+            ]
+        )
+        rewards = dict(zip(row["kinds"], scores.rewards, strict=True))
+        hits += [rewards[kind] > rewards[worse] for i, kind in enumerate(KINDS[:2]) for worse in KINDS[i + 1 :]]
+    return sum(hits) / len(hits)
+
+
+def show(prompt: str, before: Measured, after: Measured, i: int) -> None:
+    """Prints the first response drawn to prompt `i` before beside that after."""
+    print(f"  {console.bold(console.shortened(prompt))}")
+    sides = [
+        (measured.rewards[i][0], colour, console.wrapped(measured.responses[i][0], WIDTH, most=4))
+        for measured, colour in ((before, console.RED), (after, console.GREEN))
+    ]
+    for row in range(max(len(lines) for _, _, lines in sides)):
+        cells = []
+        for reward, colour, lines in sides:
+            number = console.coloured(colour, f"{reward:6.2f}") if row == 0 else " " * 6
+            cells.append(f"{number}  {lines[row] if row < len(lines) else '':<{WIDTH}}")
+        print(f"    {'    '.join(cells).rstrip()}")
     print()
-
-
-def _heading(text: str) -> None:
-    print(f"\n{_bold(text)}", flush=True)
-
-
-def _bold(text: str) -> str:
-    return _ansi("1", text)
-
-
-def _dim(text: str) -> str:
-    return _ansi("2", text)
-
-
-def _ansi(code: str, text: str) -> str:
-    """Coloured where a terminal reads it and NO_COLOR is not set."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return f"\033[{code}m{text}\033[0m"

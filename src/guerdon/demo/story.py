@@ -1,7 +1,7 @@
 """Prompts with good and bad answers, put together from the sentences of topics.yaml.
 
 A preference between two of them has a reason that a person would give: helpful before brief, and both before
-off-topic, repetitive, rude and evasive answers.
+off-topic, repetitive, rude, evasive and unfinished answers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import yaml
 KINDS = ("helpful", "brief", "off_topic", "repetitive", "rude", "evasive")
 """The kinds of answer; each of the first two is preferred to all that follow it, the last four are equals."""
 
-NUM_ANSWERS = 6
-"""Answers to each drawn prompt: helpful, brief, and four bad ones."""
+NUM_ANSWERS = 7
+"""Answers to each drawn prompt: helpful, brief, and five bad ones, of which the last is unfinished."""
+
+SPOKEN = {"helpful": 0.3, "brief": 0.3, "off_topic": 0.05, "repetitive": 0.1, "rude": 0.1, "evasive": 0.1}
+"""How often the policy's text has each kind of answer, as weights."""
 
 
 class Story:
@@ -36,12 +39,13 @@ class Story:
         return [topic["ask"] + topic["facts"] + topic["words"] for topic in self.topics.values()]
 
     def draw(self) -> tuple[str, list[str]]:
-        """One question with NUM_ANSWERS answers: helpful, brief, and four bad ones."""
+        """One question with NUM_ANSWERS answers: helpful, brief, and bad ones, the last of them unfinished."""
         name = self.rng.choice(list(self.topics))
         other = self.rng.choice([n for n in self.topics if n != name])
         off_topic = [self._helpful(other), self._facts(other, 1, 2)]
         curt = self.rng.choice([self._rude, self._rude, self._evasive])(name)
-        answers = [self._helpful(name), self._facts(name, 1, 2), *off_topic, self._repetitive(name), curt]
+        good = [self._helpful(name), self._facts(name, 1, 2)]
+        answers = [*good, *off_topic, self._repetitive(name), curt, self._unfinished(name)]
         return self._question(name), answers
 
     def _question(self, name: str) -> str:
@@ -66,11 +70,17 @@ class Story:
         return " ".join(parts)
 
     def _repetitive(self, name: str) -> str:
+        if self.rng.random() < 0.4:
+            return " ".join([self._facts(name)] * self.rng.randint(2, 3))
         words = self._facts(name).rstrip(".").split() or [name]
         length = self.rng.randint(1, min(5, len(words)))
         start = self.rng.randint(0, len(words) - length)
         joint = self.rng.choice([" ", ", ", ". ", " and "])
         return joint.join([" ".join(words[start : start + length])] * self.rng.randint(4, 4 + 6 // length)) + "."
+
+    def _unfinished(self, name: str) -> str:
+        words = self._facts(name, 2, 3).split()
+        return " ".join(words[: self.rng.randint(len(words) // 2, len(words) - 1)])
 
     def _rude(self, name: str) -> str:
         parts = [self._phrase("rude") for _ in range(self.rng.randint(1, 2))]
@@ -95,3 +105,39 @@ class Story:
             if self.rng.random() < 0.12:
                 varied.append(self.rng.choice(words))
         return " ".join(varied)
+
+
+class PlainStory(Story):
+    """The same answers as they stand in the file, for a policy to learn to say; some of them are bad on purpose."""
+
+    def say(self) -> tuple[str, str]:
+        """A question and one answer to it, of a kind drawn by SPOKEN."""
+        name = self.rng.choice(list(self.topics))
+        return self.ask(name), self._answer(self.rng.choices(list(SPOKEN), list(SPOKEN.values()))[0], name)
+
+    def ask(self, name: str | None = None) -> str:
+        """A question about the topic, or about any: one of the file with words strewn in, or words about it alone."""
+        name = name or self.rng.choice(list(self.topics))
+        topic = self.topics[name]
+        if self.rng.random() < 0.5:
+            chosen = self.rng.sample(topic["words"], self.rng.randint(2, 5))
+            chosen += self.rng.sample(self.common, self.rng.randint(3, 9))
+            self.rng.shuffle(chosen)
+            return " ".join(chosen)
+        words = self.rng.choice(topic["ask"]).split()
+        for _ in range(self.rng.randint(0, 3)):
+            strewn = self.rng.choice(topic["words"] if self.rng.random() < 0.5 else self.common)
+            words.insert(self.rng.randrange(len(words) + 1), strewn)
+        return " ".join(words)
+
+    def _answer(self, kind: str, name: str) -> str:
+        if kind == "off_topic":
+            kind = "helpful"
+            name = self.rng.choice([n for n in self.topics if n != name])
+        if kind == "brief":
+            return self._facts(name)
+        answer: str = getattr(self, f"_{kind}")(name)
+        return answer
+
+    def _vary(self, sentence: str, _words: list[str]) -> str:
+        return sentence

@@ -1,0 +1,43 @@
+"""What the demo prints: headings, text in columns, colours where a terminal shows them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+
+GREEN, RED, GREY = "32", "31", "2"
+
+
+def heading(text: str) -> None:
+    """A part of the demo begins."""
+    print(f"\n{bold(text)}", flush=True)
+
+
+def bold(text: str) -> str:
+    """Bold, where it is shown."""
+    return coloured("1", text)
+
+
+def coloured(code: str, text: str) -> str:
+    """Coloured where a terminal reads it and NO_COLOR is not set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+def wrapped(text: str, width: int, most: int = 3) -> list[str]:
+    """At most `most` lines of the text; one at least, which says so where there is nothing in it."""
+    return textwrap.wrap(" ".join(text.split()) or "(nothing)", width, max_lines=most, placeholder=" ...")
+
+
+def shortened(text: str, width: int = 110) -> str:
+    """The text in one line."""
+    return textwrap.shorten(text, width, placeholder=" ...")
+
+
+def files(named: list[tuple[object, str]]) -> None:
+    """Lists files and what is in them."""
+    width = max(len(str(path)) for path, _ in named)
+    for path, what in named:
+        print(f"  {bold(str(path))}{' ' * (width - len(str(path)))}  {what}")
