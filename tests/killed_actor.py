@@ -31,7 +31,7 @@ POINTS: Points = {
 }
 POINTS_WITH_CRITIC: Points = POINTS | {
     "when the critic's training is asked for": (CriticClient, "train", False),
-    "between the critic's save and the actor's": (CriticClient, "save", False),
+    "between the critic's save and the actor's": (Checkpoints, "_complete", True),
     "between the actor's load and the critic's": (CriticClient, "load", True),
     "at the end of a resume": (CriticClient, "load", False),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from guerdon import __version__, cli, flags
-from guerdon.actor.settings import ReinforceRunConfig, check_actor
+from guerdon.actor.settings import ReinforceRunConfig, check_actor, scheduled
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.errors import ConfigError
 from processes import environment
@@ -344,7 +344,17 @@ def test_an_actors_yaml_alone(run_yaml: str) -> None:
         (["--reinforce.clip-low", "0"], "clip_low is 0"),
         (["--run.trackers", "paper"], "run.trackers has paper"),
         (["--policy.dtype", "float16"], "gradients vanish"),
-        (["--run.steps", "0"], "steps is 0"),
+        (["--run.steps", "0"], "run.steps is 0"),
+        (["--reinforce.global-batch-size", "0"], "reinforce.global_batch_size is 0"),
+        (["--reinforce.epochs", "0"], "reinforce.epochs is 0"),
+        (["--policy.lr-schedule", "linear", "--policy.warmup-steps", "9999"], "policy.lr_schedule is linear"),
+        (["--rollouts.repetition-penalty", "0"], "rollouts.repetition_penalty is 0"),
+        (["--rollouts.min-new-tokens", "200"], "rollouts.min_new_tokens is 200, and max_new_tokens is 128"),
+        (["--rollouts.top-k", "1"], "rollouts.top_k is 1"),
+        (["--rollouts.top-p", "0"], "rollouts.top_p is 0"),
+        (["--remote-rm.send", "text", "--remote-rm.pad-to-length", "64"], "remote_rm.pad_to_length is 64, and"),
+        (["--run.time-limit", "12:00"], "run.time_limit is '12:00'"),
+        ([], "there is no ./p"),
     ],
 )
 def test_settings_of_an_actor_that_cannot_be(
@@ -367,5 +377,43 @@ def test_the_schedules_length_is_that_of_the_run() -> None:
     config.policy.model = config.data.prompts = "x"
     config.policy.lr_schedule = "linear"
     config.run.steps, config.reinforce.epochs, config.reinforce.global_batch_size = 10, 3, 40
-    check_actor(config)  # 16 prompts of 4 responses are 2 global batches of 40
-    assert config.policy.total_steps == 60
+    check_actor(config)
+    assert scheduled(config).total_steps == 60  # 16 prompts of 4 responses are 2 global batches of 40
+    assert config.policy.total_steps is None  # another run with the same settings may be of another length
+
+
+def test_an_actors_settings_that_are_fine_and_files_that_are_not_there(tmp_path: Path) -> None:
+    config = ReinforceRunConfig()
+    config.policy.model, config.data.prompts = "some-org/policy", "some-org/prompts"
+    check_actor(config)
+    config.data.validation = str(tmp_path / "v.jsonl")
+    with pytest.raises(ConfigError, match=r"there is no .*v\.jsonl"):
+        check_actor(config)
+
+
+@pytest.mark.parametrize("limit", ["210", "1:03:30:00"])
+def test_a_time_limit_that_yaml_takes_for_a_number_is_told(
+    limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run: {{time_limit: {limit}}}\n")
+    assert cli.main(["reinforce", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "run.time_limit is " in error and "in quotes" in error
+
+
+@pytest.mark.parametrize("command", ["reinforce", "ppo"])
+def test_an_actor_without_its_file_or_with_a_url_that_is_none(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, str(tmp_path / "nope.yaml")]) == 2
+    assert "--config" not in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text(
+        "policy: {model: some-org/policy}\ndata: {prompts: some-org/prompts}\n"
+        "remote_rm: {reward_model: {urls: ['ftp://x:1']}}\n" if command == "reinforce" else
+        "policy: {model: some-org/policy}\ndata: {prompts: some-org/prompts}\n"
+        "remote_critic_rm: {critic: {url: 'ftp://x:1'}}\n"
+    )  # fmt: skip
+    assert cli.main([command, str(tmp_path / "run.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "server URL 'ftp://x:1' is not one" in error and "help: correct " in error

@@ -127,3 +127,11 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
 def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+def test_a_choice_is_checked_that_python_gave_and_named_by_its_section() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.optimizer is 'sgd'") as caught:
+        check(CriticConfig(optimizer="sgd"), "policy.")  # type: ignore[arg-type]
+    assert caught.value.help == "choose one of adamw, adamw_8bit"
+    with pytest.raises(ConfigError, match=r"policy\.betas is"):
+        check(CriticConfig(betas=[2.0, 0.9]), "policy.")

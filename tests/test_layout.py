@@ -41,7 +41,9 @@ ROOMS = {  # room: the rooms that it may know besides itself
 }
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
-    **dict.fromkeys(["core", "errors", "config", "metrics", "durable", "client", "server", "distributed", "flags", "cli"], TORCH),
+    **dict.fromkeys(
+        ["core", "errors", "config", "metrics", "durable", "client", "server", "distributed", "flags", "cli"], TORCH
+    ),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(["server/scheduler.py", "server/lane.py"], TORCH | {"asyncio", "concurrent", "threading", "time"}),
     **dict.fromkeys(["actor/settings.py", "actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),

@@ -208,37 +208,46 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
     return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in given.items()})
 
 
-def check(settings: Any) -> None:
-    """Raises ConfigError for the first setting of the dataclass that is out of its bounds or contradicts another."""
+def check(settings: Any, where: str = "") -> None:
+    """Raises ConfigError for the first setting of the dataclass that is out of its bounds or contradicts another.
+
+    `where` is the path of the section that the settings are, with the point behind it.
+    """
+    hints = typing.get_type_hints(type(settings))
     for item in dataclasses.fields(settings):
         value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
+        path = where + item.name
         if dataclasses.is_dataclass(value):
-            check(value)
+            check(value, f"{path}.")
             continue
+        if typing.get_origin(hints[item.name]) is Literal:
+            _convert(hints[item.name], value, path)
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-            raise ConfigError(f"{item.name} is {value}", "give a finite number")
+            raise ConfigError(f"{path} is {value}", "give a finite number")
         if value is not None and least is not None and value < least:
-            raise ConfigError(f"{item.name} is {value}", f"give at least {least:g}")
+            raise ConfigError(f"{path} is {value}", f"give at least {least:g}")
         if value is not None and most is not None and value > most:
-            raise ConfigError(f"{item.name} is {value}", f"give at most {most:.0f}")
+            raise ConfigError(f"{path} is {value}", f"give at most {most:.0f}")
     if isinstance(settings, EngineConfig) and settings.std is not None and not settings.std > 0:
         raise ConfigError(f"std is {settings.std:g}", "rewards and values are divided by it: give a number above 0")
     if isinstance(settings, LearningConfig):
-        _check_learning(settings)
+        _check_learning(settings, where)
     if isinstance(settings, CriticConfig):
         _check_critic(settings)
 
 
-def _check_learning(settings: Any) -> None:
+def _check_learning(settings: Any, where: str) -> None:
     if settings.dtype == "float16":
-        raise ConfigError("dtype is float16, in which gradients vanish to 0", "use bfloat16 or float32 to train")
+        raise ConfigError(
+            f"{where}dtype is float16, in which gradients vanish to 0", "use bfloat16 or float32 to train"
+        )
     betas, schedule = settings.betas, settings.lr_schedule
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
+        raise ConfigError(f"{where}betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
     if schedule != "constant" and (settings.total_steps is None or settings.total_steps <= settings.warmup_steps):
         raise ConfigError(
-            f"lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
+            f"{where}lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
             f"give the optimiser steps of the whole run as total_steps, more than the {settings.warmup_steps} of the "
             "warm-up",
         )
@@ -286,6 +295,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and isinstance(value, (bool, int, float)):
+        raise ConfigError(
+            f"{where} is {value!r}, and not text", "write it in quotes: YAML reads 1:30:00 as a number, too"
+        )
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}", f"give a value of type {hint.__name__}")
     return value
@@ -298,6 +311,6 @@ def read_yaml(path: str | Path) -> Any:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}", "check the path given to --config") from e
+        raise ConfigError(f"cannot read {path}: {e.strerror}", "check its path") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not valid YAML: {e}", "check the indentation at that line") from e

@@ -17,7 +17,8 @@ GuerdonError
 │   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
 ├── StorageFailed           507 RESOURCE_EXHAUSTED   the disk cannot take it; the text says what was not done
 ├── CriticReset             -                        raised by clients: the critic's weights are older than was seen
-├── RunFailed               -                        raised by actors: too much of a step failed to learn from the rest
+├── RunFailed               -                        raised by actors: the run cannot go on
+│   └── RewardsFailed       -                        too many of a step's rewards failed; nothing was learnt of it
 ├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not answered within the time that the request allowed
 └── StartError              -                        the command cannot start; `help` says what to do
     ├── ConfigError
@@ -120,7 +121,14 @@ class Offloaded(Unavailable):
 
 
 class Unreachable(Unavailable):
-    """Nothing answers at that address, or the connection broke before the answer; only clients raise it."""
+    """Nothing answers at that address, or the connection broke before the answer; only clients raise it.
+
+    `may_have_arrived` is False where there was no connection, so that the request cannot have reached the server.
+    """
+
+    def __init__(self, message: str, *, may_have_arrived: bool = True) -> None:
+        super().__init__(message)
+        self.may_have_arrived = may_have_arrived
 
 
 class StorageFailed(GuerdonError):
@@ -134,7 +142,11 @@ class CriticReset(GuerdonError):
 
 
 class RunFailed(GuerdonError):
-    """Too much of an actor's step failed to learn from the rest."""
+    """An actor's run cannot go on; only actors raise it."""
+
+
+class RewardsFailed(RunFailed):
+    """Too many of a step's responses got no reward to learn from the rest; the policy is as it was before the step."""
 
 
 class DeadlineExceeded(GuerdonError):

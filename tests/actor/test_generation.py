@@ -25,18 +25,22 @@ from guerdon.training.policy import PolicyTrainer
 
 KINDS = {"llama": "packed", "gpt-oss": "packed", "gptj": "padded", "mamba": "alone"}
 """An architecture of each kind of decoder; gpt-oss has windows and sinks."""
+TABLES = ("gpt2", "opt", "gptj")
+"""Those that have no position beyond the longest sequence."""
 SEED = (3, 1)
 
 
 class Made:
     """A random policy, its engine and its generator."""
 
-    def __init__(self, name: str, folder: Path, most: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, most: int | None = None, *, max_length: int | None = None, **settings: Any
+    ) -> None:
         if not folder.exists():
             zoo.tokenizer(folder)
             zoo.language_model(name, folder, **settings)
         self.folder = folder
-        self.policy = load_policy(LanguageModelConfig(model=str(folder)))
+        self.policy = load_policy(LanguageModelConfig(model=str(folder), max_length=max_length))
         self.engine = LanguageEngine(self.policy)
         self.generator = TransformersGenerator(self.policy, self.engine, most)
 
@@ -86,6 +90,15 @@ def test_greedy_settings_are_those_of_generate(settings: dict, tmp_path: Path) -
     assert max(len(row) for row in responses(made(asked, greedy=True))) < 6
     want = [generated(made.folder, p, eos_token_id=list(made.policy.eos_token_ids), **settings) for p in asked]
     assert responses(made(asked, greedy=True, **settings)) == want != free
+
+
+def test_tokens_of_the_prompt_are_penalised_too(tmp_path: Path) -> None:
+    made, (prompt,) = Made("qwen2", tmp_path / "model"), prompts(200)
+    (free,) = responses(made([prompt], greedy=True))
+    assert free[0] in prompt.tokens
+    want = generated(made.folder, prompt, repetition_penalty=3.0)
+    assert responses(made([prompt], greedy=True, repetition_penalty=3.0)) == [want]
+    assert want[0] != free[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -177,6 +190,14 @@ def test_eos_ends_a_response_and_not_a_prompt(tmp_path: Path) -> None:
     assert not made([prompt])[0].is_end
 
 
+def test_by_default_nothing_is_taken_from_the_policys_distribution(tmp_path: Path) -> None:
+    made, (prompt,) = Made("llama", tmp_path / "model"), prompts(12)
+    ((first, *_),) = responses(made([prompt]))
+    made.policy.eos_token_ids = (first,)
+    (group,) = made.generator.generate([prompt], num=1, config=RolloutConfig(), seed=SEED)
+    assert responses(group) == [[first]] and group[0].is_end
+
+
 def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: Path) -> None:
     made, asked = Made("llama", tmp_path / "model"), prompts(12, 30)
     # What begins in the middle of one response goes over three tokens.
@@ -187,24 +208,92 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: 
     assert not rollouts[0].is_end and rollouts[0].response_length == 12
 
 
-def test_groups_come_when_they_are_finished_and_the_policy_may_be_used_between(tmp_path: Path) -> None:
-    made, asked = Made("llama", tmp_path / "model"), prompts(5, 250, 9, 240)
+@pytest.mark.parametrize("name", ["llama", *TABLES])
+def test_groups_come_when_they_are_finished_and_the_policy_may_be_used_between(name: str, tmp_path: Path) -> None:
+    made, asked = Made(name, tmp_path / "model"), prompts(5, 250, 9, 240)
     want = responses(made(asked, 2, max_new_tokens=30))
     config = RolloutConfig(max_new_tokens=30, min_new_tokens=0)
     computed = count_tokens(made)
+    of_prompts = 4 * 250 if made.generator._choice.kind == "padded" else 5 + 250 + 9 + 240
     order, rollouts = [], []
     for group in made.generator.generate(asked, num=2, config=config, seed=SEED):
-        order.append((group[0].group, computed[0] - sum(len(p.tokens) for p in asked)))
+        order.append((group[0].group, computed[0] - of_prompts))
         rollouts += group
         seen = computed[0]
         scored = list(made.engine.logprobs([r.tokens for r in group], np.array([r.prompt_length for r in group])))
-        assert len(scored) == 1 and scored[0][1].requires_grad
+        assert sum(len(members) for members, _, _ in scored) == 2 and scored[0][1].requires_grad
         computed[0] = seen
     # Those of 250 and 240 tokens have room for 6 and 16 more; each comes at once.
     assert [group for group, _ in order][:2] == [1, 3]
     assert order[0][1] == 8 * 5 and order[1][1] < 8 * 15
     assert responses(sorted(rollouts, key=lambda r: (r.group, r.index))) == want
     assert [len(row) for row in want][2:4] == [6, 6] and not rollouts[0].is_end
+
+
+CHANGE = 48
+"""The length beyond which the frequencies of `changing` are others."""
+
+
+def changing(kind: str, folder: Path) -> Made:
+    """A policy whose rotary embedding is another for long sequences; a dynamic one, for each of their lengths."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
+    if kind == "longrope":
+        rope |= {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": CHANGE}
+        return Made("phi3", folder, rope_parameters=rope, original_max_position_embeddings=CHANGE)
+    zoo.tokenizer(folder)
+    zoo.language_model(
+        "llama", folder, rope_parameters=rope | {"factor": 2.0}, max_position_embeddings=CHANGE, eos_token_id=None
+    )
+    return Made("", folder, max_length=200)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_change_with_the_length_are_those_of_each_sequence(kind: str, tmp_path: Path) -> None:
+    made = changing(kind, tmp_path / "model")
+    made.policy.eos_token_ids = ()
+    lengths = [CHANGE - 12, 8, CHANGE + 1, 20, 90, CHANGE - 12] if kind == "longrope" else [CHANGE - 12, 8, 20, 3]
+    asked, flat = prompts(*lengths), {"temperature": 5.0}
+    assert made.generator._choice.kind == "padded"
+    rollouts = made(asked, 2, **flat)
+    rows, starts = [r.tokens for r in rollouts], np.array([r.prompt_length for r in rollouts])
+    with torch.inference_mode():
+        for members, logprobs, _ in made.engine.logprobs(rows, starts, 5.0):
+            for i, row in zip(members, logprobs, strict=True):
+                np.testing.assert_allclose(rollouts[i].logprobs, row[:12].numpy(), atol=2e-4)
+    made(prompts(*lengths[::-1]), **flat)  # whatever ran before
+    assert responses(made(asked[:1], 2, **flat)) == responses(rollouts)[:2]
+    # A row that has ended before the others goes on behind the change as little.
+    made = Made("", made.folder, max_length=CHANGE)
+    made.policy.eos_token_ids = ()
+    short = prompts(*[8] * 12)
+    alone = responses(made(short, greedy=True, max_new_tokens=40))
+    assert responses(made([*short, *prompts(CHANGE - 1)], greedy=True, max_new_tokens=40))[:12] == alone
+
+
+@pytest.mark.parametrize(("kind", "length"), [("longrope", CHANGE - 11), ("longrope", CHANGE), ("dynamic", CHANGE + 1)])
+def test_a_response_within_which_the_frequencies_would_change_is_refused(
+    kind: str, length: int, tmp_path: Path
+) -> None:
+    made = changing(kind, tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"prompt 0 has {length} tokens, .* changes its frequencies") as refused:
+        made(prompts(length))
+    assert "rollouts.max_new_tokens" in refused.value.help
+
+
+@pytest.mark.parametrize("name", ["gptj", "mamba"])
+def test_prompts_that_are_computed_at_once_fit_the_token_budget(name: str, tmp_path: Path) -> None:
+    made = Made(name, tmp_path / "model")
+    made.policy.eos_token_ids = ()
+    asked = prompts(20, 20, 8, 20, 8, 20) if name == "gptj" else prompts(20, 20, 20, 20)
+    want = responses(made(asked, 2))
+    made.engine.max_batch_tokens = 64
+    shapes: list[tuple[int, ...]] = []
+    embeddings = made.policy.trunk.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    assert responses(made(asked, 2)) == want
+    assert [shape for shape in shapes if shape[1] > 1] == [(3, 20)] * (len(asked) // 3) + [(1, 20)] * (len(asked) % 3)
+    made.engine.max_batch_tokens = 5
+    assert responses(made(asked, 2)) == want
 
 
 def count_tokens(made: Made) -> list[int]:
@@ -227,14 +316,21 @@ def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, tmp_path: Pat
     assert computed == [2 * 40 + 2 * 6 * 4]  # the last token is drawn and never computed
 
 
-def test_finished_rollouts_leave_the_batch(tmp_path: Path) -> None:
-    made = Made("llama", tmp_path / "model")
+@pytest.mark.parametrize("name", ["llama", *TABLES])
+def test_finished_rollouts_leave_the_batch(name: str, tmp_path: Path) -> None:
+    made = Made(name, tmp_path / "model")
     made.policy.eos_token_ids = ()
-    computed = count_tokens(made)
     lengths = [253, 254, 255, 250, 8]  # room for 3, 2, 1, 6 and 100 tokens
-    made(prompts(*lengths), 4, max_new_tokens=100)
-    wasted = computed[0] - sum(lengths) - 4 * (2 + 1 + 0 + 5 + 99)
+    alone = [response for prompt in prompts(*lengths) for response in responses(made([prompt], greedy=True))]
+    computed = count_tokens(made)
+    rollouts = made(prompts(*lengths), 4, max_new_tokens=100)
+    of_prompts = 5 * 255 if made.generator._choice.kind == "padded" else sum(lengths)
+    wasted = computed[0] - of_prompts - 4 * (2 + 1 + 0 + 5 + 99)
     assert 0 <= wasted <= 4 * 5 * 5  # without leaving it would be about 16 rows times 95
+    assert [len(response) for response in responses(rollouts)] == [n for n in (3, 2, 1, 6, 100) for _ in range(4)]
+    # Those at the end of the positions disturb nobody.
+    together = responses(made(prompts(*lengths), greedy=True, max_new_tokens=100))
+    assert [response[:12] for response in together] == alone
 
 
 def test_the_next_prompts_join_before_the_last_rollout_is_finished(tmp_path: Path) -> None:
@@ -243,7 +339,7 @@ def test_the_next_prompts_join_before_the_last_rollout_is_finished(tmp_path: Pat
     steps = [0]
     made.policy.model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
     made(prompts(8, 250, 250, 250), 4, max_new_tokens=40)
-    assert steps[0] < 3 * 6 + 40 - 5  # one after another it would be at least 40 + 6
+    assert steps[0] == 39 + 3  # thrice the prompts' logits; two prompts and two it would be 39 + 5 + 2
 
 
 @pytest.mark.parametrize(("length", "fits"), [(255, True), (256, False), (0, False)])

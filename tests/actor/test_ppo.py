@@ -18,7 +18,14 @@ from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon import CriticClient
 from guerdon.actor import ppo
-from guerdon.actor.settings import CriticServer, PPOConfig, PPORunConfig, RemoteCriticConfig, RewardModelServer
+from guerdon.actor.settings import (
+    CriticServer,
+    PPOConfig,
+    PPORunConfig,
+    RemoteCriticConfig,
+    RewardModelServer,
+    scheduled,
+)
 from guerdon.config import CriticConfig, ModelConfig
 from guerdon.errors import ConfigError
 
@@ -108,7 +115,7 @@ def test_the_warm_up_trains_the_critic_alone(folder: Path, tmp_path: Path) -> No
     for name, weight in warm.items():
         assert torch.equal(weight, begun[name]), name
     assert any(not torch.equal(weight, after[name]) for name, weight in warm.items())
-    assert config.policy.total_steps == 1
+    assert scheduled(config).total_steps == 1 and config.policy.total_steps is None
 
 
 def test_the_critic_learns_while_the_policy_does(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

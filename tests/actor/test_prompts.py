@@ -16,8 +16,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import zoo
-from guerdon.actor.data import SKIPPED, Prompts
-from guerdon.actor.settings import DataConfig
+from guerdon.actor.data import SKIPPED, Prompts, check_sendable
+from guerdon.actor.settings import DataConfig, RemoteRewardConfig
 from guerdon.errors import ConfigError
 
 TEXTS = [f"prompt number {i}" for i in range(10)]
@@ -42,10 +42,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def prompts_of(
-    path: str, tokenizer: Any, seed: int = 0, limit: int | None = None, per_step: int = 3, **kw: Any
+    path: str,
+    tokenizer: Any,
+    seed: int = 0,
+    limit: int | None = None,
+    per_step: int = 3,
+    out: Path | None = None,
+    **kw: Any,
 ) -> Prompts:
     config = DataConfig(prompts=path, **{"num_validation": 2, **kw})
-    return Prompts(config, tokenizer, prompts_per_step=per_step, max_prompt_length=limit, seed=seed)
+    out = Path(path).parent if out is None else out
+    return Prompts(config, tokenizer, prompts_per_step=per_step, max_prompt_length=limit, seed=seed, output_dir=out)
 
 
 def saved(kind: str, folder: Path) -> str:
@@ -164,8 +171,9 @@ def test_without_a_tokenizer_or_a_template_there_are_no_prompts(tmp_path: Path) 
     with pytest.raises(ConfigError, match="no tokenizer"):
         prompts_of(path, None)
     bare = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path, chat_template=None))
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="no chat template") as raised:
         prompts_of(path, bare)
+    assert "as text without data.template" in raised.value.help
 
 
 # ------------------------------------------------------------------------------------------- too long
@@ -182,10 +190,9 @@ def test_long_prompts_are_reported_and_never_cut(
     assert [prompt.text for prompt in prompts.training] == ["short", "brief"]
     assert [(s.row, s.num_tokens) for s in prompts.skipped] == [(1, lengths[1]), (3, lengths[3])]
     assert f"2 prompts are longer than {max(lengths[0], lengths[2])} tokens: row 1 ({lengths[1]})" in caplog.text
-    prompts.write_skipped(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / SKIPPED).read_text().splitlines()]
     assert rows == [{"source": path, "row": row, "num_tokens": lengths[row]} for row in (1, 3)]
-    prompts_of(path, tokenizer).write_skipped(tmp_path)
+    prompts_of(path, tokenizer)
     assert not (tmp_path / SKIPPED).exists()
 
 
@@ -241,3 +248,36 @@ def test_the_digest_tells_other_prompts(tokenizer: Any, tmp_path: Path) -> None:
     assert prompts_of(write(tmp_path / "moved.jsonl", rows), tokenizer).digest == first
     assert prompts_of(write(tmp_path / "q.jsonl", rows[::-1]), tokenizer).digest != first
     assert prompts_of(write(tmp_path / "r.jsonl", rows), tokenizer, num_validation=3).digest != first
+
+
+def test_all_too_long_prompts_are_named_in_the_file(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS])
+    with pytest.raises(ConfigError, match="10 that are too long"):
+        prompts_of(path, tokenizer, max_prompt_length=2)
+    assert len((tmp_path / SKIPPED).read_text().splitlines()) == 10
+
+
+def test_validation_may_be_another_split(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {split: [{"prompt": f"{split} {i}"} for i in range(3)] for split in ("train", "test")}
+    splits = datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in rows})
+    splits.save_to_disk(str(tmp_path / "saved"))
+    source = str(tmp_path / "saved")
+    for split, text in ((None, "train 0"), ("test", "test 0")):
+        prompts = prompts_of(source, tokenizer, validation=source, validation_split=split)
+        assert prompts.training[0].text == "train 0" and prompts.validation[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"send": "messages"}, "where.send is messages, and the prompt of row 0 is plain text"),
+        ({"pad_to_length": 8}, "where.pad_to_length is 8, and prompt and response may have"),
+    ],
+)
+def test_prompts_that_cannot_be_sent_are_told_at_the_start(
+    settings: dict[str, Any], says: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    prompts = prompts_of(write(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS]), tokenizer)
+    with pytest.raises(ConfigError, match=says):
+        check_sendable(prompts, "where", RemoteRewardConfig(**settings), 6)
+    check_sendable(prompts, "where", RemoteRewardConfig(pad_to_length=1000), 6)

@@ -74,6 +74,8 @@ def test_logprobs_of_all_tokens_or_of_the_responses(folder: Path) -> None:
     assert (got[~is_there] < 0).all()  # the padding's own
     without_padding = actor.get_inference_log_probs(tokens, lengths)
     assert torch.allclose(without_padding, want * is_there, atol=1e-5)
+    cut = actor.get_inference_log_probs(tokens, torch.where(torch.arange(len(rows)) == 1, 1, lengths))
+    assert (cut[1] == 0).all() and torch.allclose(cut[2:], without_padding[2:], atol=1e-5)
     alone = actor.get_inference_log_probs(tokens, lengths[:, None], torch.from_numpy(prompt_lengths))
     assert torch.allclose(alone, want * mask, atol=1e-5)
     assert torch.equal(actor.get_init_policy_logprobs(tokens), got)
@@ -122,6 +124,14 @@ def test_loss_and_gradients_are_those_of_plain_transformers(folder: Path, ended:
     scale = max(gradient.norm().item() for gradient in want.values())
     for name, gradient in want.items():
         assert (caught[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * scale, name
+
+
+@pytest.mark.parametrize("name", ["rewards_with_kl", "baseline", "is_end", "mask"])
+def test_a_batch_of_other_shapes_is_refused(name: str, folder: Path) -> None:
+    batch, rows, _ = batch_of()
+    batch[name] = batch[name][:, None] if name != "mask" else batch[name][:, 1:]
+    with pytest.raises(ValueError, match=rf"{name} has shape \[{len(rows)}, .*: give \[{len(rows)}"):
+        actor_of(folder).get_loss_and_metrics(batch)
 
 
 def test_a_batch_without_any_action_changes_nothing(folder: Path) -> None:
@@ -174,8 +184,17 @@ def test_what_is_drawn_depends_on_the_steps_made_and_the_calls_since(folder: Pat
     reference = later.get_init_policy_logprobs(prompts["text"])
     later.load(tmp_path)
     assert drawn(later) == third
+    later.load(tmp_path)
+    assert drawn(later) == third
     assert torch.equal(later.get_init_policy_logprobs(prompts["text"]), reference)
     assert torch.equal(later.get_inference_log_probs(prompts["text"]), actor.get_inference_log_probs(prompts["text"]))
+
+
+def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: Path) -> None:
+    state, policy = torch.get_rng_state(), PolicyConfig(model=str(folder), lora=2)
+    one, other = (dict(ReinforceActor(policy, seed=seed).trainer.model.named_parameters()) for seed in (0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name for name in one if not torch.equal(one[name], other[name])} == {n for n in one if "lora_A" in n}
 
 
 def test_a_loop_of_nemo_aligners_form_raises_the_reward(folder: Path) -> None:

@@ -48,7 +48,7 @@ def config_of(folder: Path, out: Path, *, run: dict[str, Any] | None = None, **m
     return config
 
 
-def score(rollouts: list[Rollout]) -> None:
+def score(rollouts: list[Rollout], heed: Callable[[], None] = lambda: None) -> None:
     """The share of even ids; one prompt's responses fail."""
     for rollout in rollouts:
         if rollout.prompt.id == 39:
@@ -75,6 +75,7 @@ def learn(run: Run, rollouts: list[Rollout]) -> None:
 
 def train(config: Any, *, amid: Callable[[int], None] = lambda step: None, **more: Any) -> RunSummary:
     """A loop as those of REINFORCE and PPO; `amid` is called when a step's first group is there."""
+    torch.manual_seed(7)  # for `learn`; a resume goes on with the numbers that it left
     with Run(config, score=score, **more) as run:
         for step in run.steps():
             rollouts: list[Rollout] = []
@@ -144,13 +145,14 @@ def test_transformers_loads_the_policy_of_a_checkpoint(whole: Path) -> None:
 
 
 def test_a_summary_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> None:
-    done = RunSummary(tmp_path, 7, 7, None, {}, 0)
+    done = RunSummary(tmp_path, 7, 7, None, {}, 0, tmp_path / "checkpoints/step-000007")
     assert (
         str(done)
         == f"7 steps are done: the policy is in {tmp_path}/checkpoints/step-000007/policy, all else in {tmp_path}"
     )
-    left = RunSummary(tmp_path, 3, 7, "SIGTERM", {}, 143)
-    assert str(left).startswith("SIGTERM: left after step 3 of 7; the same again goes on from ")
+    left = RunSummary(tmp_path, 3, 7, "SIGTERM", {}, 143, tmp_path / "step-000003")
+    assert str(left) == f"SIGTERM: left after step 3 of 7; the same again goes on from {tmp_path}/step-000003"
+    assert str(replace(left, checkpoint=None)).endswith("the same again begins anew")
 
 
 # ------------------------------------------------------------------------------------------- stopping and going on
@@ -231,6 +233,16 @@ def test_lora_and_an_offloaded_optimiser_go_on_bitwise(folder: Path, tmp_path: P
         for out in outs
     ]
     assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
+
+
+def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: Path, tmp_path: Path) -> None:
+    state, begun = torch.get_rng_state(), []
+    for seed in (0, 1):
+        config = config_of(folder, tmp_path / str(seed), run={"seed": seed}, lora=4)
+        with Run(config, score=score) as run:
+            begun.append({n: p.detach().clone() for n, p in run.policy.model.named_parameters() if "lora_A" in n})
+    assert begun[0] and not any(torch.equal(begun[0][name], begun[1][name]) for name in begun[0])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_damaged_checkpoint_sets_the_run_back_one(

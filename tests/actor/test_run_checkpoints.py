@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings
+from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, RewardModelServer
+from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
 from processes import end_of_child
 
@@ -112,7 +115,7 @@ def test_another_checkpoint_of_the_critics_takes_the_first_ones_place(tmp_path: 
 
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
-    folder = Checkpoints(tmp_path, keep=2).save(state(20), writes(b"weights"))
+    folder = Checkpoints(tmp_path, keep=2).save(state(20), writes(b"weights")).folder
     found = Checkpoints(tmp_path, keep=2).newest_whole()
     assert found is not None and found.folder == folder
     check_settings(found.state, dict(SETTINGS), folder)
@@ -120,3 +123,48 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         check_settings(found.state, SETTINGS | {"policy.betas": [0.9, 0.99]}, folder)
     with pytest.raises(CheckpointError, match=r"with rollouts.top_k None; now it is 5"):
         check_settings(found.state, SETTINGS | {"rollouts.top_k": 5}, folder)
+
+
+def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:
+    def damaged(step: int) -> None:
+        checkpoints.save(state(step), writes(b"weights"))
+        (tmp_path / f"step-{step:06d}/policy/model.bin").unlink()
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(state(20), writes(b"weights"))
+    for _ in range(3):
+        damaged(40)
+        found = checkpoints.newest_whole()
+        assert found is not None and found.state.step == 20
+    assert names(tmp_path) == [*(f"damaged-step-000040{n}" for n in ("", "-2", "-3")), "step-000020"]
+    (tmp_path / "step-000020/policy/model.bin").unlink()
+    for _ in range(2):  # not even the second time does it begin anew by itself
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: .*damaged-step-000020"):
+            checkpoints.newest_whole()
+
+
+def test_one_of_another_version_is_not_damaged(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    folder = checkpoints.save(state(20), writes(b"weights")).folder
+    seal_again(folder, "state.json", {"state": {"run_id": "run", "steps_done": 20}})
+    with pytest.raises(CheckpointError, match="made by another version of guerdon"):
+        checkpoints.newest_whole()
+    assert names(tmp_path) == ["step-000020"]
+
+
+def test_what_decides_a_run() -> None:
+    config = PPORunConfig()
+    then = RunState("run", 1, decisive_settings(config), {})
+    check_settings(then, decisive_settings(config), Path("x"))
+    with pytest.raises(CheckpointError, match="with the command 'guerdon ppo'; now it is 'guerdon reinforce'"):
+        check_settings(then, decisive_settings(ReinforceRunConfig()), Path("x"))
+    for change, path in (
+        ({"send": "text"}, "send"),
+        ({"reward_model": RewardModelServer(name="other")}, "reward_model.name"),
+        ({"combine_rm_and_critic_server": False}, "combine_rm_and_critic_server"),
+    ):
+        other = replace(config, remote_critic_rm=replace(config.remote_critic_rm, **change))
+        with pytest.raises(CheckpointError, match=rf"with remote_critic_rm\.{path} "):
+            check_settings(then, decisive_settings(other), Path("x"))
+    elsewhere = replace(config, remote_critic_rm=replace(config.remote_critic_rm, timeout_s=1.0))
+    check_settings(then, decisive_settings(elsewhere), Path("x"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import re
 import sys
@@ -141,6 +142,38 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tracked.samples(step + 1, [rollout(1.0)])
         tracked.close()
     assert list(tmp_path.glob("wandb/offline-run-*/run-run.wandb"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_weights_and_biases_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    wandb.teardown()  # what it has read of the environment it keeps
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="Weights & Biases cannot begin") as raised:
+        opened(tmp_path, names=("wandb",))
+    assert "wandb login" in raised.value.help
+    wandb.teardown()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_a_tracker_that_breaks_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracked = opened(tmp_path, names=("wandb",))
+    wandb.finish()  # and now the library refuses all that comes
+    with caplog.at_level(logging.WARNING):
+        tracked.log(1, {"reward": 1.0})
+        tracked.samples(1, [rollout(1.0)])
+        tracked.close()
+    assert "WeightsAndBiases did not take it" in caplog.text
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -24,7 +28,7 @@ INSTALLED = importlib.util.find_spec("vllm") is not None
 
 def trainer(folder: Path, **settings: object) -> PolicyTrainer:
     zoo.tokenizer(folder)
-    zoo.language_model("llama", folder, hidden_size=128, num_attention_heads=2, num_key_value_heads=2)
+    zoo.language_model("qwen2", folder, hidden_size=128, num_attention_heads=2, num_key_value_heads=2)  # has biases
     config = PolicyConfig(model=str(folder), **settings)
     return PolicyTrainer(load_policy(config), config, keeps_reference=False)
 
@@ -48,6 +52,57 @@ def test_merged_weights_are_the_models_under_its_checkpoints_names(settings: dic
         assert (other(tokens).logits - want).abs().max() > 0.1
         other.load_state_dict(dict(merged_weights(policy.model)), strict=True)
         torch.testing.assert_close(other(tokens).logits, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+def test_the_names_are_those_of_the_checkpoint_whatever_the_model_calls_its_weights(name: str, tmp_path: Path) -> None:
+    folder = zoo.language_model(name, tmp_path)
+    stored = zoo.tensors(folder)
+    made = dict(merged_weights(load_policy(PolicyConfig(model=str(folder))).model))
+    assert made.keys() == stored.keys()
+    assert all(torch.equal(made[key], stored[key]) for key in made)
+
+
+class Vllm(types.ModuleType):
+    """What the generator calls of vLLM, with an engine that notes the requests and refuses the third."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("vllm")
+        self.added: dict[str, Any] = {}
+        self.aborted: list[str] = []
+        self.model_executor = MagicMock()
+        self.LLM = lambda **_: types.SimpleNamespace(llm_engine=self)
+        self.TokensPrompt = self.SamplingParams = types.SimpleNamespace
+        monkeypatch.setitem(sys.modules, "vllm", self)
+
+    def add_request(self, name: str, _: Any, parameters: Any) -> None:
+        if len(self.added) == 2:
+            raise RuntimeError("the engine is full")
+        self.added[name] = parameters
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+def asked_of(*lengths: int) -> list[Prompt]:
+    return [Prompt(i, np.full(n, zoo.FIRST_TOKEN), "") for i, n in enumerate(lengths)]
+
+
+def test_requests_ask_for_what_there_is_room_for_and_none_outlives_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = Vllm(monkeypatch)
+    generator = make_generator(trainer(tmp_path / "model"), RolloutConfig(engine="vllm"))
+    config = RolloutConfig(max_new_tokens=16, min_new_tokens=9)
+    with pytest.raises(RuntimeError, match="full"):
+        list(generator.generate(asked_of(20, zoo.MAX_LENGTH - 5, 20), num=1, config=config, seed=(0, 1)))
+    assert [(p.max_tokens, p.min_tokens) for p in vllm.added.values()] == [(16, 9), (5, 5)]
+    assert set(vllm.added) <= set(vllm.aborted)
+    with pytest.raises(ConfigError, match=f"prompt 1 has {zoo.MAX_LENGTH} tokens"):
+        list(generator.generate(asked_of(20, zoo.MAX_LENGTH), num=1, config=config, seed=(0, 1)))
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -141,25 +142,40 @@ def test_lengths_that_do_not_fit_are_refused(reward_port: int) -> None:
         client.infer_rm(rollout([1]) | {"response_lengths": torch.tensor([9])})
 
 
-def test_the_first_call_waits_for_a_server_that_is_not_up_yet(reward_port: int) -> None:
+@contextmanager
+def served_later(service: Any) -> Iterator[int]:
+    """The port where the service will be in half a second."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    client = RemoteGPTRMClient(config(REWARD_YAML, port))
-    settings = ServerConfig(port=port, grpc_port=None)
 
     def serve() -> None:
         time.sleep(0.5)
-        with RunningServer(EchoService(), settings, grace_s=0.1):
+        with RunningServer(service, ServerConfig(port=port, grpc_port=None), grace_s=0.1):
             asked.wait(20)
 
     asked = threading.Event()
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert client.infer_rm(rollout([1, 2])).result().tolist() == [[3.0]]
+        yield port
     finally:
         asked.set()
         thread.join()
+
+
+def test_the_first_call_waits_for_a_server_that_is_not_up_yet() -> None:
+    with served_later(EchoService()) as port:
+        client = RemoteGPTRMClient(config(REWARD_YAML, port))
+        assert client.infer_rm(rollout([1, 2])).result().tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("first", ["train", "save"])
+def test_so_do_training_and_saving(first: str, tmp_path: Path) -> None:
+    with served_later(ArithmeticService(tmp_path, with_rewards=True)) as port:
+        client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port))
+        done = client.train(to_train_on()) if first == "train" else client.save()
+        assert done.result(timeout=20.0) is not None
+        client.close()
 
 
 def test_guerdons_critic(critic: RunningServer) -> None:

@@ -77,6 +77,21 @@ def test_a_server_that_stays_dead_is_an_error_after_the_tries() -> None:
     assert raised.value.__notes__ == ["gave up after 3 tries"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
+    with EchoProcess() as server, RewardClient(url_of(server, kind), policy=RetryPolicy(tries=1)) as client:
+        client.score(texts=["warm"])
+        future = client.submit(tokens=[[SLOW_TOKEN, 1]])
+        time.sleep(0.3)
+        server.kill()
+        with pytest.raises(Unreachable) as broke:
+            future.result(timeout=20.0)
+        assert broke.value.may_have_arrived
+        with pytest.raises(Unreachable) as refused:
+            client.score(texts=["a"])
+        assert not refused.value.may_have_arrived
+
+
 # --- several servers --------------------------------------------------------------------------------------------
 
 

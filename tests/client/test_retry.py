@@ -122,15 +122,24 @@ def test_a_connection_that_breaks_moves_the_request_without_waiting() -> None:
     assert world.outstanding() == [0, 0]
 
 
-def test_what_the_server_would_not_know_again_is_sent_once() -> None:
-    world = World(failing(Overloaded("full", 2.5), Unreachable("cut")), ["a", "b"])
+@pytest.mark.parametrize("last", [Unreachable("cut"), Unavailable("502 of a proxy")], ids=str)
+def test_what_the_server_would_not_know_again_is_sent_once(last: Unavailable) -> None:
+    refused = Unreachable("refused", may_have_arrived=False)
+    world = World(failing(Overloaded("full", 2.5), refused, last), ["a", "b"])
     errand = scoring("m", make_request(texts=["a"]))
     errand = dataclasses.replace(errand, may_repeat=lambda signature: "report" in signature.outputs)
-    with pytest.raises(Unreachable, match="cut") as raised:
+    with pytest.raises(type(last), match=str(last)) as raised:
         world.run(world.caller.ask(errand))
     assert "not sent again" in raised.value.__notes__[0]
-    assert len([t for t in world.trace() if t.startswith("Infer")]) == 2  # an overloaded server has not taken it
+    # An overloaded server has not taken it, and where there was no connection none has got it.
+    assert len([t for t in world.trace() if t.startswith("Infer")]) == 3
     assert world.outstanding() == [0, 0]
+
+
+def test_what_the_server_knows_by_its_id_is_sent_again_whatever_broke() -> None:
+    world = World(failing(Unavailable("stopping"), Unreachable("cut")), ["a"])
+    errand = dataclasses.replace(scoring("m", make_request(texts=["a"])), may_repeat=lambda _: True)
+    assert world.run(world.caller.ask(errand)).rewards.tolist() == [1.0]
 
 
 def test_a_request_that_is_wrong_is_sent_once() -> None:

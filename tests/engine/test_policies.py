@@ -65,6 +65,20 @@ def test_every_eos_token_that_the_checkpoint_names(tmp_path: Path) -> None:
     assert policy.model.generation_config.eos_token_id == [9, 11]
 
 
+def test_tokens_that_are_no_ids_of_the_model_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = zoo.tokenizer(zoo.language_model("gpt2", tmp_path))
+    change(folder / "config.json", eos_token_id=[7, zoo.VOCAB_SIZE], pad_token_id=zoo.VOCAB_SIZE)
+    change(folder / "generation_config.json", eos_token_id=[9, -1])
+    policy = build(folder)
+    assert policy.eos_token_ids == (7, 9, zoo.EOS) and policy.pad_token_id == zoo.PAD
+    assert f"EOS [{zoo.VOCAB_SIZE}, -1] ends no response: the model has the ids 0 to 299" in caplog.text
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    del tokenizer["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    change(folder / "config.json", pad_token_id=-1)
+    assert build(folder).pad_token_id == 0
+
+
 def test_a_checkpoint_without_tokenizer_and_eos(tmp_path: Path) -> None:
     folder = zoo.language_model("llama", tmp_path)
     change(folder / "config.json", eos_token_id=None)

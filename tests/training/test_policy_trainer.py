@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
+from guerdon.actor.settings import PolicyConfig
 from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.engine import choosing, placement
+from guerdon.engine.policies import load_policy
 from guerdon.errors import CheckpointError
 from guerdon.training.adapters import is_adapter
+from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import Loss, PolicyTrainer, StepReport
 
 ROWS, PROMPTS, _ = rollouts()
@@ -145,6 +149,15 @@ def test_a_prompt_without_a_token_is_refused(folder: Path) -> None:
         trainer.logprobs(ROWS, np.where(np.arange(len(ROWS)) == 2, 0, PROMPTS))
 
 
+def test_a_row_of_one_token_has_no_log_probs(folder: Path) -> None:
+    trainer = build(folder)
+    want = trainer.logprobs(ROWS, PROMPTS)
+    got = trainer.logprobs([ROWS[0][:1], *ROWS], np.array([1, *PROMPTS]))
+    assert (got[0] == 0).all()
+    torch.testing.assert_close(got[1:], want, rtol=1e-5, atol=1e-6)
+    assert trainer.logprobs([ROWS[0][:1]], np.array([1])).shape == (1, 0)
+
+
 def test_versions_count_the_steps(folder: Path) -> None:
     trainer = build(folder)
     begun = trainer.weights_version
@@ -188,7 +201,38 @@ def test_without_a_reference_the_model_is_loaded_once(folder: Path) -> None:
     assert build(folder)._reference is not None
 
 
+def test_the_reference_runs_by_the_policys_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "GRADIENT_TOLERANCE", {torch.float32: -1.0})  # as if gradients were others
+    trainer = build(folder)
+    assert trainer.engine.path == "single"
+    assert torch.equal(trainer.reference_logprobs(ROWS, PROMPTS), trainer.logprobs(ROWS, PROMPTS))
+
+
+def test_memory_must_have_room_for_the_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_weights = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    needed = num_weights * (4 + 4 + 4 + 8)  # weights, their copy, gradients, moments
+    config = PolicyConfig(model=str(folder))
+    monkeypatch.setattr(placement, "_host_bytes", lambda: needed)
+    load_policy(config, moment_bytes=moment_bytes(config))
+    monkeypatch.setattr(placement, "_host_bytes", lambda: needed - 1)
+    with pytest.raises(CheckpointError, match="with its optimiser's state and a frozen copy"):
+        load_policy(config, moment_bytes=moment_bytes(config))
+    monkeypatch.setattr(placement, "_host_bytes", lambda: num_weights * 4)
+    lora = PolicyConfig(model=str(folder), lora=2)
+    load_policy(lora, moment_bytes=moment_bytes(lora))
+
+
 # ------------------------------------------------------------------------------------------- adapters
+
+
+def test_adapters_begin_as_the_seed_has_them_and_leave_other_random_numbers_alone(folder: Path) -> None:
+    config = PolicyConfig(model=str(folder), lora=2)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one, same_seed, other = (weights(PolicyTrainer(load_policy(config), config, seed=seed)) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(one, same_seed)
+    assert {n for n in one if not torch.equal(one[n], other[n])} == {n for n in one if "lora_A" in n}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -6,13 +6,15 @@ checkpoints/step-000020/
   state.json    the run's id, its settings and its memory, the critic's checkpoint; size and SHA-256 of every file
 ```
 
-The critic's checkpoint is saved first. Its name is in `state.json` when the folder gets its own by one rename, and that
-makes the pair: a crash before leaves the pair before it, whose critic the server still has. A critic's server that goes
-back to a checkpoint saves it as a new one, which takes its place in the pair before any other is saved.
+The critic's checkpoint is saved when the policy is on the disk, so that a full one costs the critic none. Its name is
+in `state.json` when the folder gets its own by one rename, and that makes the pair: a crash before leaves the pair
+before it, whose critic the server still has. A critic's server that goes back to a checkpoint saves it as a new one,
+which takes its place in the pair before any other is saved.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import shutil
@@ -21,7 +23,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
+from guerdon.actor.settings import (
+    PPORunConfig,
+    ReinforceRunConfig,
+    RemoteCriticConfig,
+    algorithm_of,
+    remote_of,
+    scheduled,
+)
 from guerdon.durable import ASIDE, DAMAGED, Damaged, place, read_manifest, remove, seal, seal_again, storing, verify
 from guerdon.errors import CheckpointError, ConfigError
 
@@ -29,6 +38,7 @@ log = logging.getLogger(__name__)
 
 POLICY = "policy"
 _STATE = "state.json"
+_COMMAND = "the command"
 _NAME = re.compile(r"step-(\d{6,})")
 
 _NOT_DECISIVE = {
@@ -44,8 +54,7 @@ class RunState:
     """What a checkpoint holds of a run beside the policy.
 
     `step` counts the steps done; `settings` are those that decide what a run becomes, by their paths; `memory` is the
-    loop's own; `critic` names the critic's checkpoint, None where there is no critic. `tracked` is what the trackers
-    need to go on.
+    loop's own; `critic` names the critic's checkpoint, None where there is no critic.
     """
 
     run_id: str
@@ -85,21 +94,39 @@ class Checkpoints:
             ) from e
 
     def newest_whole(self) -> Checkpoint | None:
-        """The newest checkpoint, None where there is none; damaged ones are put aside, loudly."""
+        """The newest checkpoint, None where there is none; damaged ones are put aside, loudly.
+
+        Raises CheckpointError where all are damaged, and where another version of guerdon has made it.
+        """
         for folder in reversed(self._folders()):
             try:
                 manifest = read_manifest(folder, _STATE)
                 verify(folder, manifest["files"])
-                return Checkpoint(folder, RunState(**manifest["state"]))
-            except (Damaged, KeyError, TypeError) as e:
+            except Damaged as e:
                 log.error("CHECKPOINT %s IS DAMAGED: %s; the one before it counts in its place", folder, e)
                 _set_aside(folder)
+                continue
+            try:
+                return Checkpoint(folder, RunState(**manifest["state"]))
+            except (KeyError, TypeError) as e:
+                raise CheckpointError(
+                    f"{folder} was made by another version of guerdon: {e}",
+                    "go on with that version; or begin a new run in another run.output_dir",
+                ) from e
+        if damaged := sorted(self._folder.glob(DAMAGED + "*")):
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are damaged: {', '.join(path.name for path in damaged)}",
+                "bring one of them back from a copy, under its own name; or move the folder away to begin anew",
+            )
         return None
 
-    def save(self, state: RunState, save_policy: Callable[[Path], None]) -> Path:
-        """A new checkpoint, whose policy `save_policy` writes into an empty folder; returns where it is.
+    def save(
+        self, state: RunState, save_policy: Callable[[Path], None], save_critic: Callable[[], str] | None = None
+    ) -> Checkpoint:
+        """A new checkpoint, whose policy `save_policy` writes into an empty folder.
 
-        Raises StorageFailed where the disk does not take it; the older ones are as they were then.
+        `save_critic` saves the other part of the pair, and returns its name. Raises StorageFailed where the disk does
+        not take it; the older ones are as they were then.
         """
         folder = self._folder / f"step-{state.step:06d}"
         aside = folder.with_name(ASIDE + folder.name)
@@ -107,8 +134,9 @@ class Checkpoints:
             try:
                 (aside / POLICY).mkdir(parents=True)
                 save_policy(aside / POLICY)
-                seal(aside, _STATE, {"state": asdict(state)})
-                place(aside, folder)
+                if save_critic is not None:
+                    state = replace(state, critic=save_critic())
+                self._complete(aside, folder, state)
             except BaseException:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
@@ -117,7 +145,7 @@ class Checkpoints:
                 remove(old)
             except OSError as e:
                 log.warning("cannot remove %s: %s", old, e)
-        return folder
+        return Checkpoint(folder, state)
 
     def pair(self, checkpoint: Checkpoint, critic: str) -> Checkpoint:
         """Puts another critic's checkpoint, of the same content, into the pair; returns it as it is then.
@@ -129,6 +157,10 @@ class Checkpoints:
             seal_again(checkpoint.folder, _STATE, {"state": asdict(state)})
         return Checkpoint(checkpoint.folder, state)
 
+    def _complete(self, aside: Path, folder: Path, state: RunState) -> None:
+        seal(aside, _STATE, {"state": asdict(state)})
+        place(aside, folder)
+
     def _folders(self) -> list[Path]:
         """The oldest first."""
         folders = {int(match[1]): path for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -137,18 +169,28 @@ class Checkpoints:
 
 def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, Any]:
     """The settings by their paths that decide what a run becomes, and so may not change at a resume."""
-    found: dict[str, Any] = {"run.seed": config.run.seed, "data.shuffle": config.data.shuffle}
-    algorithm = "reinforce" if isinstance(config, ReinforceRunConfig) else "ppo"
+    algorithm = algorithm_of(config)[0]
+    where, remote = remote_of(config)
+    found: dict[str, Any] = {
+        "run.seed": config.run.seed,
+        "data.shuffle": config.data.shuffle,
+        f"{where}.send": remote.send,
+        f"{where}.reward_model.name": remote.reward_model.name,
+        _COMMAND: f"guerdon {algorithm}",
+    }
+    if isinstance(remote, RemoteCriticConfig):
+        found[f"{where}.combine_rm_and_critic_server"] = remote.combine_rm_and_critic_server
     for section in ("policy", "rollouts", algorithm):
         found |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
+    found["policy.total_steps"] = scheduled(config).total_steps
     if config.policy.lr_schedule == "constant":
         del found["policy.total_steps"]
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}
 
 
 def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError for the first setting that is not as it was, which a run cannot go on with."""
-    for path in sorted({*state.settings, *settings}):
+    """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with."""
+    for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
         then, now = state.settings.get(path), settings.get(path)
         if then != now:
             raise CheckpointError(
@@ -158,7 +200,12 @@ def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> N
 
 
 def _set_aside(folder: Path) -> None:
+    aside = folder.with_name(DAMAGED + folder.name)
+    for number in itertools.count(2):  # its step may have been damaged before
+        if not aside.exists():
+            break
+        aside = folder.with_name(f"{DAMAGED}{folder.name}-{number}")
     try:
-        folder.rename(folder.with_name(DAMAGED + folder.name))
+        folder.rename(aside)
     except OSError as e:
         log.error("cannot rename %s: %s", folder, e)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Self
+from concurrent.futures import Future
+from typing import Any, Self
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from guerdon.actor.rewards import (
     START_S,
     Pending,
     RemoteRewards,
+    addressed,
     explained,
     fail,
     fitting,
@@ -42,23 +45,29 @@ class RemoteCritic:
         server = config.critic
         self._config = config
         self._url = server.url or f"http://{server.ip}:{server.port}"
-        self._client = CriticClient(self._url, _name(server.name), policy=patient(config.timeout_s))
+        with addressed("critic.url, ip or port"):
+            self._client = CriticClient(self._url, _name(server.name), policy=patient(config.timeout_s))
         self._rewards = None if config.combine_rm_and_critic_server else RemoteRewards(config)
         self._pending: Pending[CriticScores] = Pending()
 
-    def wait_ready(self) -> None:
-        """Waits for the servers; raises StartError where they do not come, or lack the reward model."""
+    def wait_ready(self, limit_s: float = math.inf) -> None:
+        """Waits for the servers, at most so long; raises StartError where they do not come, or give no rewards."""
         what = f"critic '{self._config.critic.name.infer}' at {self._url}"
         with explained(what, "start it with `guerdon serve-critic`, or correct its ip, port and name in the settings"):
-            self._client.wait_ready(min(START_S, self._config.timeout_s))
+            self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
             outputs = self._client.info().outputs
         if self._rewards is not None:
-            self._rewards.wait_ready()
+            self._rewards.wait_ready(limit_s)
         elif "rewards" not in outputs:
             raise ConfigError(
                 f"{what} gives no rewards",
                 "start it with --reward-model, or set combine_rm_and_critic_server to false and name a reward_model",
             )
+
+    def remember_in(self, memory: dict[str, Any]) -> None:
+        """As RemoteRewards does; of a reward model beside the critic the server does not name the weights."""
+        if self._rewards is not None:
+            self._rewards.remember_in(memory)
 
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt, and returns at once."""
@@ -95,14 +104,14 @@ class RemoteCritic:
                 if (error := scores.errors[i]) is not None:
                     rollout.reward, rollout.error = None, error
 
-    def score(self, rollouts: list[Rollout]) -> None:
+    def score(self, rollouts: list[Rollout], heed: Callable[[], None] = lambda: None) -> None:
         """Gets the rewards of rollouts of several groups."""
         if self._rewards is not None:
-            self._rewards.score(rollouts)
+            self._rewards.score(rollouts, heed)
             return
         for group in groups_of(rollouts):
             self.submit(group)
-        self.collect()
+        self.collect(heed)
 
     def train(self, train_id: str, rollouts: list[Rollout], returns: list[np.ndarray]) -> TrainFuture[TrainReport]:
         """A future of what the critic learnt from these rollouts, at once; `returns[i]` are float32 `[L - P]`.
@@ -119,9 +128,9 @@ class RemoteCritic:
         tokens = [rollout.tokens for rollout in rollouts]
         return self._client.train(tokens, targets, [_values(r)[:-1] for r in rollouts], masks, train_id=train_id)
 
-    def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
-        """Saves a checkpoint of everything asked before, and says which."""
-        return self._client.save(metrics)
+    def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
+        """A future of which checkpoint was saved of everything asked before, at once."""
+        return self._client.submit_save(metrics)
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
         """Goes back to the checkpoint of that name; what was learnt after it may be learnt again."""
@@ -130,6 +139,11 @@ class RemoteCritic:
     def state(self) -> CriticState:
         """What the critic is, and which checkpoints it has."""
         return self._client.state()
+
+    def reconnect(self, timeout_s: float) -> None:
+        """Gives up what is under way; from now on a call has so long with all its tries."""
+        self._pending = Pending()
+        self._client.reconnect(timeout_s)
 
     def close(self) -> None:
         """Closes the connections; what is under way is given up."""

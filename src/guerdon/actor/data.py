@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from guerdon.actor.rollouts import Prompt
-from guerdon.actor.settings import DataConfig
+from guerdon.actor.settings import DataConfig, RemoteRewardConfig
 from guerdon.client.rows import read_rows
 from guerdon.core import Message
 from guerdon.durable import write_new
@@ -53,11 +53,12 @@ class Prompts:
         prompts_per_step: int,
         max_prompt_length: int | None,
         seed: int,
+        output_dir: Path,
     ) -> None:
         """Reads and tokenises everything; raises ConfigError saying which row of what cannot be taken.
 
         `tokenizer` is the policy's, of transformers; `max_prompt_length` the longest prompt in tokens that the policy
-        has room for, None where that has no end.
+        has room for, None where that has no end. Prompts that are too long are named in a file in `output_dir`.
         """
         self._prompts_per_step = prompts_per_step
         self._seed = seed
@@ -74,13 +75,15 @@ class Prompts:
             )
         self.skipped: list[Skipped] = []
         reader = _Reader(config, tokenizer, limit, self.skipped)
-        prompts = reader.read(config.prompts)
+        prompts = reader.read(config.prompts, config.split)
         if config.validation is not None:
-            self.validation = reader.read(config.validation)[: config.num_validation]
+            split = config.validation_split or config.split
+            self.validation = reader.read(config.validation, split)[: config.num_validation]
         else:
             first = max(0, len(prompts) - config.num_validation)
             prompts, self.validation = prompts[:first], prompts[first:]
         self.training = prompts
+        self._write_skipped(output_dir / SKIPPED)
         self._report(config, limit)
         if not prompts:
             raise ConfigError(
@@ -110,9 +113,8 @@ class Prompts:
         places = (divmod(i, len(self.training)) for i in range(first, first + self._prompts_per_step))
         return [self.training[self._permutation(epoch)[place]] for epoch, place in places]
 
-    def write_skipped(self, folder: Path) -> None:
-        """Puts a line for each skipped prompt into a file of the folder; removes the file of an earlier start."""
-        path = folder / SKIPPED
+    def _write_skipped(self, path: Path) -> None:
+        """A line for each skipped prompt; removes the file of an earlier start."""
         path.unlink(missing_ok=True)
         if self.skipped:
             rows = [{"source": s.source, "row": s.row, "num_tokens": s.num_tokens} for s in self.skipped]
@@ -139,6 +141,23 @@ class Prompts:
         log.warning("%s; they are left out, and named in %s", text, SKIPPED)
 
 
+def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max_new_tokens: int) -> None:
+    """Raises ConfigError where the servers of the section `where` would be sent what these prompts cannot become."""
+    everyone = [*prompts.training, *prompts.validation]
+    plain = next((prompt for prompt in everyone if prompt.messages is None), None)
+    if remote.send == "messages" and plain is not None:
+        raise ConfigError(
+            f"{where}.send is messages, and the prompt of row {plain.id} is plain text",
+            "send text or tokens, or set data.template",
+        )
+    longest = max(len(prompt.tokens) for prompt in everyone) + max_new_tokens
+    if remote.pad_to_length is not None and longest > remote.pad_to_length:
+        raise ConfigError(
+            f"{where}.pad_to_length is {remote.pad_to_length}, and prompt and response may have {longest} tokens",
+            "give more, or less of data.max_prompt_length or rollouts.max_new_tokens",
+        )
+
+
 class _Reader:
     """Rows of a source as prompts."""
 
@@ -154,11 +173,11 @@ class _Reader:
         self._limit = limit
         self._skipped = skipped
 
-    def read(self, source: str) -> list[Prompt]:
+    def read(self, source: str, split: str) -> list[Prompt]:
         """The source's prompts in their order, without those that are too long."""
         prompts: list[Prompt] = []
         chunk: list[tuple[int, str | list[Message]]] = []
-        for row, value in enumerate(_values(source, self._config)):
+        for row, value in enumerate(_values(source, split, self._config.field)):
             chunk.append((row, self._checked(value, source, row)))
             if len(chunk) == _AT_ONCE:
                 prompts += self._made(chunk, source)
@@ -175,6 +194,12 @@ class _Reader:
     def _made(self, chunk: Sequence[tuple[int, str | list[Message]]], source: str) -> list[Prompt]:
         conversations = {row: value for row, value in chunk if isinstance(value, list)}
         texts: dict[int, str | InvalidRequest] = {row: value for row, value in chunk if isinstance(value, str)}
+        if conversations and not self._encoder.takes_messages:
+            raise ConfigError(
+                f"{source}, row {next(iter(conversations))} (from 0) is a conversation, and the policy's tokenizer has "
+                "no chat template",
+                "give prompts as text without data.template, or put a chat template into the folder of policy.model",
+            )
         texts |= zip(conversations, self._encoder.render_prompts(list(conversations.values())), strict=True)
         for row, text in texts.items():
             if isinstance(text, InvalidRequest):
@@ -208,7 +233,7 @@ def _leading_bos(tokenizer: Any) -> list[int]:
 # ------------------------------------------------------------------------------------------- sources
 
 
-def _values(source: str, config: DataConfig) -> Iterator[Any]:
+def _values(source: str, split: str, field: str) -> Iterator[Any]:
     """The prompt's field of each row."""
     path = Path(source)
     if path.is_file() and path.suffix == ".parquet":
@@ -216,11 +241,11 @@ def _values(source: str, config: DataConfig) -> Iterator[Any]:
     elif path.is_file():
         rows = _json_rows(path)
     else:
-        rows = _data_set_rows(source, config.split)
+        rows = _data_set_rows(source, split)
     for number, row in enumerate(rows):
-        if config.field not in row:
-            raise _wrong(source, number, f"it has no field {config.field}, only {', '.join(map(str, row))}")
-        yield row[config.field]
+        if field not in row:
+            raise _wrong(source, number, f"it has no field {field}, only {', '.join(map(str, row))}")
+        yield row[field]
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.settings import AlgorithmConfig, PPOConfig, ReinforceConfig
 from guerdon.algorithms.advantages import Moments, RunningMean, estimate_advantages, gae, whiten
 from guerdon.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards, token_rewards
-from guerdon.errors import RunFailed
+from guerdon.errors import RewardsFailed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +88,13 @@ class Experience:
 
 
 def rewarded(rollouts: Sequence[Rollout], max_failed_fraction: float, step: int) -> list[Rollout]:
-    """The rollouts that have a reward, in the order of group and index; RunFailed where too many have none."""
+    """The rollouts that have a reward, in the order of group and index; RewardsFailed where too many have none."""
     failed = [rollout for rollout in rollouts if rollout.reward is None]
     if len(failed) > max_failed_fraction * len(rollouts) or len(failed) == len(rollouts):
-        raise RunFailed(
+        raise RewardsFailed(
             f"{len(failed)} of the {len(rollouts)} responses of step {step} got no reward, and max_failed_fraction is "
-            f"{max_failed_fraction:g}; the first: {failed[0].error}"
+            f"{max_failed_fraction:g}; the first: {failed[0].error}; see the log of the reward model's server, or give "
+            "more max_failed_fraction; the same command goes on from the last checkpoint"
         )
     kept = [rollout for rollout in rollouts if rollout.reward is not None]
     return sorted(kept, key=lambda rollout: (rollout.group, rollout.index))

@@ -21,7 +21,10 @@ from guerdon.errors import ConfigError
 from guerdon.training.policy import PolicyTrainer
 
 MAX_BATCH_ROLLOUTS = 256
-"""Beyond about this many rows a matrix product gains nothing on a CPU, and what they keep in memory grows."""
+"""Beyond about this many rows a matrix product gains nothing on a CPU, and what they keep in memory grows.
+
+It is no bound of that: where long responses of so many do not fit, `rollouts.max_batch_rollouts` is to be lowered.
+"""
 
 
 class Generator(Protocol):
@@ -39,7 +42,8 @@ class Generator(Protocol):
         """Yields each prompt's `num` rollouts as soon as the last of them is finished; `group` is its place in prompts.
 
         What is drawn is a function of the weights, the prompt, `config`, `seed` (of numbers of at least 0) and the
-        rollout's group and index, whatever is drawn beside it. The weights must not change before the end.
+        rollout's group and index, whatever is drawn beside it. With `greedy` the most likely token is taken
+        instead of one that is drawn. The weights must not change before the end.
         """
 
     def sync(self) -> None:
@@ -76,7 +80,11 @@ class TransformersGenerator:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Iterator[list[Rollout]]:
-        """As `Generator`; raises ConfigError for a prompt that leaves no room, or a stop text without a tokenizer."""
+        """As `Generator`; raises ConfigError for a prompt that leaves no room, or a stop text without a tokenizer.
+
+        Also where the model's rotary frequencies would change within a response (longrope, dynamic): what is drawn
+        would not be what the trainer's log-probs, of whole sequences, are about.
+        """
         work = _Work(self._policy, self._choice.make(), self._engine, config, seed, num, greedy, self._most)
         work.add(prompts)
         while work.is_left:
@@ -87,6 +95,19 @@ class TransformersGenerator:
 
     def sync(self) -> None:
         """Nothing: the weights are in place."""
+
+
+def room_of(prompt: Prompt, config: RolloutConfig, max_length: int | None) -> int:
+    """Tokens that a response to the prompt may have, at least 1; ConfigError where the longest sequence leaves none."""
+    room = config.max_new_tokens
+    if max_length is not None:
+        room = min(room, max_length - len(prompt.tokens))
+    if room < 1 or not len(prompt.tokens):
+        raise ConfigError(
+            f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {max_length}",
+            "lower data.max_prompt_length, and leave out what is empty",
+        )
+    return room
 
 
 @dataclass(slots=True, eq=False)
@@ -135,15 +156,14 @@ class _Work:
         self._finished: dict[int, list[Rollout]] = {}
 
     def add(self, prompts: Sequence[Prompt]) -> None:
-        """Lets the prompts wait; raises ConfigError where the longest sequence has no room for a response to one."""
+        """Lets the prompts wait; raises ConfigError where there is no room for a response to one."""
         for group, prompt in enumerate(prompts):
-            room, longest = self._config.max_new_tokens, self._policy.max_length
-            if longest is not None:
-                room = min(room, longest - len(prompt.tokens))
-            if room < 1 or not len(prompt.tokens):
+            room = room_of(prompt, self._config, self._policy.max_length)
+            if not self._engine.in_one_class(len(prompt.tokens), len(prompt.tokens) + room):
                 raise ConfigError(
-                    f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {longest}",
-                    "lower data.max_prompt_length, and leave out what is empty",
+                    f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and within the {room} that its response may "
+                    "have the policy's rotary embedding changes its frequencies, by which it becomes another model",
+                    "lower rollouts.max_new_tokens or policy.max_length, so that no response gets so far",
                 )
             rows = [_Row(prompt, group, i, uniforms(self._seed, group, i, room), room) for i in range(self._num)]
             for start in range(0, self._num, self._most):

@@ -22,7 +22,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "response_length_min": ("response", "shortest response"),
     "response_length_max": ("response", "longest response"),
     "ended": ("response", "share of responses that ended by EOS or a stop text; the rest were cut"),
-    "prompt_length": ("response", "mean length of a prompt in tokens"),
+    "prompt_length": ("response", "mean length of a prompt in tokens, each counted once a response"),
     "advantage_mean": ("policy", "mean advantage over tokens"),
     "advantage_std": ("policy", "standard deviation of the advantages over tokens"),
     "loss": ("policy", "loss of the policy, mean over the step's global batches"),
@@ -35,9 +35,13 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "optimizer_steps": ("policy", "optimiser steps of the policy since the run's start"),
     "skipped_steps": ("policy", "global batches of the step left out because their gradient was not finite"),
     "critic_loss": ("critic", "loss of the critic on the step's responses"),
-    "critic_explained_variance": ("critic", "share of the returns' variance that the values explain, before training"),
+    "critic_explained_variance": (
+        "critic",
+        "share of the returns' variance that the values explain, each global batch's before the step on it",
+    ),
     "critic_clip_fraction": ("critic", "share of tokens whose value the loss held back"),
     "critic_grad_norm": ("critic", "norm of the critic's last gradient before clipping"),
+    "critic_skipped_steps": ("critic", "global batches that the critic left out because their gradient was not finite"),
     "critic_learning_rate": ("critic", "of the critic's last optimiser step"),
     "value_mean": ("critic", "mean value over the responses' tokens"),
     "return_mean": ("critic", "mean return over them"),
@@ -48,7 +52,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "validation_failed": ("validation", "of them that got no reward"),
     "epoch": ("progress", "how often all prompts have been used"),
     "tokens_per_second": ("time", "response tokens of the step by the whole step's seconds"),
-    "seconds_step": ("time", "seconds of the step, from its prompts until its metrics are logged"),
+    "seconds_step": ("time", "seconds of the step from its prompts on, without validation and checkpoint"),
     "seconds_generation": ("time", "seconds until the last response was there; scoring is under way meanwhile"),
     "seconds_reward_wait": ("time", "seconds that the step then waited for rewards"),
     "seconds_values": ("time", "seconds that it waited for values"),
@@ -57,7 +61,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "seconds_update": ("time", "seconds of the policy's update"),
     "seconds_critic_wait": ("time", "seconds that the step then waited for the critic's training"),
     "seconds_validation": ("time", "seconds of the step's validation"),
-    "seconds_save": ("time", "seconds of the last checkpoint before this step's end"),
+    "seconds_save": ("time", "seconds of this run's last checkpoint before the step's end, if there was one"),
 }
 
 

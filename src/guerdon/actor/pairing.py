@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from guerdon.actor.checkpoints import Checkpoint, Checkpoints
@@ -11,18 +13,23 @@ from guerdon.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
+Outcome = Callable[[Future[CheckpointInfo | None]], CheckpointInfo | None]
+
 
 class PairedCritic(Protocol):
     """The critic whose checkpoints make pairs with the actor's; `guerdon.CriticClient` is one."""
 
-    def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
-        """Saves a checkpoint of everything asked of it before, and says which."""
+    def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
+        """A future of which checkpoint was saved of everything asked of it before."""
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
         """Goes back to the checkpoint of that name."""
 
     def state(self) -> CriticState:
         """What the critic is, and which checkpoints it has."""
+
+    def reconnect(self, timeout_s: float) -> None:
+        """Gives up what is under way; from now on a call has so long with all its tries."""
 
 
 def pairable(state: CriticState, found: Checkpoint | None) -> CriticState:
@@ -54,12 +61,12 @@ def load_critic(critic: PairedCritic, found: Checkpoint, checkpoints: Checkpoint
     return checkpoints.pair(found, info.name)
 
 
-def save_critic(critic: PairedCritic, metrics: dict[str, float], previous: Checkpoint | None) -> str:
-    """Saves the critic's part of a new pair, and returns its name.
+def save_critic(critic: PairedCritic, metrics: dict[str, float], previous: Checkpoint | None, outcome: Outcome) -> str:
+    """Saves the critic's part of a new pair, for which `outcome` waits, and returns its name.
 
     Warns where the server has dropped that of the `previous` pair by then, since a crash would leave none.
     """
-    info = critic.save(metrics)
+    info = outcome(critic.submit_save(metrics))
     if info is None:
         raise CheckpointError(
             "the critic's server does not say which checkpoint it saved, so that none can be paired with it",

@@ -8,6 +8,7 @@ from guerdon.actor.learning import measure, timed, update
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
 from guerdon.actor.settings import PPORunConfig, check_actor
+from guerdon.actor.stopping import Stopping
 from guerdon.algorithms.advantages import Moments
 from guerdon.core import TrainReport
 
@@ -15,14 +16,16 @@ from guerdon.core import TrainReport
 def train(config: PPORunConfig) -> RunSummary:
     """Trains the policy, and the critic on its server; goes on from the newest pair of checkpoints.
 
-    Raises ConfigError, CheckpointError or StartError where it cannot start, RunFailed where too many rewards fail, and
-    what the critic's server raises where it cannot train.
+    Raises ConfigError, CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards
+    fail, and what the critic's server raises where it cannot train.
     """
     check_actor(config)
+    stopping = Stopping(config.run.time_limit)
     algorithm, sampling = config.ppo, config.rollouts
     with RemoteCritic(config.remote_critic_rm) as critic:
-        critic.wait_ready()
-        with Run(config, score=critic.score, critic=critic) as run:
+        critic.wait_ready(stopping.left_s())
+        with Run(config, score=critic.score, critic=critic, stopping=stopping) as run:
+            critic.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}
 
@@ -46,7 +49,7 @@ def train(config: PPORunConfig) -> RunSummary:
                 if step > algorithm.critic_warmup_steps:
                     update(run.policy, experience, advantages, algorithm, sampling, metrics)
                 with timed(metrics, "seconds_critic_wait"):
-                    report = training.result()
+                    report = run.outcome(training)
                 run.finish(step, metrics | _critic_metrics(report), rollouts)
     return run.summary()
 
@@ -57,5 +60,6 @@ def _critic_metrics(report: TrainReport) -> dict[str, float]:
         "critic_explained_variance": report.explained_variance,
         "critic_clip_fraction": report.clip_fraction,
         "critic_grad_norm": report.grad_norm,
+        "critic_skipped_steps": float(report.num_skipped),
         "critic_learning_rate": report.learning_rate,
     }

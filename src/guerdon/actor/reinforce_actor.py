@@ -35,8 +35,9 @@ class ReinforceActor:
         loss, metrics = actor.get_loss_and_metrics(batch)
         report = actor.finish_training_step()  # clips the gradient and makes the optimiser step
 
-    All tensors come and go on the CPU. What an `infer` draws depends on `seed`, the optimiser steps made, and how
-    often it was called since the last one, so that a loop that goes on from a checkpoint draws what it would have.
+    All tensors come and go on the CPU. What an `infer` draws depends on `seed`, the optimiser steps made (skipped ones
+    are none), and how often it was called since the last one or a `load`: a loop that goes on from a checkpoint saved
+    right behind a step draws what it would have.
     """
 
     def __init__(self, policy: PolicyConfig | str, rollouts: RolloutConfig | None = None, *, seed: int = 0) -> None:
@@ -45,9 +46,8 @@ class ReinforceActor:
         self.rollout_config = rollouts or RolloutConfig()
         check(self.policy_config)
         check_sampling(self.rollout_config)
-        torch.manual_seed(seed)  # of fresh adapters
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
-        self.trainer = PolicyTrainer(loaded, self.policy_config)
+        self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed)
         self.generator = make_generator(self.trainer, self.rollout_config)
         self.tokenizer = loaded.tokenizer
         self.pad_id = loaded.eos_token_ids[0] if loaded.eos_token_ids else loaded.pad_token_id
@@ -126,8 +126,10 @@ class ReinforceActor:
 
         `response_tokens` int64 `[B, S]`; `mask` float32 `[B, S-1]`, 1 at the actions of the response, none between
         left out; `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, leaves out what was cut.
+        Raises ValueError where one has another shape.
         """
         batch = {name: tensor.detach().cpu() for name, tensor in batch.items()}
+        _check_shapes(batch)
         taken = (batch["mask"] > 0).any(-1)
         mask, tokens = batch["mask"][taken].float(), batch["response_tokens"][taken]
         advantages = (batch["rewards_with_kl"] - batch["baseline"]).float()
@@ -164,6 +166,7 @@ class ReinforceActor:
     def load(self, folder: Path | str) -> None:
         """Goes on from what was saved, bitwise; the reference stays the policy that was loaded first."""
         self.trainer.load(Path(folder))
+        self._num_inferred = 0
 
     # ---------------------------------------------------------------------------------------- within
 
@@ -197,6 +200,17 @@ class _Loss:
         mask = self.mask[at, :width].to(logprobs.device)
         advantages = self.advantages[at].to(logprobs.device)[:, None].expand_as(mask)
         return reinforce_loss(logprobs, advantages, mask, Aggregation("token-mean", GlobalCounts.of(self.mask)))
+
+
+def _check_shapes(batch: Mapping[str, Tensor]) -> None:
+    count, width = batch["response_tokens"].shape
+    wanted = {"mask": (count, width - 1), "rewards_with_kl": (count,), "baseline": (count,), "is_end": (count,)}
+    for name, shape in wanted.items():
+        if name in batch and batch[name].shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(batch[name].shape)} beside response_tokens of shape {[count, width]}: give "
+                f"{list(shape)}, rewards [B, 1] by squeeze(1)"
+            )
 
 
 def _from_first(mask: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

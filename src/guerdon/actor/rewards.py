@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
+from guerdon.actor.stopping import heeding
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 START_S = 600.0
 """How long a server may take to load its model after the actor has started."""
-
-_HEED_EVERY_S = 0.5
 
 
 class RemoteRewards:
     """A reward model on a server: `submit` a group as soon as it is generated, `collect` at the end.
 
     A server that is away or restarts is tried again for as long as `config.timeout_s` allows; a sample that got no
-    reward then, or none that is finite, has an `error` and no reward.
+    reward then, or none that is finite, has an `error` and no reward. Where the server's weights become others
+    than those that gave rewards before, it is told on the log.
     """
 
     def __init__(self, config: RemoteRewardConfig) -> None:
+        """Raises ConfigError for a malformed address."""
         self._config = config
         self._urls = urls_of(config.reward_model)
-        self._client = RewardClient(self._urls, config.reward_model.name, policy=patient(config.timeout_s))
+        with addressed("reward_model.urls, ip or port"):
+            self._client = RewardClient(self._urls, config.reward_model.name, policy=patient(config.timeout_s))
         self._pending: Pending[Scores] = Pending()
+        self._weights_seen: list[str] = []
 
-    def wait_ready(self) -> None:
-        """Waits for the server; raises StartError where it does not come, or takes no such input as it will get."""
+    def wait_ready(self, limit_s: float = math.inf) -> None:
+        """Waits for the server, at most so long; raises StartError where it does not come, or takes other input."""
         what = f"reward model '{self._config.reward_model.name}' at {', '.join(self._urls)}"
         with explained(what, "start it with `guerdon serve`, or correct its ip, port, urls and name in the settings"):
-            self._client.wait_ready(min(START_S, self._config.timeout_s))
+            self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
             inputs = self._client.info().inputs
         wanted = {"tokens": "tokens", "text": "sentences", "messages": "messages"}[self._config.send]
         if wanted not in inputs:
             raise ConfigError(
                 f"{what} takes no '{wanted}', but {', '.join(inputs)}", "change `send`, which says what it gets"
             )
+
+    def remember_in(self, memory: dict[str, Any]) -> None:
+        """From now on keeps in a run's memory which weights have given rewards, so that a resume knows them."""
+        self._weights_seen = memory.setdefault("reward_weights", self._weights_seen)
 
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt, and returns at once."""
@@ -61,18 +72,32 @@ class RemoteRewards:
             if isinstance(scores, GuerdonError):
                 fail(group, scores)
                 continue
+            self._note(scores.weights_version)
             for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
                 rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
 
-    def score(self, rollouts: list[Rollout]) -> None:
+    def score(self, rollouts: list[Rollout], heed: Callable[[], None] = lambda: None) -> None:
         """Submits rollouts of several groups, and collects them."""
         for group in groups_of(rollouts):
             self.submit(group)
-        self.collect()
+        self.collect(heed)
 
     def close(self) -> None:
         """Closes the connections; what is under way is given up."""
         self._client.close()
+
+    def _note(self, version: str) -> None:
+        if not version or version in self._weights_seen:
+            return
+        if self._weights_seen:
+            log.warning(
+                "the reward model's weights are now %s, and were %s: rewards before and after are not comparable",
+                version,
+                self._weights_seen[-1],
+            )
+        else:
+            log.info("rewards are those of the weights %s", version)
+        self._weights_seen.append(version)
 
     def __enter__(self) -> Self:
         return self
@@ -94,12 +119,11 @@ class Pending(Generic[T]):
         """Each group with its answer, or the error that it got in place of one; none is left afterwards."""
         groups, self._groups = self._groups, []
         for group, future in groups:
-            while not wait([future], _HEED_EVERY_S).done:
-                heed()
-            error = future.exception()
-            if error is not None and not isinstance(error, GuerdonError):
-                raise error
-            yield group, future.result() if error is None else error
+            try:
+                answer: T | GuerdonError = heeding(future, heed)
+            except GuerdonError as e:
+                answer = e
+            yield group, answer
 
 
 @contextmanager
@@ -109,6 +133,15 @@ def explained(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in err
         yield
     except GuerdonError as e:
         raise StartError(f"{what} is not ready: {e}", help) from e
+
+
+@contextmanager
+def addressed(settings: str) -> Iterator[None]:
+    """Turns a client's refusal of its address into a ConfigError."""
+    try:
+        yield
+    except InvalidRequest as e:
+        raise ConfigError(str(e), f"correct {settings} in the settings") from e
 
 
 def urls_of(server: RewardModelServer) -> list[str]:

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
-import torch
 import yaml
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.checkpoints import Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
-from guerdon.actor.data import Prompts
+from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.data import Prompts, check_sendable
 from guerdon.actor.generation import Generator, make_generator
-from guerdon.actor.measures import rollout_metrics
-from guerdon.actor.pairing import PairedCritic, load_critic, pairable, save_critic
+from guerdon.actor.measures import METRICS, rollout_metrics
+from guerdon.actor.pairing import PairedCritic, load_critic, pairable
 from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.actor.stopping import Left, Stopping
+from guerdon.actor.saving import Saving
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
+from guerdon.actor.stopping import TIME_IS_UP, Left, Stopping, heeding
 from guerdon.durable import locked
 from guerdon.engine.policies import load_policy
-from guerdon.errors import ConfigError
+from guerdon.errors import ConfigError, RewardsFailed
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import PolicyTrainer
+
+T = TypeVar("T")
+
+Score = Callable[[list[Rollout], Callable[[], None]], None]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +49,8 @@ _KEPT_WITH_CRITIC = ("reward", "validation_reward", "kl")
 """The metrics that go into a critic's checkpoint, by which its server may keep the best."""
 _VALIDATION = 0
 """The step in the seed of validation's responses: they are drawn by the same numbers every time."""
+_NUM_RECENT = 3
+"""The last steps, whose longest says how long the next may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,8 @@ class RunSummary:
     """How a run ended: `step` of `steps` are done; `stopped` says why it left before the last, None where it did not.
 
     `metrics` are those last logged under each name. `exit_status` is the command's: 0 at the end, 130 and 143 after
-    SIGINT and SIGTERM, 75 (try again later) where the time was up.
+    SIGINT and SIGTERM, 75 (try again later) where the time was up. `checkpoint` is the newest, from which the same
+    command goes on, None where there is none.
     """
 
     output_dir: Path
@@ -58,12 +68,15 @@ class RunSummary:
     stopped: str | None
     metrics: dict[str, float]
     exit_status: int
+    checkpoint: Path | None
 
     def __str__(self) -> str:
-        checkpoint = self.output_dir / CHECKPOINTS / f"step-{self.step:06d}"
         if self.stopped is None:
-            return f"{self.step} steps are done: the policy is in {checkpoint}/policy, all else in {self.output_dir}"
-        return f"{self.stopped}: left after step {self.step} of {self.steps}; the same again goes on from {checkpoint}"
+            return (
+                f"{self.step} steps are done: the policy is in {self.checkpoint}/policy, all else in {self.output_dir}"
+            )
+        goes_on = "begins anew" if self.checkpoint is None else f"goes on from {self.checkpoint}"
+        return f"{self.stopped}: left after step {self.step} of {self.steps}; the same again {goes_on}"
 
 
 class Run:
@@ -86,19 +99,21 @@ class Run:
         self,
         config: ReinforceRunConfig | PPORunConfig,
         *,
-        score: Callable[[list[Rollout]], None],
+        score: Score,
         critic: PairedCritic | None = None,
+        stopping: Stopping | None = None,
     ) -> None:
         """Loads everything, and goes on from the newest checkpoint in output_dir where there is one.
 
-        `score` sets `reward` or `error` of each of these rollouts (of several groups), and returns when all are there:
-        validation asks it. A `critic`, which must be reachable, is brought to the same step. Raises ConfigError and
+        `score` sets `reward` or `error` of each of these rollouts (of several groups), and returns when all are there;
+        while it waits it calls what it is given, now and then. Validation asks it. A `critic`, which must be reachable,
+        is brought to the same step. `stopping` counts the time limit from when it was made. Raises ConfigError and
         CheckpointError.
         """
         self.config = config
         self._score = score
         self._critic = critic
-        self._stopping = Stopping(config.run.time_limit)
+        self._stopping = stopping or Stopping(config.run.time_limit)
         self._stopped: str | None = None
         self._metrics: dict[str, float] = {}
         self._folder = Path(config.run.output_dir)
@@ -110,63 +125,70 @@ class Run:
         config, run = self.config, self.config.run
         exits.enter_context(_taken(self._folder))
         trackers.check_installed(run.trackers)
-        self._checkpoints = Checkpoints(self._folder / CHECKPOINTS, run.keep_checkpoints)
-        found = self._checkpoints.newest_whole()
+        checkpoints = Checkpoints(self._folder / CHECKPOINTS, run.keep_checkpoints)
+        found = checkpoints.newest_whole()
         if found is not None and not run.resume:
             raise ConfigError(
                 f"{self._folder} has a run of {found.state.step} steps, and run.resume is false",
                 "give another run.output_dir, or move that one away",
             )
+        decisive = decisive_settings(config)
+        if found is not None:
+            check_settings(found.state, decisive, found.folder)
         critic = None if self._critic is None else pairable(self._critic.state(), found)
 
         started = time.monotonic()
-        torch.manual_seed(run.seed)  # of fresh adapters
-        loaded = load_policy(config.policy, moment_bytes=moment_bytes(config.policy))
+        policy = scheduled(config)
+        loaded = load_policy(policy, moment_bytes=moment_bytes(policy))
         self.data = Prompts(
             config.data,
             loaded.tokenizer,
             prompts_per_step=config.rollouts.prompts_per_step,
             max_prompt_length=_room(loaded.max_length, config.rollouts.max_new_tokens),
             seed=run.seed,
+            output_dir=self._folder,
         )
-        self._decisive = decisive_settings(config) | {
+        check_sendable(self.data, *remote_of(config), config.rollouts.max_new_tokens)
+        self._decisive = decisive | {
             "policy.model's weights": loaded.info.weights_version,
             "policy.model's dtype": loaded.info.dtype,
             "data.prompts' digest": self.data.digest,
         }
         if found is not None:
             check_settings(found.state, self._decisive, found.folder)
-        self.policy = PolicyTrainer(loaded, config.policy)
+        self.policy = PolicyTrainer(loaded, policy, seed=run.seed)
         self.generator: Generator = make_generator(self.policy, config.rollouts)
 
         self.id, self.step, self.memory = secrets.token_hex(4), 0, {}
-        self._saved = found
         if found is not None:
             self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
             self.policy.load(found.policy)
             if self._critic is not None:
-                self._saved = load_critic(self._critic, found, self._checkpoints)
+                found = load_critic(self._critic, found, checkpoints)
             log.info("going on from %s", found.folder)
         elif critic is not None and critic.step:
             log.warning("the critic has learnt %d steps already, and goes on from there", critic.step)
         self._generates_with = self.policy.weights_version if found is None else ""
-        # Before the first save a checkpoint takes as long as far as anyone knows.
-        self._seconds = {"step": 0.0, "save": time.monotonic() - started, "generation": 0.0}
+        self._saving = Saving(checkpoints, self._critic, found)
+        self._first_step = self.step
+        self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
+        self._generation_s, self._loading_s = 0.0, time.monotonic() - started
 
         settings = dataclasses.asdict(config)
         (self._folder / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        self.data.write_skipped(self._folder)
         self._trackers = trackers.Trackers(self._folder, run.trackers, run.project, self.id, settings, self.step)
         exits.callback(self._trackers.close)
+        for row in trackers.read_metrics(self._folder / trackers.METRICS_FILE):
+            self._metrics |= {name: value for name, value in row.items() if name in METRICS and value is not None}
         self._progress = Progress(self.step, run.steps, run.progress)
         exits.callback(self._progress.close)
 
     # --------------------------------------------------------------------------------------- what a loop calls
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to do, from 1 or from behind the resumed one, up to run.steps.
+        """The numbers of the steps to do, from 1 or from behind the resumed one, up to run.steps, and saves the last.
 
-        Validates before step 1. Ends early where it was asked to stop or the time is up, and saves then. Every step
+        Validates before step 1. Ends the `with` block where the run was asked to stop or the time is up. Every step
         must be brought to `finish`.
         """
         if self._critic is not None:
@@ -174,12 +196,9 @@ class Run:
         if not self.step and self.data.validation:
             self._log(0, self._validate(0))
         while self.step < self.config.run.steps:
-            self._stopped = self._stopping.reason(self._seconds["step"] + self._seconds["save"])
-            if self._stopped is not None:
-                break
+            self._leave_where_asked(max(self._recent_s) + self._save_s)
             self._began = time.monotonic()
             yield self.step + 1
-            self._seconds["step"] = max(self._seconds["step"], time.monotonic() - self._began)
         self.save()
 
     def rollouts(self, step: int) -> Iterator[list[Rollout]]:
@@ -192,16 +211,32 @@ class Run:
         for group in self._generated(self.data.batch(step), self.config.rollouts.rollouts_per_prompt, step):
             yield group
             self.heed()
-        self._seconds["generation"] = time.monotonic() - began
+        self._generation_s = time.monotonic() - began
 
     def heed(self) -> None:
         """Ends the `with` block where the run was asked to stop, or the time is up; the step counts as not begun.
 
         To be called where a step waits, before it changes the weights or the memory.
         """
-        self._stopped = self._stopping.reason(self._seconds["save"])
-        if self._stopped is not None:
-            raise Left
+        self._leave_where_asked(self._save_s)
+
+    def outcome(self, future: Future[T]) -> T:
+        """The result of what the critic was asked to do while policy and critic are not as between two steps.
+
+        Where the run is asked to stop, it waits for that a little longer, then ends the `with` block without a save:
+        the checkpoint before is the right one to go on from.
+        """
+        until = math.inf
+
+        def heed() -> None:
+            nonlocal until
+            if (reason := self._stopping.reason(0.0)) is not None:
+                until = min(until, time.monotonic() + min(self._saving.patience_s, self._stopping.left_s()))
+            if time.monotonic() >= until:
+                self._stopped = reason
+                raise Left(is_between=False)
+
+        return heeding(future, heed)
 
     def finish(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
         """Ends a step: shows and logs its metrics, and validates and saves where that is due.
@@ -219,37 +254,33 @@ class Run:
             "optimizer_steps": float(self.policy.step_count),
             "tokens_per_second": sum(rollout.response_length for rollout in rollouts) / seconds,
             "seconds_step": seconds,
-            "seconds_generation": self._seconds["generation"],
-            "seconds_save": self._seconds["save"],
+            "seconds_generation": self._generation_s,
         }
-        if self.data.validation and (step % run.validate_every == 0 or step == run.steps):
-            known |= self._validate(step)
-        self._log(step, known)
-        self._progress.update(known)
-        if step % run.save_every == 0:
-            self.save()
+        if self._saving.seconds is not None:
+            known["seconds_save"] = self._saving.seconds
+        try:
+            if self.data.validation and (step % run.validate_every == 0 or step == run.steps):
+                known |= self._validate(step)
+        finally:  # also where the run leaves amid the validation: the step is done
+            self._log(step, known)
+            self._progress.update(known)
+        self._recent_s.append(time.monotonic() - self._began)
+        self._saving.save_every(run.save_every, *self._to_save(), self.outcome)
 
     def save(self) -> None:
         """Saves a checkpoint of the steps done, with the critic's; nothing where the newest one has them.
 
         Raises StorageFailed; the older ones are as they were then.
         """
-        if self._saved is not None and self._saved.state.step == self.step:
-            return
-        began = time.monotonic()
-        critic = None
-        if self._critic is not None:
-            metrics = {"actor_step": float(self.step)}
-            metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
-            critic = save_critic(self._critic, metrics, self._saved)
-        state = RunState(self.id, self.step, self._decisive, self.memory, critic)
-        self._saved = Checkpoint(self._checkpoints.save(state, self.policy.save), state)
-        self._seconds["save"] = time.monotonic() - began
+        self._saving.save(*self._to_save(), self.outcome)
 
     def summary(self) -> RunSummary:
         """How it ended, or stands now."""
         status = self._stopping.exit_status() if self._stopped else 0
-        return RunSummary(self._folder, self.step, self.config.run.steps, self._stopped, dict(self._metrics), status)
+        newest = None if self._saving.newest is None else self._saving.newest.folder
+        return RunSummary(
+            self._folder, self.step, self.config.run.steps, self._stopped, dict(self._metrics), status, newest
+        )
 
     def __enter__(self) -> Run:
         self._stopping.listen()
@@ -260,15 +291,41 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         with self._exits:
-            if kind is not None and kind is not Left:
+            if isinstance(error, RewardsFailed) or (isinstance(error, Left) and error.is_between):
+                self._saving.save_leaving(*self._to_save())
+            if error is not None and not isinstance(error, Left):
                 return False
-            self.save()
+            if error is None:
+                self.save()
+            newest, has_learnt = self._saving.newest, self.step > self._first_step
+            self.step = 0 if newest is None else newest.state.step
+        if self._stopped == TIME_IS_UP and not has_learnt:
+            raise ConfigError(
+                f"not one step fits into run.time_limit, {self.config.run.time_limit}: it was over amid the first",
+                "give more time, or smaller steps; where the servers were away, start them before",
+            )
         rows = trackers.read_metrics(self._folder / trackers.METRICS_FILE)
         curves.save(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
         log.info("%s", self.summary())
         return True
 
     # --------------------------------------------------------------------------------------- within
+
+    @property
+    def _save_s(self) -> float:
+        """What a save may take: as long as the last one, or before the first as long as loading took."""
+        return self._loading_s if self._saving.seconds is None else self._saving.seconds
+
+    def _leave_where_asked(self, seconds_ahead: float) -> None:
+        self._stopped = self._stopping.reason(seconds_ahead)
+        if self._stopped is not None:
+            raise Left
+
+    def _to_save(self) -> tuple[RunState, Callable[[Path], None], dict[str, float]]:
+        """The state, what saves the policy, and the metrics for the critic's checkpoint."""
+        metrics = {"actor_step": float(self.step)}
+        metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
+        return RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics
 
     def _generated(self, prompts: list[Prompt], num: int, step: int) -> Iterator[list[Rollout]]:
         if self._generates_with != self.policy.weights_version:
@@ -287,9 +344,12 @@ class Run:
 
     def _validate(self, step: int) -> dict[str, float]:
         began = time.monotonic()
-        groups = list(self._generated(self.data.validation, 1, _VALIDATION))
-        rollouts = sorted((rollout for group in groups for rollout in group), key=lambda rollout: rollout.group)
-        self._score(rollouts)
+        rollouts: list[Rollout] = []
+        for group in self._generated(self.data.validation, 1, _VALIDATION):
+            rollouts += group
+            self._leave_where_asked(self._save_s)
+        rollouts.sort(key=lambda rollout: rollout.group)
+        self._score(rollouts, lambda: self._leave_where_asked(self._save_s))
         if shown := rollouts[: self.config.run.num_samples]:
             self._trackers.samples(step, shown)
         metrics = rollout_metrics(rollouts, prefix="validation_")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from guerdon.actor import stopping
 from guerdon.config import LanguageModelConfig, LearningConfig, check, section, setting
 from guerdon.errors import ConfigError
 
@@ -39,6 +41,7 @@ class DataConfig:
         "skip", "a longer prompt is left out and reported at the start, or the run does not start; none is ever cut"
     )
     validation: str | None = setting(None, "the same for prompts to validate on; default: the last rows of prompts")
+    validation_split: str | None = setting(None, "split of a hub data set of these; default: that of prompts")
     num_validation: int = setting(32, "prompts that are validated on; 0: none", least=0)
     shuffle: bool = setting(True, "another order in every epoch, by the seed")
 
@@ -50,7 +53,7 @@ class RolloutConfig:
     prompts_per_step: int = setting(16, "prompts of one step", least=1)
     rollouts_per_prompt: int = setting(4, "responses to each of them", least=1)
     max_new_tokens: int = setting(128, "longest response in tokens", least=1)
-    min_new_tokens: int = setting(1, "no EOS before so many tokens", least=0)
+    min_new_tokens: int = setting(0, "no EOS before so many tokens", least=0)
     temperature: float = setting(1.0, "of sampling; log-probs are those at this temperature", least=0)
     top_k: int = setting(0, "sample from the so many most likely tokens; 0: all", least=0)
     top_p: float = setting(1.0, "sample from the most likely tokens of this total probability", least=0, most=1)
@@ -58,7 +61,7 @@ class RolloutConfig:
     stop: list[str] = setting([], "texts that end a response, beside EOS")
     engine: Literal["transformers", "vllm"] = setting("transformers", "what generates")
     max_batch_rollouts: int | None = setting(
-        None, "responses generated at once; auto: chosen for the device", auto=True, least=1
+        None, "responses generated at once, all in memory; auto: 256", auto=True, least=1
     )
 
 
@@ -113,7 +116,10 @@ class RunConfig:
     save_every: int = setting(20, "steps between checkpoints; there is one at the end, too", least=1)
     keep_checkpoints: int = setting(2, "newest checkpoints that are kept", least=1)
     resume: bool = setting(True, "go on from the newest checkpoint in output_dir")
-    time_limit: str | None = setting(None, "DD:HH:MM:SS or minutes; before it is over the run saves and leaves")
+    time_limit: str | None = setting(
+        None,
+        'DD:HH:MM:SS or minutes, in quotes ("210"); before it is over, from the start on, the run saves and leaves',
+    )
     validate_every: int = setting(
         10, "steps between validations; there is one before the first step and at the end", least=1
     )
@@ -206,20 +212,23 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         raise ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id")
     if not config.data.prompts:
         raise ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set")
-    algorithm = config.reinforce if isinstance(config, ReinforceRunConfig) else config.ppo
-    config.policy.total_steps = config.policy.total_steps or optimiser_steps(config.run, config.rollouts, algorithm)
-    check(config)
+    name, algorithm = algorithm_of(config)
+    for section_name in vars(config):
+        if section_name != "policy":
+            check(getattr(config, section_name), f"{section_name}.")
+    check(scheduled(config), "policy.")
     check_sampling(config.rollouts)
+    stopping.seconds(config.run.time_limit)
     estimator = algorithm.advantage_estimator if isinstance(algorithm, ReinforceConfig) else None
     if estimator in ("rloo", "grpo", "dr_grpo") and config.rollouts.rollouts_per_prompt < 2:
         raise ConfigError(
             f"rollouts.rollouts_per_prompt is 1, and {estimator} compares responses to one prompt",
             "give at least 2, or another reinforce.advantage_estimator",
         )
-    for name in ("clip_low", "clip_high", "importance_cap"):
-        value = getattr(algorithm, name)
+    for bound in ("clip_low", "clip_high", "importance_cap"):
+        value = getattr(algorithm, bound)
         if value is not None and not value > 0:
-            raise ConfigError(f"{name} is {value:g}", "give a number above 0")
+            raise ConfigError(f"{name}.{bound} is {value:g}", "give a number above 0")
     in_loss = isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient > 0:
         raise ConfigError(
@@ -229,13 +238,64 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     for tracker in config.run.trackers:
         if tracker not in ("wandb", "mlflow"):
             raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
+    where, remote = remote_of(config)
+    if remote.send != "tokens" and remote.pad_to_length is not None:
+        raise ConfigError(
+            f"{where}.pad_to_length is {remote.pad_to_length}, and {where}.send is {remote.send}",
+            "only tokens are padded: leave one of the two out",
+        )
+    _check_files(config)
+
+
+def _check_files(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Raises ConfigError where something on this machine is named that is not there."""
+    for path, source in (
+        ("policy.model", config.policy.model),
+        ("data.prompts", config.data.prompts),
+        ("data.validation", config.data.validation),
+    ):
+        if source is not None and is_local(source) and not Path(source).expanduser().exists():
+            raise ConfigError(f"there is no {source}", f"correct {path}, which may also be an id of the hub")
+
+
+def is_local(source: str) -> bool:
+    """Whether a name can only be that of a file or a folder here, and none of the hub."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".jsonl", ".gz", ".parquet"))
 
 
 def check_sampling(rollouts: RolloutConfig) -> None:
     """Raises ConfigError where a setting is out of its bounds, or nothing would be sampled."""
-    check(rollouts)
-    if rollouts.temperature == 0:
-        raise ConfigError("rollouts.temperature is 0", "all responses to a prompt would be the same: give more")
+    check(rollouts, "rollouts.")
+    for name, value in (("temperature", 0.0), ("top_p", 0.0), ("top_k", 1)):
+        if getattr(rollouts, name) == value:
+            raise ConfigError(
+                f"rollouts.{name} is {value:g}", "all responses to a prompt would be the same: give another value"
+            )
+    if rollouts.repetition_penalty == 0:
+        raise ConfigError("rollouts.repetition_penalty is 0", "logits are divided by it: 1 leaves them as they are")
+    if rollouts.min_new_tokens > rollouts.max_new_tokens:
+        raise ConfigError(
+            f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, and max_new_tokens is {rollouts.max_new_tokens}",
+            "give less of the one, or more of the other",
+        )
+
+
+def algorithm_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, ReinforceConfig | PPOConfig]:
+    """The section of the algorithm, and its name, which the command has, too."""
+    return ("reinforce", config.reinforce) if isinstance(config, ReinforceRunConfig) else ("ppo", config.ppo)
+
+
+def remote_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, RemoteRewardConfig]:
+    """The section of the servers, and its name."""
+    if isinstance(config, ReinforceRunConfig):
+        return "remote_rm", config.remote_rm
+    return "remote_critic_rm", config.remote_critic_rm
+
+
+def scheduled(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:
+    """The policy's settings with the length of the schedule, which where it is not given is that of the run."""
+    steps = config.policy.total_steps or optimiser_steps(config.run, config.rollouts, algorithm_of(config)[1])
+    return replace(config.policy, total_steps=steps)
 
 
 def optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: AlgorithmConfig) -> int:

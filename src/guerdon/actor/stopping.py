@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from guerdon.errors import ConfigError
+
+T = TypeVar("T")
 
 TIME_IS_UP = "time limit"
 TRY_AGAIN = 75
@@ -20,10 +25,25 @@ TRY_AGAIN = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RESERVE_S = 1.0
 """Of the time limit, for what comes after the last save."""
+_HEED_EVERY_S = 0.5
 
 
 class Left(BaseException):
-    """Goes up through a loop that is asked to stop amid a step; Run's `with` block ends it."""
+    """Goes up through a loop that is asked to stop; Run's `with` block ends it.
+
+    `is_between` says whether policy, memory and critic are as they were between two steps, and so fit to be saved.
+    """
+
+    def __init__(self, *, is_between: bool = True) -> None:
+        super().__init__()
+        self.is_between = is_between
+
+
+def heeding(future: Future[T], heed: Callable[[], None]) -> T:
+    """The future's result; meanwhile `heed` is called now and then, and what it raises ends the waiting."""
+    while not wait([future], _HEED_EVERY_S).done:
+        heed()
+    return future.result()
 
 
 def seconds(limit: str | None) -> float | None:
@@ -65,11 +85,15 @@ class Stopping:
             signal.signal(number, handler)
         self._handlers = {}
 
+    def left_s(self) -> float:
+        """Seconds until the time is up; infinity where there is no limit."""
+        return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic() - _RESERVE_S)
+
     def reason(self, seconds_ahead: float) -> str | None:
         """Why to leave now, None to go on; `seconds_ahead` is what goes on would take, the save behind it included."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        if self._deadline is not None and time.monotonic() + seconds_ahead + _RESERVE_S > self._deadline:
+        if seconds_ahead >= self.left_s():
             return TIME_IS_UP
         return None
 

@@ -1,16 +1,18 @@
 """Where metrics and samples go: a JSONL file and TensorBoard always, Weights & Biases and MLflow where asked for.
 
-After a resume, what was logged behind the resumed step is dropped, so that each step stands there once.
+After a resume, what was logged behind the resumed step is dropped from the two that are always there, so that each step
+stands in them once; the others keep what they were sent, and get the steps that are done again a second time.
 """
 
 from __future__ import annotations
 
 import html
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ from guerdon.durable import ASIDE
 from guerdon.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+
+log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -38,33 +42,41 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run."""
+    """All trackers of a run; a fault of those beside the files is told on the log, and the run goes on."""
 
     def __init__(
         self, output_dir: Path, names: Sequence[str], project: str, run_id: str, settings: dict[str, Any], step: int
     ) -> None:
-        """Opens them to go on behind `step`; raises ConfigError where a library is not installed."""
-        self._all: list[Tracker] = [MetricsFile(output_dir, step), TensorBoard(output_dir, step)]
+        """Opens them to go on behind `step`; raises ConfigError where one cannot begin."""
+        self._files: list[Tracker] = [MetricsFile(output_dir, step), TensorBoard(output_dir, step)]
+        self._others: list[Tracker] = []
         if "wandb" in names:
-            self._all.append(WeightsAndBiases(output_dir, project, run_id, settings))
+            self._others.append(WeightsAndBiases(output_dir, project, run_id, settings))
         if "mlflow" in names:
-            self._all.append(MLflow(project, run_id, settings))
+            self._others.append(MLflow(project, run_id, settings))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """As Tracker.log."""
-        for tracker in self._all:
-            tracker.log(step, metrics)
+        self._each(lambda tracker: tracker.log(step, metrics))
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Notes a table of these responses and their rewards."""
         table = sample_table(step, rollouts)
-        for tracker in self._all:
-            tracker.samples(step, table)
+        self._each(lambda tracker: tracker.samples(step, table))
 
     def close(self) -> None:
         """As Tracker.close."""
-        for tracker in self._all:
-            tracker.close()
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        for tracker in self._files:
+            do(tracker)
+        for tracker in self._others:
+            try:
+                do(tracker)
+            # Libraries that speak to servers of others raise whatever they like, and days of training matter more.
+            except Exception as e:
+                log.warning("%s did not take it, the run goes on: %s", type(tracker).__name__, e)
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -170,7 +182,12 @@ class WeightsAndBiases:
 
     def __init__(self, output_dir: Path, project: str, run_id: str, settings: dict[str, Any]) -> None:
         wandb = _wandb()
-        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(output_dir), config=settings)
+        try:
+            self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(output_dir), config=settings)
+        except wandb.Error as e:
+            raise ConfigError(
+                f"Weights & Biases cannot begin: {e}", "run `wandb login`, or set WANDB_MODE=offline"
+            ) from e
         # Its own count of steps never goes back, as ours does after a crash.
         self._run.define_metric("*", step_metric="step")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
+from guerdon.actor.generation import room_of
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.settings import RolloutConfig
 from guerdon.engine.placement import dtype_name
@@ -19,8 +23,15 @@ GPU_MEMORY = 0.3
 """The part of the GPU's memory that vLLM takes for its weights and caches; the rest is the trainer's."""
 
 
+LAYER = re.compile(r".*?\.\d+\.")
+"""What the names of a layer's weights begin with."""
+
+
 class VllmGenerator:
-    """Generates with an engine of its own in this process, whose weights are a copy of the policy's."""
+    """Generates with an engine of its own in this process, whose weights are a copy of the policy's.
+
+    With `min_new_tokens` stop texts end no response before so many tokens either; that is how vLLM has it.
+    """
 
     def __init__(self, policy: LoadedPolicy, config: RolloutConfig) -> None:
         """Raises ConfigError where vLLM is not installed, or cannot tell the log-probs that are asked for."""
@@ -60,16 +71,20 @@ class VllmGenerator:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Iterator[list[Rollout]]:
-        """As `Generator`; what shares a rollout's batch may change the last bits of its logits."""
+        """As `Generator`; what shares a rollout's batch may change the last bits of its logits.
+
+        Raises ConfigError for a prompt that leaves no room.
+        """
         from vllm import TokensPrompt
 
+        rooms = [room_of(prompt, config, self._policy.max_length) for prompt in prompts]
         names = {f"{group}-{index}": (group, index) for group in range(len(prompts)) for index in range(num)}
-        for name, place in names.items():
-            drawn = int(np.random.SeedSequence([*seed, *place]).generate_state(1)[0])
-            prompt = TokensPrompt(prompt_token_ids=prompts[place[0]].tokens.tolist())
-            self._engine.add_request(name, prompt, self._parameters(config, drawn, greedy))
         groups: dict[int, list[Rollout]] = {}
         try:
+            for name, (group, index) in names.items():
+                drawn = int(np.random.SeedSequence([*seed, group, index]).generate_state(1)[0])
+                prompt = TokensPrompt(prompt_token_ids=prompts[group].tokens.tolist())
+                self._engine.add_request(name, prompt, self._parameters(config, rooms[group], drawn, greedy))
             while names:
                 for request in self._engine.step():
                     if not request.finished:
@@ -88,7 +103,7 @@ class VllmGenerator:
         model.load_weights(merged_weights(self._policy.model))
         self._engine.reset_prefix_cache()
 
-    def _parameters(self, config: RolloutConfig, seed: int, greedy: bool) -> Any:
+    def _parameters(self, config: RolloutConfig, room: int, seed: int, greedy: bool) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -97,8 +112,8 @@ class VllmGenerator:
             top_p=config.top_p,
             repetition_penalty=config.repetition_penalty,
             seed=seed,
-            max_tokens=config.max_new_tokens,
-            min_tokens=config.min_new_tokens,
+            max_tokens=room,
+            min_tokens=min(config.min_new_tokens, room),
             stop=config.stop,
             include_stop_str_in_output=True,
             stop_token_ids=list(self._policy.eos_token_ids),
@@ -119,8 +134,23 @@ class VllmGenerator:
         )
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under the names of its checkpoint, those of adapted layers with their adapters' share."""
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights by the names of its checkpoint, those of adapted layers with their adapters' share.
+
+    transformers keeps some otherwise than checkpoints do, such as all experts of a layer in one tensor. These are
+    turned back a layer at a time, so that no more than one is there twice.
+    """
+    for _, layer in itertools.groupby(_merged(model), lambda named: _layer(named[0])):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _layer(name: str) -> str:
+    found = LAYER.match(name)
+    return found.group() if found else ""
+
+
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names that the model has in memory."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
         owner, _, rest = name.partition(".base_layer.")

@@ -77,12 +77,16 @@ class _Remote:
         for client in self._clients:
             client.close()
 
-    def _samples(self, rollout_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The rows of `response_tokens` `[B, S]` without their padding, to be sent as `cfg` says."""
+    def _wait_once(self) -> None:
+        """Returns once the servers are up; every call begins with it, and only the first one waits."""
         if not self._is_ready:
             for client in self._clients:
                 client.wait_ready(START_S)
             self._is_ready = True
+
+    def _samples(self, rollout_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The rows of `response_tokens` `[B, S]` without their padding, to be sent as `cfg` says."""
+        self._wait_once()
         tokens = rollout_batch["response_tokens"].cpu().numpy()
         lengths = rollout_batch["response_lengths"].reshape(-1).cpu().numpy()
         if len(lengths) != len(tokens) or (lengths > tokens.shape[1]).any():
@@ -131,11 +135,13 @@ class RemoteGPTRMCriticClient(_Remote):
 
         The future's result is the mean loss. A failure that nobody looks at is logged, and raised by the next call.
         """
+        self._wait_once()
         floats = (ppo_rollout_data[name].detach().cpu().float().numpy() for name in ("returns", "values", "mask"))
         return self._critic.train_loss(ppo_rollout_data["response_tokens"].cpu().numpy(), *floats)
 
     def save(self) -> Future[CheckpointInfo | None]:
         """Has the critic save itself after what it was given to train on; guerdon's says which checkpoint it is."""
+        self._wait_once()
         return self._critic.submit_save()
 
 

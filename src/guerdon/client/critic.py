@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -45,6 +46,10 @@ class InferArgs(TypedDict, total=False):
 
 Name = str | Mapping[str, str]
 """A critic's name, to which each of its models adds its operation; or the models' own names by operation."""
+
+
+def _sessions(url: str, policy: RetryPolicy, max_in_flight: int) -> Callable[[], OrderedSession]:
+    return functools.partial(OrderedSession, parse_urls(url), policy, max_in_flight)
 
 
 class _Critic:
@@ -98,8 +103,7 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._name = name
-        new_session = functools.partial(OrderedSession, parse_urls(url), policy, max_in_flight)
-        super().__init__(new_session, (url, name, policy, max_in_flight))
+        super().__init__(_sessions(url, policy, max_in_flight), (url, name, policy, max_in_flight))
 
     def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values, no rewards; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
@@ -173,6 +177,22 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     def state(self) -> CriticState:
         """What the critic is after all calls before this one."""
         return self._control(ControlRequest(Operation.STATE)).result()
+
+    def reconnect(self, timeout_s: float) -> None:
+        """Ends the calls under way with Cancelled, and connects anew; from now on a call has so long for all its tries.
+
+        For who has to leave soon: what is asked next waits for nothing before it. What an ended call had brought to the
+        server may still be done there.
+        """
+        self.close()
+        known = self._session.caller.endpoints.all
+        url, name, policy, max_in_flight = self._arguments
+        policy = dataclasses.replace(policy, timeout_s=timeout_s)
+        self._new_session = _sessions(url, policy, max_in_flight)
+        self._arguments = (url, name, policy, max_in_flight)
+        self._open()
+        for endpoint, before in zip(self._session.caller.endpoints.all, known, strict=True):
+            endpoint.seen = before.seen  # so that it is waited for where it is away
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Blocks until the server is ready; raises DeadlineExceeded with what it said."""

@@ -17,11 +17,13 @@ from guerdon.client.statuses import error_of
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
 from guerdon.wire import kserve_grpc
 
+_NO_CONNECTION = ("failed to connect", "DNS resolution failed")
+"""What grpcio says where it had no connection to send the request by."""
 _BROKEN = (
-    "failed to connect", "DNS resolution failed", "Socket closed", "Connection refused", "Connection reset",
-    "Broken pipe", "GOAWAY", "recvmsg", "Stream removed", "Channel closed",
+    *_NO_CONNECTION, "Socket closed", "Connection refused", "Connection reset", "Broken pipe", "GOAWAY", "recvmsg",
+    "Stream removed", "Channel closed",
 )  # fmt: skip
-"""What grpcio says where it lost or never had a connection; a server's own UNAVAILABLE says other things."""
+"""What it says there and where it lost one; a server's own UNAVAILABLE says other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,12 @@ class Call:
         code, details, step = error.code().name, error.details() or "", self.step
         check = "is the server running there? Check host and port (http://host:port for an HTTP port)"
         if code == "UNAVAILABLE" and any(text in details for text in _BROKEN):
+            is_sent = not any(text in details for text in _NO_CONNECTION)
             if step.endpoint.seen:
-                return Unreachable(f"the connection to {self.url} broke before the answer: {details}")
-            return Unreachable(f"cannot connect to {self.url}: {details}; {check}")
+                message = f"the connection to {self.url} broke before the answer: {details}"
+            else:
+                message = f"cannot connect to {self.url}: {details}; {check}"
+            return Unreachable(message, may_have_arrived=is_sent)
         if code == "DEADLINE_EXCEEDED" and not isinstance(step, Infer):
             return Unreachable(f"no sign of life from {self.url} within {step.timeout_s:.3g} s; {check}")
         if code == "DEADLINE_EXCEEDED" and details in ("", "Deadline Exceeded"):

@@ -82,7 +82,7 @@ class Call:
         step, url = self.step, self.url
         check = "is the server running there? Check host and port (grpc://host:port for a gRPC port)"
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
-            return Unreachable(f"cannot connect to {url}: {str(error) or 'timed out'}; {check}")
+            return Unreachable(f"cannot connect to {url}: {str(error) or 'timed out'}; {check}", may_have_arrived=False)
         if isinstance(error, httpx.TimeoutException):
             if isinstance(step, Infer):
                 return DeadlineExceeded(

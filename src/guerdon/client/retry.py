@@ -129,8 +129,11 @@ class Caller:
             left_s = max(0.001, deadline - self.clock())
             try:
                 result: InferResult = yield Infer(endpoint, model, asked[0].build(signature, left_s), left_s)
-            except Unreachable as e:
-                if not asked[0].may_repeat(signature):
+            except Unavailable as e:
+                # A full queue has not taken it, and without a connection it has not come to any. All else may come
+                # from a proxy behind which the server has it.
+                may_have_it = e.may_have_arrived if isinstance(e, Unreachable) else not isinstance(e, Overloaded)
+                if e.retryable and may_have_it and not asked[0].may_repeat(signature):
                     e.retryable = False
                     e.add_note("not sent again: the server may have got it, and would not know it a second time")
                 raise

@@ -77,10 +77,8 @@ def find_eos(model_config: Any, encoder: TextEncoder | None) -> int | None:
     return own[0] if isinstance(own, list) else own
 
 
-def find_pad(model_config: Any, encoder: TextEncoder | None) -> int:
-    """The config's padding token, else the tokenizer's, else 0."""
-    own = getattr(model_config.get_text_config(), "pad_token_id", None)
-    if own is None and encoder is not None:
-        own = encoder.pad_token_id
+def find_pad(model_config: Any, encoder: TextEncoder | None, vocab_size: int) -> int:
+    """The config's padding token, else the tokenizer's, else 0; what is no id of the model's counts as none."""
+    named = [getattr(model_config.get_text_config(), "pad_token_id", None), getattr(encoder, "pad_token_id", None)]
     # Only ever masked out, so any token will do where the checkpoint names none.
-    return own if own is not None else 0
+    return next((token for token in named if token is not None and 0 <= token < vocab_size), 0)

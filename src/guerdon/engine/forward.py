@@ -91,6 +91,10 @@ class Forward:
         """Whether what is computed for a token depends on how many tokens follow it, as with some rotary embeddings."""
         return self._classes.depend_on_length
 
+    def in_one_class(self, *lengths: int) -> bool:
+        """Whether sequences of these lengths may share a forward, and a cache while they grow from one to another."""
+        return len({self._classes.of(length) for length in lengths}) == 1
+
     @property
     def bounds_tokens(self) -> bool:
         """Whether only so many tokens may share a batch, as their places in it matter beyond."""

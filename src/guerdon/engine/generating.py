@@ -42,7 +42,7 @@ class Decoder(Protocol):
         """Sets the model up for the other calls, and back."""
 
     def together(self, lengths: list[int]) -> int:
-        """How many of the first of prompts of these lengths may begin at once, at least 1."""
+        """How many of the first of prompts of these lengths may begin at once, and fit in memory so; at least 1."""
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
         """So many new rows for each prompt, and the logits `[B,V]` of the first token of each of them."""
@@ -88,7 +88,7 @@ class PackedDecoder:
         return torch.stack(logits).repeat_interleave(engine.index(np.array(counts)), 0)
 
     def step(self, tokens: Tensor) -> Tensor:
-        positions = self._decoding.positions
+        positions = _within(self._decoding.positions, self._policy.max_length)
         self._decoding.advance()
         logits: Tensor = self._policy.model(**self._inputs(tokens, positions)).logits[0]
         return logits
@@ -108,7 +108,10 @@ class PackedDecoder:
 
 
 class CachedDecoder:
-    """By transformers' own cache and attention."""
+    """By transformers' own cache and attention.
+
+    Where rotary frequencies go by the longest sequence in a forward, only rows of one length class run at once.
+    """
 
     joins = False
 
@@ -126,9 +129,13 @@ class CachedDecoder:
         return self._engine.plain_attention()
 
     def together(self, lengths: list[int]) -> int:
-        if self._pads:
-            return len(lengths)
-        return next((i for i, length in enumerate(lengths) if length != lengths[0]), len(lengths))
+        longest = 0
+        for count, length in enumerate(lengths):
+            longest = max(longest, length)
+            is_alike = self._engine.in_one_class(length, lengths[0]) if self._pads else length == lengths[0]
+            if count and not (is_alike and (count + 1) * longest <= self._engine.max_batch_tokens):
+                return count
+        return len(lengths)
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
         engine, longest = self._engine, max(map(len, prompts))
@@ -150,8 +157,9 @@ class CachedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        positions, self._positions = self._positions[:, None], self._positions + 1
-        logits: Tensor = self._policy.model(**self._inputs(tokens[:, None], positions)).logits[:, -1]
+        positions = _within(self._positions, self._policy.max_length)
+        self._positions = self._positions + 1
+        logits: Tensor = self._policy.model(**self._inputs(tokens[:, None], positions[:, None])).logits[:, -1]
         return logits
 
     def keep(self, rows: np.ndarray) -> None:
@@ -170,6 +178,14 @@ class CachedDecoder:
         if self._takes_positions:
             inputs["position_ids"] = self._engine.index(positions)
         return inputs
+
+
+def _within(positions: np.ndarray, max_length: int | None) -> np.ndarray:
+    """The positions, those beyond the longest sequence at its end: a model may have none there.
+
+    Only rows that are done and have not left get so far, and nothing is read from these.
+    """
+    return positions if max_length is None else np.minimum(positions, max_length - 1)
 
 
 class DecoderChoice:

@@ -114,8 +114,9 @@ class LanguageEngine(Forward):
         if min(prompt_lengths) < 1:
             raise ValueError("prompt_lengths has a 0: a response needs at least one token before it")
         width = max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))
-        # What comes after the last token is never read; only where frequencies go by the length it counts.
-        seen = rows if self.depends_on_length else [row[:-1] for row in rows]
+        # What comes after the last token is never read; only where frequencies go by the length it counts. A row of
+        # one token has no response, and is there for its place alone.
+        seen = rows if self.depends_on_length else [row[: max(1, len(row) - 1)] for row in rows]
         for layout in self.layouts(seen):
             members = np.array(layout.rows)
             at, targets, is_response = self._where(layout, rows, prompt_lengths, width)

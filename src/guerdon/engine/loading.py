@@ -63,7 +63,7 @@ def load(config: ModelConfig, device: torch.device | None = None, *, moment_byte
         encoder=encoder,
         causal=causal,
         info=describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device),
-        pad_token_id=find_pad(model_config, encoder),
+        pad_token_id=find_pad(model_config, encoder, trunk.get_input_embeddings().num_embeddings),
         config=config,
     )
 

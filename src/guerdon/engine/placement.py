@@ -41,26 +41,34 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_memory(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, moment_bytes: int | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    moment_bytes: int | None = None,
+    *,
+    with_copy: bool = False,
 ) -> None:
     """Raises CheckpointError where the weights in `dtype` do not fit the free memory, of the host (which every weight
     passes through) or of the device.
 
     Where all of them will be trained, `moment_bytes` are those of the optimiser's moments for each; gradients and
-    masters in float32 come to them.
+    masters in float32 come to them. `with_copy` counts the weights twice on a CPU; a GPU without room leaves the copy
+    to the host, through which the weights have passed then.
     """
     num_weights = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     own_bytes, training_bytes = num_weights * dtype.itemsize, 0
     if moment_bytes is not None:
         master_bytes = 0 if dtype == torch.float32 else 4
         training_bytes = num_weights * (master_bytes + 4 + moment_bytes)
+    copy_bytes = own_bytes if with_copy else 0
     on_gpu = device.type == "cuda"
-    places = [("this machine", _host_bytes(), own_bytes + (0 if on_gpu else training_bytes))]
+    places = [("this machine", _host_bytes(), own_bytes + (0 if on_gpu else training_bytes + copy_bytes))]
     if on_gpu:
         places.append((str(device), torch.cuda.mem_get_info(device)[0], own_bytes + training_bytes))
     for place, free_bytes, needed_bytes in places:
         if free_bytes is not None and needed_bytes > free_bytes:
             what = "" if moment_bytes is None else " with its optimiser's state"
+            what += " and a frozen copy" if with_copy else ""
             remedy = "free some, choose another machine or --device, or a smaller --dtype such as bfloat16"
             raise CheckpointError(
                 f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}{what}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from guerdon.engine.weights import fill
 from guerdon.errors import CheckpointError
 
 REMEDY = "give the checkpoint of a causal language model"
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -31,7 +33,7 @@ class LoadedPolicy(LoadedTrunk):
 
     `model` is transformers' own, whole, in eval mode; `trunk` is the part of it that ends in hidden states, the same
     modules, and `head` makes logits of these. `tokenizer` is transformers' own, None where the checkpoint has none;
-    `eos_token_ids` are all that the checkpoint names, and `folder` is where it lies.
+    `eos_token_ids` are all ids of the model's that the checkpoint names so, and `folder` is where it lies.
     """
 
     model: Any
@@ -58,7 +60,8 @@ def load_policy(
 ) -> LoadedPolicy:
     """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
 
-    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them.
+    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them; memory must
+    have room for a frozen copy beside them then.
 
     Raises CheckpointError where it is missing, incomplete, too large or no causal language model.
     """
@@ -70,7 +73,7 @@ def load_policy(
         raise CheckpointError(
             f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
         )
-    check_memory(checkpoint, dtype, device, moment_bytes)
+    check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None)
     tokenizer = load_tokenizer(checkpoint.folder)
     model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype)
     model = model.to(device).eval()
@@ -78,6 +81,7 @@ def load_policy(
     if generation is not None:
         model.generation_config = generation
     trunk = _trunk(model)
+    vocab_size = model.get_input_embeddings().num_embeddings
     return LoadedPolicy(
         trunk=trunk,
         causal=True,
@@ -85,7 +89,7 @@ def load_policy(
             name=config.model,
             kind="causal-lm",
             outputs=(),
-            vocab_size=model.get_input_embeddings().num_embeddings,
+            vocab_size=vocab_size,
             max_length=find_max_length(config.max_length, trunk),
             eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
             takes_text=tokenizer is not None,
@@ -94,12 +98,12 @@ def load_policy(
             dtype=dtype_name(dtype),
             device=str(device),
         ),
-        pad_token_id=find_pad(model_config, tokenizer),
+        pad_token_id=find_pad(model_config, tokenizer, vocab_size),
         config=config,
         model=model,
         head=OutputHead(model, trunk, checkpoint.folder),
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(model_config, generation, tokenizer),
+        eos_token_ids=_eos_token_ids(model_config, generation, tokenizer, vocab_size),
         folder=checkpoint.folder,
     )
 
@@ -125,10 +129,17 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         raise CheckpointError(f"{path} cannot be read: {e}", "copy it again from where the checkpoint came") from e
 
 
-def _eos_token_ids(model_config: Any, generation: GenerationConfig | None, tokenizer: Any) -> tuple[int, ...]:
-    """Every end-of-sequence token that any of the three names; chat models often name one here and one there."""
+def _eos_token_ids(
+    model_config: Any, generation: GenerationConfig | None, tokenizer: Any, vocab_size: int
+) -> tuple[int, ...]:
+    """Every end-of-sequence token that any of the three names; chat models often name one here and one there.
+
+    One that the model has no logit for is left out, for it is never drawn.
+    """
     found: dict[int, None] = {}
     for source in (model_config.get_text_config(), generation, tokenizer):
         own = getattr(source, "eos_token_id", None)
         found |= dict.fromkeys(own if isinstance(own, list) else [] if own is None else [own])
-    return tuple(found)
+    if strange := [token for token in found if not 0 <= token < vocab_size]:
+        log.warning("EOS %s ends no response: the model has the ids 0 to %d", strange, vocab_size - 1)
+    return tuple(token for token in found if token not in strange)

@@ -37,11 +37,14 @@ class LengthClasses:
         """Lists of row numbers; the rows of one list may be computed in one forward."""
         classes: dict[tuple[int, int], list[int]] = {}
         for i, row in enumerate(rows):
-            above = sum(len(row) > limit for limit in self._limits)
-            # Beyond the limit a dynamic embedding has other frequencies for every length.
-            exact = len(row) if above and self._dynamic else 0
-            classes.setdefault((above, exact), []).append(i)
+            classes.setdefault(self.of(len(row)), []).append(i)
         yield from classes.values()
+
+    def of(self, length: int) -> tuple[int, int]:
+        """The class of a sequence of that length."""
+        above = sum(length > limit for limit in self._limits)
+        # Beyond the limit a dynamic embedding has other frequencies for every length.
+        return above, length if above and self._dynamic else 0
 
     def prepare(self) -> None:
         """Makes a dynamic embedding forget the longest sequence it has seen; else scores depend on history."""

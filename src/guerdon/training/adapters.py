@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from guerdon.errors import ConfigError
 
 ADAPTER = "default"
-SEED = 0
 PEFT_PREFIX = "base_model.model."
 
 
-def add_adapters(trunk: Any, rank: int, alpha: float, targets: str) -> None:
+def add_adapters(trunk: Any, rank: int, alpha: float, targets: str, seed: int = 0) -> None:
     """Puts float32 adapters on linear layers of the model or trunk, in place; all else in it is frozen.
 
     `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
-    begin as nothing, so outputs stay what they were, and they begin the same at every start: what is replayed after a
-    crash gives the same weights. Raises ConfigError where peft is not installed, finds no such layer, or cannot adapt
-    one of them.
+    begin as nothing, so outputs stay what they were, and they begin the same at every start with the same `seed`: what
+    is replayed after a crash gives the same weights. Other random numbers stay what they were. Raises ConfigError where
+    peft is not installed, finds no such layer, or cannot adapt one of them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -31,7 +30,7 @@ def add_adapters(trunk: Any, rank: int, alpha: float, targets: str) -> None:
         raise ConfigError("lora is set, and peft is not installed", "pip install 'guerdon[lora]'") from e
     settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng():
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)
             with torch.inference_mode():

@@ -220,7 +220,7 @@ def _settle(path: Path) -> None:
 
 
 def _storage_failed(path: Path, error: Exception) -> StorageFailed:
-    return StorageFailed(f"cannot write {path}: {error}; training goes on as it was")
+    return StorageFailed(f"cannot write {path}: {error}; make room on the disk, or mend it")
 
 
 # ------------------------------------------------------------------------------------------- reading

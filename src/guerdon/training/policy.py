@@ -51,12 +51,17 @@ class StepReport:
 class PolicyTrainer:
     """A causal language model with its optimiser, and the reference that it is held to.
 
-    Its weights are a function of the checkpoint that it began from and of the steps since; on a CPU bitwise. The
-    reference is the model as loaded: with adapters itself without them, else a frozen copy.
+    Its weights are a function of the checkpoint that it began from, of the seed and of the steps since; on a CPU
+    bitwise. The reference is the model as loaded: with adapters itself without them, else a frozen copy.
     """
 
-    def __init__(self, loaded: LoadedPolicy, config: LearningConfig, *, keeps_reference: bool = True) -> None:
-        """Raises ConfigError where a setting needs a library that is not there, or does not fit the model."""
+    def __init__(
+        self, loaded: LoadedPolicy, config: LearningConfig, *, keeps_reference: bool = True, seed: int = 0
+    ) -> None:
+        """Begins with adapters, where there are any, as `seed` has them drawn.
+
+        Raises ConfigError where a setting needs a library that is not there, or does not fit the model.
+        """
         self._config = config
         self.policy = loaded
         self.model = loaded.model
@@ -65,7 +70,7 @@ class PolicyTrainer:
         settings = {"architectures": [type(self.model).__name__]}
         self._files = checkpoint.model_files(loaded.folder, self.model.dtype, settings)
         if config.lora is not None:
-            adapters.add_adapters(self.model, config.lora, config.lora_alpha, config.lora_targets)
+            adapters.add_adapters(self.model, config.lora, config.lora_alpha, config.lora_targets, seed)
             base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
             # Beside an adapter a config.json would pass for a whole model's.
             del self._files["config.json"]
@@ -136,7 +141,8 @@ class PolicyTrainer:
         config.dtype = dtype_name(self.model.dtype)  # type: ignore[assignment]
         loaded = load_policy(config, device)
         loaded.model.requires_grad_(False)
-        return LanguageEngine(loaded)
+        # Chosen as the policy's path is, by gradients, too: by another one their first log-probs would differ a little.
+        return LanguageEngine(dataclasses.replace(loaded, trains=True))
 
     # ---------------------------------------------------------------------------------------- learning
 
