@@ -19,6 +19,7 @@ from guerdon.actor.rewards import (
     fitting,
     groups_of,
     patient,
+    token_samples_of,
 )
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.settings import CriticNames, RemoteCriticConfig
@@ -77,14 +78,8 @@ class RemoteCritic:
             ask = self._client.submit
         if not (group := fitting(group, config.pad_to_length)):
             return
-        scores = ask(
-            tokens=[rollout.tokens for rollout in group],
-            groups=[rollout.group for rollout in group],
-            prompt_lengths=[rollout.prompt_length for rollout in group],
-            pad_to_length=config.pad_to_length,
-            timeout_s=config.timeout_s,
-        )
-        self._pending.add(group, scores)
+        samples = token_samples_of(group, config.pad_to_length)
+        self._pending.add(group, ask(**samples, timeout_s=config.timeout_s))
 
     def collect(self, heed: Callable[[], None] = lambda: None) -> None:
         """Waits for all that was submitted, and sets each rollout's `reward` and `values`, or its `error`.

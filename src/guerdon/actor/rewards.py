@@ -156,10 +156,9 @@ def patient(timeout_s: float) -> RetryPolicy:
 
 def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, Any]:
     """A group as arguments of a client's `submit`; ConfigError where messages are to be sent and there are none."""
-    hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
     if config.send == "tokens":
-        hints["prompt_lengths"] = [rollout.prompt_length for rollout in group]
-        return hints | {"tokens": [r.tokens for r in group], "pad_to_length": config.pad_to_length}
+        return token_samples_of(group, config.pad_to_length)
+    hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
     if config.send == "text":
         return hints | {"texts": [rollout.prompt.text + rollout.text for rollout in group]}
     conversations = []
@@ -170,6 +169,16 @@ def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, An
             )
         conversations.append([*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}])
     return hints | {"messages": conversations}
+
+
+def token_samples_of(group: list[Rollout], pad_to_length: int | None) -> dict[str, Any]:
+    """The same, of the policy's own tokens."""
+    return {
+        "tokens": [rollout.tokens for rollout in group],
+        "groups": [rollout.group for rollout in group],
+        "prompt_lengths": [rollout.prompt_length for rollout in group],
+        "pad_to_length": pad_to_length,
+    }
 
 
 def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:

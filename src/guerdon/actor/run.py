@@ -347,9 +347,9 @@ class Run:
         rollouts: list[Rollout] = []
         for group in self._generated(self.data.validation, 1, _VALIDATION):
             rollouts += group
-            self._leave_where_asked(self._save_s)
+            self.heed()
         rollouts.sort(key=lambda rollout: rollout.group)
-        self._score(rollouts, lambda: self._leave_where_asked(self._save_s))
+        self._score(rollouts, self.heed)
         if shown := rollouts[: self.config.run.num_samples]:
             self._trackers.samples(step, shown)
         metrics = rollout_metrics(rollouts, prefix="validation_")

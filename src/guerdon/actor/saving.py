@@ -75,12 +75,10 @@ class Saving:
             self._is_overdue = True
             log.error("STEP %d IS NOT SAVED: %s. The run goes on, and tries again after the next step", state.step, e)
 
-    def save_leaving(
-        self, state: RunState, save_policy: Callable[[Path], None], metrics: dict[str, float]
-    ) -> Checkpoint | None:
+    def save_leaving(self, state: RunState, save_policy: Callable[[Path], None], metrics: dict[str, float]) -> None:
         """As `save`, by a run that has to leave: it gives up what the critic still does, and waits for it only so long.
 
-        Returns the checkpoint that the run goes on from, which where nothing could be saved is an older one.
+        Where nothing could be saved, `newest` is an older one.
         """
         try:
             if self._critic is not None and (self.newest is None or self.newest.state.step != state.step):
@@ -88,4 +86,3 @@ class Saving:
             self.save(state, save_policy, metrics)
         except GuerdonError as e:
             log.error("step %d cannot be saved: %s", state.step, e)
-        return self.newest

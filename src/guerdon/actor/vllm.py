@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from guerdon.actor.generation import room_of
+from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, room_of
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.settings import RolloutConfig
 from guerdon.engine.placement import dtype_name
@@ -56,7 +56,7 @@ class VllmGenerator:
             model=str(policy.folder),
             dtype=dtype_name(policy.model.dtype),
             max_model_len=policy.max_length,
-            max_num_seqs=config.max_batch_rollouts or 256,
+            max_num_seqs=config.max_batch_rollouts or MAX_BATCH_ROLLOUTS,
             gpu_memory_utilization=GPU_MEMORY,
             logprobs_mode="raw_logprobs" if config.temperature == 1.0 else "processed_logprobs",
         ).llm_engine
