@@ -170,6 +170,29 @@ class CriticConfig(LearningConfig, EngineConfig):
 
 
 @dataclass
+class ComponentConfig:
+    """One part of a reward that is made of several."""
+
+    model: str = setting("", "name of a served model or function")
+    weight: float = setting(1.0, "its share of the sum")
+    normalize: Literal["none", "given", "running"] = setting(
+        "none", "given: less `mean`, divided by `std`; running: by the mean and the deviation of all that were scored"
+    )
+    mean: float = setting(0.0, "subtracted from every reward, where normalize is given")
+    std: float = setting(1.0, "divides every reward after the mean, where normalize is given")
+    clip: float | None = setting(None, "bounds it to -clip ... clip after normalisation, before the weight", least=0)
+
+
+@dataclass
+class RewardConfig:
+    """A reward that is the weighted sum of several, served under a name of its own."""
+
+    name: str = setting("reward_model", "name under which clients ask for it")
+    components: list[ComponentConfig] = setting([], "what it is the sum of")
+    clip: float | None = setting(None, "bounds the sum to -clip ... clip", least=0)
+
+
+@dataclass
 class ServerConfig:
     """One server: its sockets, its limits and its models."""
 
@@ -188,6 +211,7 @@ class ServerConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
+    rewards: list[RewardConfig] = setting([], "rewards that are sums of several models' and functions'", flag=False)
     critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Sequence:
     `tokens` is int64 `[T]`; empty only where `text` is what the scorer reads. `group` is equal for sequences
     that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
     (int64 `[K]`, each below T) whose values are wanted as step rewards. Without `wants_reward` a scorer of values
-    may leave the reward out.
+    may leave the reward out. `prompt` and `label` are what the sender told of the sample, for a user's function.
     """
 
     tokens: np.ndarray
@@ -68,6 +68,8 @@ class Sequence:
     prompt_length: int | None = None
     steps: np.ndarray | None = None
     wants_reward: bool = True
+    prompt: str | None = None
+    label: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +91,14 @@ class Score:
     steps: np.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """A sample's tokens beyond `max_tokens` are dropped at `side`; None is the model's own maximum."""
+
+    max_tokens: int | None
+    side: Literal["left", "right"]
+
+
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
     """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, one entry a sample.
@@ -96,6 +106,10 @@ class ScoreRequest:
     `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one
     entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` tells
     whether anybody reads the rewards. Clients pad `tokens` to `pad_to_length` in place of the longest of them.
+
+    `prompts` and `labels` (any JSON value) are for functions that name them among their parameters. With
+    `add_special_tokens` texts get those that the tokenizer adds; without it they are scored as they are. Without
+    `truncation` the server's own setting decides over samples that are too long.
     """
 
     texts: list[str] | None = None
@@ -108,6 +122,10 @@ class ScoreRequest:
     priority: int = 0
     wants_rewards: bool = True
     pad_to_length: int | None = None
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+    add_special_tokens: bool = False
+    truncation: Truncation | None = None
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())
@@ -246,9 +264,11 @@ class Command:
 class ModelInfo:
     """What a served model is and what it takes and gives; all that transports and clients need to know of it.
 
-    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`. `max_length` and
-    `vocab_size` bound what is accepted, None where unbounded. `path` tells how it runs (`packed+shared`,
-    `packed`, `padded`, `single`), and `why` the reason.
+    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`; `attribute_names` are
+    those of the columns of `attributes`. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
+    `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
+    `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
+    folder, hub id or function that it was loaded from, as it was named.
     """
 
     name: str
@@ -261,11 +281,14 @@ class ModelInfo:
     takes_text: bool = True
     takes_messages: bool = False
     takes_tokens: bool = True
+    takes_prompts: bool = False
+    takes_labels: bool = False
     weights_version: str = "1"
     dtype: str = "float32"
     device: str = "cpu"
     path: str = "single"
     why: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class ArithmeticTrainer:
         """How many bytes a checkpoint has besides the weight, to fill disks with."""
         self._config = config
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:

@@ -46,7 +46,7 @@ class EchoScorer:
         self.encoder = self
         self.slow_s = 1.0
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
         return [np.full(len(text), TEXT_TOKEN) for text in texts]
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:

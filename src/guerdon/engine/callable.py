@@ -14,7 +14,7 @@ import numpy as np
 
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo, Score, Sequence
-from guerdon.errors import CheckpointError, SampleFailed
+from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
 
 MAX_BATCH_TOKENS = 65_536
 """Default budget for a function whose cost is unknown."""
@@ -47,6 +47,7 @@ class FunctionScorer:
             takes_tokens=not self._by_text,
             path="function",
             why=config.model,
+            source=config.model,
         )
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
@@ -100,8 +101,11 @@ class FunctionEncoder:
         self._tokenize = tokenize_func
         self._lock = threading.Lock()
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, int64 `[T]`."""
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]:
+        """The ids of each text, int64 `[T]`; which special tokens it adds is the function's own affair."""
+        if add_special_tokens:
+            refusal = "add_special_tokens: this server's own tokenize_func decides what is added; leave it out"
+            return [InvalidRequest(refusal) for _ in texts]
         with self._lock:  # a user's function need not be thread-safe
             tokens, lengths = self._tokenize(texts)
         rows = np.asarray(tokens, dtype=np.int64)

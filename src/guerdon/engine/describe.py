@@ -37,6 +37,7 @@ def describe(
     return ModelInfo(
         name=config.name,
         kind=parts.kind,
+        source=config.model,
         outputs=tuple(outputs),
         attribute_names=tuple(labels.get(i, f"LABEL_{i}") for i in range(parts.num_outputs)) if several else (),
         vocab_size=parts.trunk.get_input_embeddings().num_embeddings,

@@ -81,15 +81,18 @@ class TextEncoder:
         """The tokens of a step separator standing by itself, as TRL's PRM trainer appends them to each step."""
         return tuple(self._ids([text])[0])
 
-    def encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]:
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]:
         """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
 
-        A text that is not valid Unicode has the error in its place.
+        With `add_special_tokens` the tokenizer adds what it is configured to, save a second BOS before one that the
+        text has. A text that is not valid Unicode has the error in its place.
         """
         made: list[Any] = [_not_unicode(text) for text in texts]
         fine = [i for i, error in enumerate(made) if error is None]
-        for i, ids in zip(fine, self._ids([texts[i] for i in fine]), strict=True):
-            made[i] = np.array(ids, dtype=np.int64)
+        bos = self._tokenizer.bos_token_id
+        for i, ids in zip(fine, self._ids([texts[i] for i in fine], add_special_tokens), strict=True):
+            is_doubled = add_special_tokens and bos is not None and ids[:2] == [bos, bos]
+            made[i] = np.array(ids[is_doubled:], dtype=np.int64)
         return made
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
@@ -112,11 +115,12 @@ class TextEncoder:
         """
         return [self._render(conversation, is_prompt=True) for conversation in conversations]
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         if self._fast is not None:
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
         with self._lock:
-            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def _render(self, conversation: list[Message], is_prompt: bool = False) -> str | InvalidRequest:
         import jinja2

@@ -26,6 +26,7 @@ from guerdon.core import (
     ScoreRequest,
     Sequence,
     TrainRequest,
+    Truncation,
 )
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Unavailable, UnknownModel
 from guerdon.metrics import Metrics
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 class Encoder(Protocol):
     """Turns text into ids, or says in a text's place what is wrong with it; thread-safe."""
 
-    def encode(self, texts: list[str]) -> list[np.ndarray | InvalidRequest]: ...
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]: ...
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
@@ -114,6 +115,20 @@ class Service:
         names = ", ".join(sorted([*self._models, *self._operations]))
         raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
 
+    def scored_by(self, name: str) -> ModelInfo:
+        """The model that a protocol means which may leave the name out: then the first one, the one named in the
+        settings before all others. A checkpoint's own name will do, as its folder or hub id was given.
+
+        Raises UnknownModel.
+        """
+        infos = [info for info in self.models() if isinstance(info, ModelInfo)]
+        if not name:
+            return infos[0]
+        for info in infos:
+            if name in (info.name, info.source):
+                return info
+        raise UnknownModel(f"unknown model {name!r}; served here: {', '.join(info.name for info in infos)}")
+
     def is_ready(self, name: str | None = None) -> bool:
         """Whether the model or operation of that name can be asked, None for all of them."""
         has_fault = self._critic is not None and self._critic.fault is not None
@@ -159,12 +174,13 @@ class Service:
         info = served.info
         if self._critic is not None and self._critic.lane == name and (fault := self._critic.fault) is not None:
             raise fault
+        truncation = _truncation(request, model, info)
         results: list[Result | None] = []
         sequences = []
         for i, row in enumerate(await self._rows(name, served, request)):
             s = _sequence(row, request, i)
-            if model.truncation != "error" and info.max_length is not None:
-                s = _truncated(s, info.max_length, model.truncation)
+            if truncation is not None:
+                s = _truncated(s, truncation, info)
             sequences.append(s)
             results.append(row if isinstance(row, InvalidRequest) else _wrong(s, info))
         accepted = [i for i, r in enumerate(results) if r is None]
@@ -231,7 +247,7 @@ class Service:
         self._loop.check_room(name, len(request))  # before work is spent on it
         run = asyncio.get_running_loop().run_in_executor
         if request.texts is not None:
-            return await run(self._tokenisers, served.encoder.encode, request.texts)
+            return await run(self._tokenisers, served.encoder.encode, request.texts, request.add_special_tokens)
         return await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
 
 
@@ -252,15 +268,31 @@ def _sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: 
         None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
         None if request.steps is None else request.steps[i],
         request.wants_rewards,
+        None if request.prompts is None else request.prompts[i],
+        None if request.labels is None else request.labels[i],
     )
 
 
-def _truncated(s: Sequence, max_length: int, side: str) -> Sequence:
-    """The sequence without its surplus at that side; models that answer for single tokens are never truncated."""
+def _truncation(request: ScoreRequest, model: ModelConfig, info: ModelInfo) -> Truncation | None:
+    """What is cut off of samples that are too long: as the request says, else as the server's setting does."""
+    if request.truncation is None:
+        return None if model.truncation == "error" else Truncation(None, model.truncation)
+    if {"values", "step_rewards"} & {*info.outputs}:
+        raise InvalidRequest(
+            f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
+            "shorter samples"
+        )
+    return request.truncation
+
+
+def _truncated(s: Sequence, truncation: Truncation, info: ModelInfo) -> Sequence:
+    """The sequence without its surplus at that side."""
+    bounds = [bound for bound in (truncation.max_tokens, info.max_length) if bound is not None]
+    max_length = min(bounds, default=len(s.tokens))
     surplus = len(s.tokens) - max_length
     if surplus <= 0:
         return s
-    first = surplus if side == "left" else 0
+    first = surplus if truncation.side == "left" else 0
     prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
     return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
 

@@ -9,6 +9,7 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.wire.forms import scores_of
 from guerdon.wire.kserve import InferReply, InferRequest, count, timeout_s
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
 from guerdon.wire.tensors import Tensor, integers
@@ -70,12 +71,9 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
     Raises the first failed row's error, its text prefixed with the row, unless the output `errors` was requested;
     then failed rows are NaN.
     """
-    requested, results = request.outputs, reply.results
+    requested = request.outputs
     if requested is None or "errors" not in requested:
-        for i, result in enumerate(results):
-            if isinstance(result, GuerdonError):
-                result.args = (f"row {i}: {result}",)
-                raise result
+        scores_of(reply)
     outputs: list[Tensor] = []
     for name in requested or (*info.outputs, "exceeded"):
         outputs += _output(name, reply, request)
