@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One protocol's way to ask and to be told: `read` takes the parsed body, `told` makes an error its own.
+    """One protocol's way to ask and to be told: `read` takes the parsed body and what stands behind the URL's `?`.
 
     `told` gives the status and the JSON of the answer to a request that failed.
     """
 
-    read: Callable[[Any], Asked]
+    read: Callable[[Any, Mapping[str, str]], Asked]
     told: Callable[[GuerdonError], tuple[int, Any]]
 
 
