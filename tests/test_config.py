@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check, from_mapping, read_yaml
+from guerdon.config import (
+    ComponentConfig,
+    CriticConfig,
+    ModelConfig,
+    RewardConfig,
+    ServerConfig,
+    check,
+    from_mapping,
+    read_yaml,
+)
 from guerdon.errors import ConfigError
 
 
@@ -113,6 +122,49 @@ def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mo
 def test_settings_of_a_reward_model(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(CriticConfig(**settings))
+
+
+def summed(*components: dict[str, Any], **more: Any) -> ServerConfig:
+    models = [{"model": "m", "name": "a"}, {"model": "n", "name": "b"}]
+    given = {"models": models, "rewards": [{"components": list(components), **more}]}
+    return typing.cast(ServerConfig, from_mapping(ServerConfig, given))
+
+
+def test_a_reward_is_a_sum_of_several() -> None:
+    config = summed({"model": "a", "normalize": "given", "mean": 1}, {"model": "b", "weight": 0, "clip": 2})
+    check(config)
+    a, b = config.rewards[0].components
+    assert (config.rewards[0].name, a.weight, a.normalize, a.mean, a.std) == ("reward_model", 1.0, "given", 1.0, None)
+    assert (b.weight, b.normalize, b.clip) == (0.0, "none", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (summed(), r"rewards\[0\] has no components"),
+        (summed({"model": "c"}), r"rewards\[0\]\.components\[0\]\.model is 'c', which is none of `models:`"),
+        (summed({"weight": 1}), r"components\[0\]\.model is ''"),
+        (summed({"model": "a"}, {"model": "a"}), r"rewards\[0\] has a twice"),
+        (summed({"model": "a", "weight": 0}), r"rewards\[0\]: all weights are 0"),
+        (summed({"model": "a"}, clip=0), r"rewards\[0\]\.clip is 0"),
+        (summed({"model": "a", "clip": -1}), r"components\[0\]\.clip is -1"),
+        (summed({"model": "a", "weight": math.nan}), r"components\[0\]\.weight is nan"),
+        (summed({"model": "a", "normalize": "given"}), "normalize is given, and there is neither mean nor std"),
+        (summed({"model": "a", "mean": 0}), r"components\[0\]\.mean is 0, and normalize is none"),
+        (summed({"model": "a", "normalize": "running", "std": 2}), r"\.std is 2, and normalize is running"),
+        (summed({"model": "a", "normalize": "given", "std": 0}), r"components\[0\]\.std is 0"),
+        (summed({"model": "a"}, name="b"), "two models are named b"),
+        (
+            ServerConfig(critic=CriticConfig(), models=[ModelConfig(name="critic_save")]),
+            "two models are named critic_s",
+        ),
+        (ServerConfig(rewards=[RewardConfig(components=[ComponentConfig("a")])]), "none of `models:`"),
+    ],
+)
+def test_a_sum_that_cannot_be(config: ServerConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(config)
+    assert caught.value.help
 
 
 def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:

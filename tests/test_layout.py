@@ -22,13 +22,15 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "algorithms": set(),
     "training": BASE | {"engine", "algorithms"},
     "actor": BASE | {"client", "engine", "algorithms", "training"},
-    "adapters": BASE | {"wire", "client"},
+    # trlX's reward function may have its reward model in the trainer's own process.
+    "adapters": BASE | {"wire", "client", "local"},
     "assembly": BASE | PARTS,
+    "local": BASE | PARTS | {"assembly"},
     "reward_model_server": BASE | PARTS | {"assembly"},
     "critic_server_trainer": BASE | PARTS | {"assembly"},
     "demo": BASE | {"client", "actor"},
     "flags": BASE,
-    "cli": BASE | PARTS | {"assembly", "demo", "flags", "__init__"},
+    "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "__init__"},
     "__main__": {"cli"},
     "__init__": {
         "actor",
@@ -36,6 +38,7 @@ ROOMS = {  # room: the rooms that it may know besides itself
         "core",
         "critic_server_trainer",
         "errors",
+        "local",
         "reward_model_server",
     },  # for type checkers; at run time they are loaded lazily
 }
@@ -45,7 +48,10 @@ BANNED = {  # path prefix: modules that it must not import
         ["core", "errors", "config", "metrics", "durable", "client", "server", "distributed", "flags", "cli"], TORCH
     ),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
-    **dict.fromkeys(["server/scheduler.py", "server/lane.py"], TORCH | {"asyncio", "concurrent", "threading", "time"}),
+    **dict.fromkeys(
+        ["server/scheduler.py", "server/lane.py", "server/rewards.py"],
+        TORCH | {"asyncio", "concurrent", "threading", "time"},
+    ),
     **dict.fromkeys(["actor/settings.py", "actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),
     "engine/text.py": {"torch"},
     "engine/packing.py": TORCH,

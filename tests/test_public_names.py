@@ -16,6 +16,7 @@ def test_public_names_are_these() -> None:
         "CriticClient",
         "CriticServerTrainer",
         "GuerdonError",
+        "LocalRewardModel",
         "ReinforceActor",
         "RetryPolicy",
         "RewardClient",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from guerdon.core import TrainReport
     from guerdon.critic_server_trainer import CriticServerTrainer
     from guerdon.errors import GuerdonError
+    from guerdon.local import LocalRewardModel
     from guerdon.reward_model_server import RewardModelServer
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "CriticClient",
     "CriticServerTrainer",
     "GuerdonError",
+    "LocalRewardModel",
     "ReinforceActor",
     "RetryPolicy",
     "RewardClient",
@@ -39,6 +41,7 @@ _HOME = {
     "CriticClient": "guerdon.client",
     "CriticServerTrainer": "guerdon.critic_server_trainer",
     "GuerdonError": "guerdon.errors",
+    "LocalRewardModel": "guerdon.local",
     "ReinforceActor": "guerdon.actor.reinforce_actor",
     "RetryPolicy": "guerdon.client",
     "RewardClient": "guerdon.client",

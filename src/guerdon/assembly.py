@@ -72,13 +72,10 @@ def build_service(
 
     A critic with a folder for checkpoints is brought to where it was when its last server ended.
     """
+    check(config)
     models = [*config.models, *([_infer_config(config.critic)] if config.critic else [])]
-    names = [m.name for m in models]
-    if not names:
+    if not models:
         raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two models are named {name}", "give each its own `name:`")
     scorers = {m.name: scorer(m) for m in config.models}
     if config.critic is None:
         return Service(Group(Worker(scorers)), [(m, scorers[m.name]) for m in models], config, limits)
@@ -88,10 +85,10 @@ def build_service(
     operations = critic(config.critic, learner)
     try:
         operations.restore(group)
+        return Service(group, [(m, scorers[m.name]) for m in models], config, limits, operations)
     except BaseException:
         operations.close()
         raise
-    return Service(group, [(m, scorers[m.name]) for m in models], config, limits, operations)
 
 
 def _infer_config(config: CriticConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from guerdon import __version__
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, GuerdonError, StartError
 from guerdon.flags import (
@@ -46,6 +46,17 @@ A YAML file has the same settings; flags go before it:
   models:
     - {model: ./helpful, name: helpful, dtype: bfloat16}
     - {model: ./safe, name: safe, max_length: 4096}
+    - {model: "my_module:brevity", name: brevity}
+  rewards:                  # a weighted sum; it is what clients get that name no model
+    - name: reward_model
+      components:
+        - {model: helpful, normalize: given, mean: 1.2, std: 3.0}
+        - {model: safe, weight: 0.5, normalize: running, clip: 5}
+        - {model: brevity, weight: 0.1}
+
+A function has a first parameter `texts` or `tokens`, and may have `prompts` and `labels`, which clients send beside the
+samples. With `normalize: running` a reward depends on what was scored before it; guerdon_component_mean and
+guerdon_component_std under /metrics tell what to give for the same rewards every time.
 """
 
 CRITIC_EXAMPLES = """\
@@ -72,7 +83,7 @@ SCORE_EXAMPLES = """\
 Each line of IN is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"},
 {"text"}; a name in .gz is read compressed. OUT gets the same lines with "rewards" added, in the same order. The same
 command again continues where it stopped, with the same weights. A sample that fails has null for its reward, "errors"
-says why, and the exit status is 1.
+says why, and the exit status is 1. A function that scores may read a line's "prompt", and its "label", any JSON value.
 """
 
 
@@ -223,7 +234,7 @@ def _serve(config: ServerConfig) -> None:
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """`guerdon score`: through servers that run, or through one in this process that only it can reach.
+    """`guerdon score`: through servers that run, or by a model in this process.
 
     Returns 1 where samples failed.
     """
@@ -231,39 +242,30 @@ def run_score(args: argparse.Namespace) -> int:
     from guerdon.client.files import score_file
 
     flags = given(args, ModelConfig)
-    name = flags.get("name", ModelConfig.name)
-
-    def score(urls: Sequence[str]) -> int:
-        with RewardClient(urls, model=name) as client:
-            summary = score_file(
-                client,
-                args.IN,
-                args.out,
-                template=args.template,
-                retry_failed=args.retry_failed,
-                progress=not args.no_progress,
-            )
-        print(summary, file=sys.stderr)
-        return 1 if summary.num_failed else 0
-
     if args.server:
         unused = next((flag for flag in flags if flag != "name"), None)
         if unused is not None:
             raise ConfigError(
                 f"--{unused.replace('_', '-')} is given, but the model runs at {args.server[0]}", "leave it out"
             )
-        return score(args.server)
-    _set_up("warning")
-    _need("torch", "starlette", "uvicorn")
-    from guerdon import assembly
-    from guerdon.server.runtime import RunningServer
+        scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
+    else:
+        _set_up("warning")
+        _need("torch")
+        from guerdon.local import LocalRewardModel
 
-    model = ModelConfig(model=args.model, **flags)
-    check(model)
-    config = ServerConfig(port=0, grpc_port=None, models=[model])
-    # Nothing is left to wait for: the rows are all written, or Ctrl-C was pressed.
-    with RunningServer(assembly.build_service(config), config, grace_s=0) as server:
-        return score([server.http_url])
+        scorer = LocalRewardModel(args.model, **flags)
+    with scorer:
+        summary = score_file(
+            scorer,
+            args.IN,
+            args.out,
+            template=args.template,
+            retry_failed=args.retry_failed,
+            progress=not args.no_progress,
+        )
+    print(summary, file=sys.stderr)
+    return 1 if summary.num_failed else 0
 
 
 def run_reinforce(args: argparse.Namespace) -> int:
@@ -335,6 +337,8 @@ def _command(commands: Any, name: str, text: str, epilog: str | None, run: Any) 
 
 
 def _described(info: ModelInfo) -> str:
+    if info.kind == "sum":
+        return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
     path = info.path + (f" ({info.why})" if info.why else "")
     return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, weights {info.weights_version}, {path}"
 

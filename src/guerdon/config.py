@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from guerdon.core import Operation
 from guerdon.errors import ConfigError
 
 
@@ -174,13 +175,15 @@ class ComponentConfig:
     """One part of a reward that is made of several."""
 
     model: str = setting("", "name of a served model or function")
-    weight: float = setting(1.0, "its share of the sum")
+    weight: float = setting(1.0, "multiplies it in the sum; 0: it is only told beside the others")
     normalize: Literal["none", "given", "running"] = setting(
-        "none", "given: less `mean`, divided by `std`; running: by the mean and the deviation of all that were scored"
+        "none",
+        "given: less `mean`, divided by `std`; running: by the mean and the standard deviation of all its rewards that "
+        "this sum has seen since the server's start",
     )
-    mean: float = setting(0.0, "subtracted from every reward, where normalize is given")
-    std: float = setting(1.0, "divides every reward after the mean, where normalize is given")
-    clip: float | None = setting(None, "bounds it to -clip ... clip after normalisation, before the weight", least=0)
+    mean: float | None = setting(None, "subtracted from every reward, where normalize is given; default: 0")
+    std: float | None = setting(None, "divides every reward after the mean, where normalize is given; default: 1")
+    clip: float | None = setting(None, "bounds it to -clip ... clip after normalisation, before the weight")
 
 
 @dataclass
@@ -189,7 +192,7 @@ class RewardConfig:
 
     name: str = setting("reward_model", "name under which clients ask for it")
     components: list[ComponentConfig] = setting([], "what it is the sum of")
-    clip: float | None = setting(None, "bounds the sum to -clip ... clip", least=0)
+    clip: float | None = setting(None, "bounds the sum to -clip ... clip")
 
 
 @dataclass
@@ -211,7 +214,7 @@ class ServerConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
-    rewards: list[RewardConfig] = setting([], "rewards that are sums of several models' and functions'", flag=False)
+    rewards: list[RewardConfig] = setting([], "rewards that are sums of several of the models'", flag=False)
     critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)
 
 
@@ -259,6 +262,10 @@ def check(settings: Any, where: str = "") -> None:
         _check_learning(settings, where)
     if isinstance(settings, CriticConfig):
         _check_critic(settings)
+    if isinstance(settings, ServerConfig):
+        _check_names(settings)
+        for i, reward in enumerate(settings.rewards):
+            _check_reward(reward, f"rewards[{i}]", [model.name for model in settings.models])
 
 
 def _check_learning(settings: Any, where: str) -> None:
@@ -298,6 +305,58 @@ def _check_critic(settings: CriticConfig) -> None:
         for name in _OF_REWARD_MODEL:
             if (value := getattr(settings, name)) != defaults[name]:
                 raise ConfigError(f"{name} is {value}, and there is no reward model", "give reward_model")
+
+
+def _check_names(settings: ServerConfig) -> None:
+    """Raises ConfigError where two things would be asked for by one name."""
+    names = [model.name for model in settings.models] + [reward.name for reward in settings.rewards]
+    if settings.critic is not None:
+        names += [f"{settings.critic.name}_{what}" for what in ("infer", *Operation)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are named {name}", "give each its own `name:`, and each of `rewards:`, too")
+
+
+def _check_reward(settings: RewardConfig, where: str, models: list[str]) -> None:
+    check(settings, f"{where}.")
+    _check_clip(settings.clip, where)
+    if not settings.components:
+        raise ConfigError(f"{where} has no components", "add `components:` with `- model:` lines")
+    seen: set[str] = set()
+    for i, component in enumerate(settings.components):
+        _check_component(component, f"{where}.components[{i}]", models)
+        if component.model in seen:
+            raise ConfigError(f"{where} has {component.model} twice", "leave one out, and add their weights")
+        seen.add(component.model)
+    if all(component.weight == 0 for component in settings.components):
+        raise ConfigError(f"{where}: all weights are 0", "give one component another `weight:`")
+
+
+def _check_component(settings: ComponentConfig, where: str, models: list[str]) -> None:
+    check(settings, f"{where}.")
+    _check_clip(settings.clip, where)
+    if settings.model not in models:
+        raise ConfigError(
+            f"{where}.model is {settings.model!r}, which is none of `models:`",
+            f"name one of them by its `name:`: {', '.join(models)}" if models else "list it under `models:` first",
+        )
+    given = [name for name in ("mean", "std") if getattr(settings, name) is not None]
+    if settings.normalize == "given" and not given:
+        raise ConfigError(f"{where}.normalize is given, and there is neither mean nor std", "give them, or one of them")
+    if settings.normalize != "given" and given:
+        raise ConfigError(
+            f"{where}.{given[0]} is {getattr(settings, given[0]):g}, and normalize is {settings.normalize}",
+            "write `normalize: given`, or leave it out",
+        )
+    if settings.std is not None and settings.std <= 0:
+        raise ConfigError(f"{where}.std is {settings.std:g}", "rewards are divided by it: give a number above 0")
+
+
+def _check_clip(clip: float | None, where: str) -> None:
+    if clip is not None and clip <= 0:
+        raise ConfigError(
+            f"{where}.clip is {clip:g}", "give a number above 0, or leave it out: then nothing is bounded"
+        )
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

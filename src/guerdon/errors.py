@@ -27,6 +27,8 @@ GuerdonError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GuerdonError(Exception):
     """Base of all errors that guerdon raises on purpose; `str(error)` is fit for a user."""
@@ -35,6 +37,14 @@ class GuerdonError(Exception):
     grpc: str = "INTERNAL"
     retryable: bool = False
     retry_after_s: float | None = None
+
+    def __reduce__(self) -> Any:
+        """Trainers carry errors from process to process: also those whose constructor takes more than the text."""
+        return _unpickled, (type(self), *self.args), vars(self)
+
+
+def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:
+    return cls.__new__(cls, *args)
 
 
 class InvalidRequest(GuerdonError):

@@ -28,6 +28,10 @@ TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
     "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
     "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
     "guerdon_batch_sequences": (Histogram, "Sequences in one batch.", ("model",), COUNTS),
+    "guerdon_component_mean": (Gauge, "Of a component's own rewards in a sum, since the start.",
+                               ("model", "component"), ()),
+    "guerdon_component_std": (Gauge, "Standard deviation of a component's own rewards in a sum, since the start.",
+                              ("model", "component"), ()),
     "guerdon_train_requests": (Counter, "Train requests, by outcome: ok, known (answered again) or the error's class.",
                                ("critic", "outcome"), ()),
     "guerdon_train_steps": (Counter, "Optimiser steps, by outcome: done, or skipped as the gradient was not finite.",
@@ -73,7 +77,10 @@ class Metrics:
         self._child(name, labels).set(value)
 
     def request(self, model: str) -> _Request:
-        """A context that counts the request to score that is handled in it, by how it ends, and times it."""
+        """A context that counts the request to score that is handled in it, by how it ends, and times it.
+
+        What it gives has the `model` that is counted, which may be set where only the body tells it.
+        """
         return _Request(self, model)
 
     def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
@@ -103,14 +110,15 @@ class Metrics:
 
 
 class _Request:
-    __slots__ = ("_metrics", "_model", "_started")
+    __slots__ = ("_metrics", "_started", "model")
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
-        self._model = model
+        self.model = model
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Request:
         self._started = time.monotonic()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -119,8 +127,8 @@ class _Request:
             outcome = kind.__name__
         else:
             outcome = (Cancelled if issubclass(kind, asyncio.CancelledError) else ServerFault).__name__
-        self._metrics.add("guerdon_requests", 1, self._model, outcome)
-        self._metrics.observe("guerdon_request_seconds", time.monotonic() - self._started, self._model)
+        self._metrics.add("guerdon_requests", 1, self.model, outcome)
+        self._metrics.observe("guerdon_request_seconds", time.monotonic() - self._started, self.model)
 
 
 class _QueueDepth:

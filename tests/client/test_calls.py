@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,21 @@ def test_hints_go_only_to_a_model_that_lists_them() -> None:
     assert list(sent.outputs or ()) == ["rewards", "attributes", "values", "step_rewards", "errors"]
 
 
+def test_prompts_and_labels_go_to_functions_that_read_them() -> None:
+    labels: list[object] = ["42", {"answer": np.int64(3)}, None]
+    request = make_request(texts=["a", "b", "c"], prompts=["ü", "q", ""], labels=labels)
+    assert list(build(request, FULL).inputs) == ["sentences"]
+    told = replace(FULL, inputs={**FULL.inputs, "prompts": "BYTES", "labels": "BYTES"})
+    sent = build(request, told).inputs
+    assert list(sent) == ["sentences", "prompts", "labels"]
+    assert (sent["prompts"].data, sent["prompts"].shape) == (["ü".encode(), b"q", b""], (3, 1))
+    assert (sent["labels"].data, sent["labels"].shape) == ([b'"42"', b'{"answer":3}', b"null"], (3, 1))
+    with pytest.raises(errors.InvalidRequest, match=r"labels\[1\] cannot be written as JSON"):
+        build(make_request(texts=["a", "b"], labels=[1, object()]), told)
+    with pytest.raises(errors.InvalidRequest, match=r"prompts\[1\] cannot be written as UTF-8"):
+        build(make_request(texts=["a", "b"], prompts=["a", "\ud800"]), told)
+
+
 def test_what_matters_is_never_left_out() -> None:
     chat = make_request(messages=[[{"role": "user", "content": "hi"}]])
     assert build(chat, FULL).inputs["messages"].data == [b'[{"role":"user","content":"hi"}]']
@@ -91,6 +108,9 @@ def test_time_and_priority_are_sent_as_triton_counts_them() -> None:
         ({"tokens": [[1], [[2]]]}, r"tokens\[1\] must be a flat list of integers"),
         ({"texts": ["a", "b"], "groups": [1]}, "groups has 1 entries for 2 samples"),
         ({"tokens": [[1, 2]], "steps": [[0], [1]]}, "steps has 2 entries for 1 samples"),
+        ({"texts": ["a", "b"], "labels": [1]}, "labels has 1 entries for 2 samples"),
+        ({"texts": ["a", "b"], "prompts": "ab"}, "prompts is a string for 2 samples"),
+        ({"texts": ["a", "b"], "prompts": ["a", None]}, r"prompts\[1\] is a NoneType"),
     ],
 )
 def test_a_malformed_call_says_which_argument_and_row(samples: dict, message: str) -> None:
@@ -145,6 +165,19 @@ def test_rewards_of_several_columns_are_attributes_and_their_mean() -> None:
     scores = parse(reply(rewards=np.array([[1, 2], [3, 5]], np.float32)), make_request(texts=["a", "b"]))
     np.testing.assert_array_equal(scores.rewards, np.array([1.5, 4], np.float32))
     np.testing.assert_array_equal(scores.attributes, np.array([[1, 2], [3, 5]], np.float32))
+
+
+def test_attributes_are_named_where_the_server_names_each() -> None:
+    rows, request = np.array([[1, 2]], np.float32), make_request(texts=["a"])
+    named = reply(rewards=np.ones((1, 1), np.float32), attributes=rows)
+    named.parameters["attribute_names"] = "helpful,brevity"
+    assert parse(named, request).attribute_names == ("helpful", "brevity")
+    named.parameters["attribute_names"] = "helpful"
+    assert parse(named, request).attribute_names == ()
+    assert parse(reply(rewards=rows), request).attribute_names == ()
+    alone = reply(rewards=np.ones((1, 1), np.float32))
+    alone.parameters["attribute_names"] = "helpful"
+    assert parse(alone, request).attribute_names == ()
 
 
 def test_a_reply_of_another_length_is_the_servers_fault() -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from guerdon.client import RetryPolicy, RewardClient, Scores
@@ -153,6 +154,57 @@ def test_rows_come_out_in_order_and_failures_are_null(tmp_path: Path, client: Re
     assert (out[5]["rewards"], out[5]["errors"]) == ([None], ["this is wrong"])
     assert (summary.num_rows, summary.num_samples, summary.num_failed) == (500, 997, 2)
     assert "2 failed, the first: not finite" in str(summary)
+
+
+def test_attributes_stand_in_the_row_by_their_names_where_they_have_some(tmp_path: Path) -> None:
+    class Named:
+        names: tuple[str, ...] = ("helpful", "brevity")
+
+        def submit(self, **samples: Any) -> Future[Scores]:
+            future: Future[Scores] = Future()
+            rewards, attributes = np.float32([1.5, np.nan]), np.float32([[1, 0.1], [np.nan, np.nan]])
+            future.set_result(Scores(rewards, [None, "bad"], attributes, attribute_names=self.names))
+            return future
+
+    scorer, source = Named(), write(tmp_path / "in.jsonl", [{"prompt": "p", "responses": ["a", "b"]}])
+    score_file(scorer, source, tmp_path / "named.jsonl", progress=False)
+    (row,) = read(tmp_path / "named.jsonl")
+    assert row["attributes"] == [{"helpful": 1.0, "brevity": 0.1}, {"helpful": None, "brevity": None}]
+    scorer.names = ()
+    score_file(scorer, source, tmp_path / "plain.jsonl", progress=False)
+    (row,) = read(tmp_path / "plain.jsonl")
+    assert row["attributes"] == [[1.0, 0.1], [None, None]]
+
+
+def test_prompts_and_labels_of_the_rows_go_with_them(tmp_path: Path) -> None:
+    class Keeping:
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Any]] = []
+
+        def submit(self, **samples: Any) -> Future[Scores]:
+            self.seen.append({name: samples.get(name) for name in ("prompts", "labels")})
+            future: Future[Scores] = Future()
+            n = len(samples.get("texts") or samples["messages"])
+            failed = [None] * (n - 1) + ["no" if len(self.seen) < 3 else None]
+            future.set_result(Scores(np.where([e is None for e in failed], 1, np.nan).astype(np.float32), failed))
+            return future
+
+    rows = [
+        {"prompt": "p", "responses": ["a", "b"], "label": 42},
+        {"prompt": "p", "response": "c"},
+        {"text": "t", "label": {"x": 1}},
+        {"prompt": chat("q"), "response": "d"},
+    ]
+    scorer, source = Keeping(), write(tmp_path / "in.jsonl", rows)
+    score_file(scorer, source, tmp_path / "out.jsonl", progress=False)
+    whole = [
+        {"prompts": ["p", "p", "p"], "labels": [42, 42, None]},
+        {"prompts": None, "labels": [{"x": 1}]},
+        {"prompts": None, "labels": None},
+    ]
+    assert scorer.seen == whole
+    score_file(scorer, source, tmp_path / "out.jsonl", progress=False, retry_failed=True)
+    assert scorer.seen[3:] == [{"prompts": ["p"], "labels": None}, whole[1]]
 
 
 def test_neighbouring_rows_of_one_prompt_go_together(tmp_path: Path, service: Service, client: RewardClient) -> None:

@@ -24,6 +24,9 @@ SLOW_TOKEN = 777
 CRASH_TOKEN = 888
 BUSY_TOKEN = 999
 
+MARKS = {"<nan>": NAN_TOKEN, "<slow>": SLOW_TOKEN, "<crash>": CRASH_TOKEN, "<busy>": BUSY_TOKEN}
+"""What does the same in a text as the token does at the beginning of a row."""
+
 
 def reward_of(tokens: list[int]) -> float:
     """The reward that the echo service gives a sequence."""
@@ -36,7 +39,7 @@ def reward_of_text(text: str) -> float:
 
 
 class EchoScorer:
-    """Rewards by arithmetic; a text is its characters. A first token can make it slow or fail its sample."""
+    """Rewards by arithmetic; a text is its characters. Marks can make it slow or fail its sample."""
 
     encoder: EchoScorer
     max_batch_tokens = 1_000_000
@@ -47,7 +50,10 @@ class EchoScorer:
         self.slow_s = 1.0
 
     def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
-        return [np.full(len(text), TEXT_TOKEN) for text in texts]
+        rows = [np.full(len(text), TEXT_TOKEN) for text in texts]
+        for row, text in zip(rows, texts, strict=True):
+            row[:1] = next((token for mark, token in MARKS.items() if mark in text), TEXT_TOKEN)
+        return rows
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
         return self.encode([str(conversation) for conversation in conversations])
@@ -61,9 +67,8 @@ class EchoScorer:
         row = s.tokens
         if row[0] == NAN_TOKEN:
             return SampleFailed("the reward is not finite")
-        if row[0] == TEXT_TOKEN:
-            return Score(float(len(row)))
-        score = Score(reward_of(row.tolist()))
+        is_text = row[-1] == TEXT_TOKEN
+        score = Score(float(len(row)) if is_text else reward_of(row.tolist()))
         if "values" in self.info.outputs:
             score.attributes = np.array([len(row), row[0]], np.float32)
             score.values = row.astype(np.float32)
@@ -72,9 +77,9 @@ class EchoScorer:
 
 
 class EchoService(Service):
-    """The service, which also keeps what it was asked; some first tokens make it crash or refuse."""
+    """The service, which also keeps what it was asked; some marks make it crash or refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ServerConfig | None = None) -> None:
         common = {"vocab_size": VOCAB_SIZE, "max_length": MAX_LENGTH, "eos_token_id": EOS, "takes_messages": True}
         infos = [
             ModelInfo(name="reward_model", kind="echo", **common),
@@ -84,6 +89,7 @@ class EchoService(Service):
                 outputs=("rewards", "attributes", "values", "step_rewards"),
                 attribute_names=("length", "first"),
                 weights_version="7",
+                source="./checkpoints/many",
                 **common,
             ),
         ]
@@ -92,11 +98,12 @@ class EchoService(Service):
         self.cancelled = 0
         self.requests: list[ScoreRequest] = []
         models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
-        super().__init__(Group(Worker(scorers)), models, ServerConfig())
+        super().__init__(Group(Worker(scorers)), models, config or ServerConfig())
 
     async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
         self.requests = [*self.requests[-9:], request]
         marks = {int(row[0]) for row in request.tokens or [] if len(row)}
+        marks |= {token for mark, token in MARKS.items() if mark in str(request.texts or request.messages)}
         if CRASH_TOKEN in marks:
             raise RuntimeError("a secret of the server")
         if BUSY_TOKEN in marks:

@@ -148,9 +148,48 @@ def test_all_outputs_of_a_rich_model():
     assert found["step_counts"].data.tolist() == [[2], [1]]
     assert found["exceeded"].data.tolist() == [[0], [0]]
     assert {t.name: t.datatype for t in reply.outputs}["exceeded"] == "INT32"
-    assert (reply.model_name, reply.id, reply.parameters) == ("rm", "id", {"weights_version": "9"})
+    assert (reply.model_name, reply.id) == ("rm", "id")
+    assert reply.parameters == {"weights_version": "9", "attribute_names": "a,b"}
     text = to_infer_reply(ScoreReply(results, [3, 2], "9"), request(["values"], sentences=["a", "b"]), RICH)
     assert outputs_of(text)["values"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b, or c"), ("a", "a")])
+def test_attributes_are_named_where_they_are_given_and_the_names_can_be_told_apart(names):
+    reply = ScoreReply([Score(1.5, np.float32([1, 2]))], [3], "9")
+    plain = {"weights_version": "9"}
+    assert to_infer_reply(reply, request(outputs=["rewards"], sentences=["x"]), RICH).parameters == plain
+    told = to_infer_reply(reply, request(outputs=["rewards", "attributes"], sentences=["x"]), RICH).parameters
+    assert told == plain | {"attribute_names": "a,b"}
+    info = replace(RICH, attribute_names=names)
+    assert to_infer_reply(reply, request(outputs=["attributes"], sentences=["x"]), info).parameters == plain
+
+
+TOLD = replace(INFO, takes_prompts=True, takes_labels=True)
+
+
+def test_prompts_are_text_and_labels_any_json():
+    asked = to_score_request(request(sentences=["a", "b"], prompts=["ü", ""], labels=['{"x":[1]}', "null"]), TOLD)
+    assert asked.prompts == ["ü", ""]
+    assert asked.labels == [{"x": [1]}, None]
+    tokens = request(tokens=TOKENS, sequence_lengths=LENGTHS, labels=["1", '"two"'])
+    assert to_score_request(tokens, TOLD).labels == [1, "two"]
+
+
+@pytest.mark.parametrize(
+    ("told", "info", "says"),
+    [
+        ({"labels": ["1"]}, TOLD, "input 'labels' has 1 rows for 2 samples"),
+        ({"labels": ["1", "forty two"]}, TOLD, "input 'labels', row 1: not valid JSON: .*write text in quotes"),
+        ({"labels": np.array([[1], [2]])}, TOLD, "input 'labels' must be BYTES, not INT64"),
+        ({"prompts": ["1"] * 3}, TOLD, "input 'prompts' has 3 rows for 2 samples"),
+        ({"prompts": ["1", "2"]}, INFO, "unknown input 'prompts'"),
+        ({"labels": ["1", "2"]}, replace(TOLD, takes_labels=False), "unknown input 'labels'"),
+    ],
+)
+def test_what_is_wrong_with_prompts_and_labels_is_named(told, info, says):
+    with pytest.raises(InvalidRequest, match=says):
+        to_score_request(request(sentences=["a", "b"], **told), info)
 
 
 def test_only_what_is_requested_is_sent_and_what_is_not_there_is_left_out():

@@ -33,6 +33,20 @@ def test_metadata_lists_errors_and_the_config_does_not():
     assert {spec.name: spec.dtype for spec in parsed.inputs}["sentences"] is np.bytes_
 
 
+def test_prompts_and_labels_are_inputs_where_a_function_reads_them():
+    def inputs(**takes: bool) -> list[str]:
+        info = ModelInfo("f", "function", takes_tokens=False, **takes)
+        parsed = ModelConfigParser.from_dict(signature.config(info))
+        assert [spec.name for spec in parsed.inputs] == [e["name"] for e in signature.metadata(info)["inputs"]]
+        assert all(spec.dtype is np.bytes_ and spec.optional for spec in parsed.inputs if spec.name in takes)
+        return [spec.name for spec in parsed.inputs]
+
+    common = ["sentences", "group_ids", "prompt_lengths"]
+    assert inputs() == common
+    assert inputs(takes_prompts=True) == [*common, "prompts"]
+    assert inputs(takes_prompts=True, takes_labels=True) == [*common, "prompts", "labels"]
+
+
 def operation(name: Operation) -> OperationInfo:
     return OperationInfo(f"critic_{name}", name, "critic")
 

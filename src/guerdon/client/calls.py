@@ -82,14 +82,16 @@ def make_request(
     groups: Sequence[int] | np.ndarray | None = None,
     prompt_lengths: Sequence[int] | np.ndarray | None = None,
     steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None = None,
+    prompts: Sequence[str] | None = None,
+    labels: Sequence[Any] | None = None,
     priority: int = 0,
     timeout_s: float | None = None,
     pad_to_length: int | None = None,
 ) -> ScoreRequest:
     """The request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
 
-    `tokens` are token ids, one sequence of any length a sample, up to `pad_to_length`; `groups`, `prompt_lengths` and
-    `steps` have one entry a sample, as in `ScoreRequest`.
+    `tokens` are token ids, one sequence of any length a sample, up to `pad_to_length`; `groups`, `prompt_lengths`,
+    `steps`, `prompts` and `labels` have one entry a sample, as in `ScoreRequest`.
     """
     given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
     if len(given) != 1:
@@ -111,15 +113,26 @@ def make_request(
         for i, row in enumerate(request.tokens):
             if pad_to_length is not None and len(row) > pad_to_length:
                 raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
-    for name, hint in (("groups", groups), ("prompt_lengths", prompt_lengths), ("steps", steps)):
-        if hint is not None and len(hint) != len(samples):
-            raise InvalidRequest(f"{name} has {len(hint)} entries for {len(samples)} samples")
+    hints = {
+        "groups": groups, "prompt_lengths": prompt_lengths, "steps": steps, "prompts": prompts, "labels": labels
+    }  # fmt: skip
+    for name, hint in hints.items():
+        if hint is not None and (isinstance(hint, str) or len(hint) != len(samples)):
+            found = "is a string" if isinstance(hint, str) else f"has {len(hint)} entries"
+            raise InvalidRequest(f"{name} {found} for {len(samples)} samples")
     if groups is not None:
         request.groups = np.asarray(groups, np.int64)
     if prompt_lengths is not None:
         request.prompt_lengths = np.asarray(prompt_lengths, np.int64)
     if steps is not None:
         request.steps = [_ints("steps", i, row) for i, row in enumerate(steps)]
+    if prompts is not None:
+        wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"prompts[{wrong}] is a {type(prompts[wrong]).__name__}; each must be a string")
+        request.prompts = list(prompts)
+    if labels is not None:
+        request.labels = list(labels)
     return request
 
 
@@ -145,22 +158,20 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
         inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
     elif request.messages is not None:
         _demand(signature, "messages")
-        inputs.append(
-            Tensor("messages", "BYTES", (len(request), 1), [_json(i, m) for i, m in enumerate(request.messages)])
-        )
+        inputs.append(_json("messages", request.messages))
     elif request.texts is not None:
         _demand(signature, "sentences")
-        try:
-            inputs.append(Tensor.of_texts("sentences", request.texts))
-        except UnicodeEncodeError as e:
-            row = next(i for i, text in enumerate(request.texts) if text == e.object)
-            raise InvalidRequest(f"texts[{row}] cannot be written as UTF-8: {e.reason} at character {e.start}") from e
+        inputs.append(_texts("sentences", "texts", request.texts))
     if request.steps is not None:
         _demand(signature, "step_positions")
         inputs.append(_padded("step_positions", listed["step_positions"], request.steps, -1))
     for name, hint in (("group_ids", request.groups), ("prompt_lengths", request.prompt_lengths)):
         if hint is not None and name in listed:
             inputs.append(_column(name, listed[name], hint))
+    if request.prompts is not None and "prompts" in listed:
+        inputs.append(_texts("prompts", "prompts", request.prompts))
+    if request.labels is not None and "labels" in listed:
+        inputs.append(_json("labels", request.labels))
     parameters: dict[str, Any] = {}
     if request.priority:
         # Triton's levels count down from the default to 1, the first to go.
@@ -188,6 +199,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
     if rewards.shape[1] > 1 and attributes is None:
         attributes = rewards
     merged = rewards[:, 0].copy() if rewards.shape[1] == 1 else rewards.mean(axis=1)
+    names = tuple(filter(None, str(reply.parameters.get("attribute_names", "")).split(",")))
     failed = errors_of(outputs, len(request))
     for i in np.flatnonzero(~np.isfinite(merged)):
         failed[i] = failed[i] or "the server gave no finite reward"
@@ -196,6 +208,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
         rewards=merged,
         errors=failed,
         attributes=attributes,
+        attribute_names=names if attributes is not None and len(names) == attributes.shape[1] else (),
         values=values_of(outputs, request),
         steps=_steps(outputs),
         weights_version=str(reply.parameters.get("weights_version", "")),
@@ -238,11 +251,22 @@ def _ints(name: str, row: int, values: Any) -> np.ndarray:
     return array.astype(np.int64, copy=False)
 
 
-def _json(row: int, conversation: list[Message]) -> bytes:
+def _texts(name: str, argument: str, texts: list[str]) -> Tensor:
     try:
-        return orjson.dumps(conversation)
-    except TypeError as e:
-        raise InvalidRequest(f"messages[{row}] cannot be written as JSON: {e}") from e
+        return Tensor.of_texts(name, texts)
+    except UnicodeEncodeError as e:
+        row = next(i for i, text in enumerate(texts) if text == e.object)
+        raise InvalidRequest(f"{argument}[{row}] cannot be written as UTF-8: {e.reason} at character {e.start}") from e
+
+
+def _json(name: str, values: Sequence[Any]) -> Tensor:
+    written = []
+    for row, value in enumerate(values):
+        try:
+            written.append(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+        except TypeError as e:
+            raise InvalidRequest(f"{name}[{row}] cannot be written as JSON: {e}") from e
+    return Tensor(name, "BYTES", (len(written), 1), written)
 
 
 def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:

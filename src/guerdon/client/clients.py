@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -23,9 +23,10 @@ class ScoreArgs(TypedDict, total=False):
     """The arguments of `score` and `submit`: exactly one of `texts`, `messages` and `tokens`; one entry a sample.
 
     `tokens` are token ids, each sequence of its own length. Hints and positions as in `ScoreRequest`: `groups`,
-    `prompt_lengths`, `steps`. `timeout_s` bounds this call from the moment that it is first sent, and the server
-    is told; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that join only requests
-    of one width, as PyTriton's; guerdon's needs none.
+    `prompt_lengths`, `steps`. `prompts` (text) and `labels` (any JSON value) are for functions at the server that read
+    them; they are not sent where none does. `timeout_s` bounds this call from the moment that it is first sent, and
+    the server is told; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that join only
+    requests of one width, as PyTriton's; guerdon's needs none.
     """
 
     texts: Sequence[str]
@@ -34,6 +35,8 @@ class ScoreArgs(TypedDict, total=False):
     groups: Sequence[int] | np.ndarray | None
     prompt_lengths: Sequence[int] | np.ndarray | None
     steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None
+    prompts: Sequence[str] | None
+    labels: Sequence[Any] | None
     priority: int
     timeout_s: float | None
     pad_to_length: int | None

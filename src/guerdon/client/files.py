@@ -65,8 +65,10 @@ def score_file(
 
     A row is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"} (with or without a
     prompt), {"messages"} and {"text"}. Prompt and response are joined as they are; a prompt of messages, and any
-    prompt with `template`, makes a conversation. `rewards` has one number a sample, null where it failed; then
-    `errors` says why. `weights_version` names the weights, where the server does, and `template` is true where it
+    prompt with `template`, makes a conversation. A function at the server may ask for a row's prompt, and for its
+    "label", any JSON value. `rewards` has one number a sample, null where it failed; then
+    `errors` says why. `attributes`, where the model has several, are a list of numbers a sample, or an object where
+    they have names. `weights_version` names the weights, where the server does, and `template` is true where it
     was applied. Rows that `out_path` already has are kept; with `retry_failed`, those with failed samples are first
     scored again. About `max_in_flight` samples are on their way at once, fewer while the server's queue is full.
 
@@ -107,14 +109,26 @@ def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[di
         part = slice(start, start + count)
         start += count
         attributes = None if scores.attributes is None else np.ascontiguousarray(scores.attributes[part])
-        yield row, Scores(scores.rewards[part], scores.errors[part], attributes, weights_version=scores.weights_version)
+        yield (
+            row,
+            Scores(
+                scores.rewards[part],
+                scores.errors[part],
+                attributes,
+                weights_version=scores.weights_version,
+                attribute_names=scores.attribute_names,
+            ),
+        )
 
 
 def _line(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
     """The output row, with its newline."""
     added: dict[str, Any] = {"rewards": scores.rewards}
     if scores.attributes is not None:
-        added["attributes"] = scores.attributes
+        names = scores.attribute_names
+        added["attributes"] = (
+            [dict(zip(names, row, strict=True)) for row in scores.attributes] if names else scores.attributes
+        )
     if any(scores.errors):
         added["errors"] = scores.errors
     if scores.weights_version:

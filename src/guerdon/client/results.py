@@ -18,7 +18,8 @@ class Scores:
     elsewhere. `attributes` is float32 `[B, A]`, `values` a list of float32 `[T_i]`, `steps` a list of float32
     `[K_i]`, each None where the model gives none (the values of a text are padded with 0 to the longest of the call
     where the server does not tell how many tokens it has). `weights_version` names the weights; `queue_s` and
-    `compute_s` are the seconds the server spent waiting and computing.
+    `compute_s` are the seconds the server spent waiting and computing. `attribute_names` are those of the attributes'
+    columns, empty where the server does not name them.
     """
 
     rewards: np.ndarray
@@ -29,6 +30,7 @@ class Scores:
     weights_version: str = ""
     queue_s: float = 0.0
     compute_s: float = 0.0
+    attribute_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rewards)

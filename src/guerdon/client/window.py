@@ -46,7 +46,16 @@ class Group:
             self.future.set_result(Scores(np.zeros(0, np.float32), []))
             return
         kind = "texts" if isinstance(self.samples[0], str) else "messages"
-        self.future = scorer.submit(**{kind: self.samples, "timeout_s": _TIMEOUT_S})
+        self.future = scorer.submit(**{kind: self.samples, **self._told(), "timeout_s": _TIMEOUT_S})
+
+    def _told(self) -> dict[str, list[Any]]:
+        """What functions at the server may read of each sample beyond it: its row's prompt and label."""
+        told: dict[str, list[Any]] = {}
+        if all(isinstance(row.get("prompt"), str) for row, _ in self.rows):
+            told["prompts"] = [row["prompt"] for row, count in self.rows for _ in range(count)]
+        if any("label" in row for row, _ in self.rows):
+            told["labels"] = [row.get("label") for row, count in self.rows for _ in range(count)]
+        return told
 
     @property
     def is_busy(self) -> bool:

@@ -19,25 +19,39 @@ from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
 MAX_BATCH_TOKENS = 65_536
 """Default budget for a function whose cost is unknown."""
 
+_TOLD = {"prompts": "prompt", "labels": "label"}
+"""The parameters that a function may have beside its first, and where a sequence has what they get."""
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 class FunctionScorer:
     """`module:function`: a function of `texts: list[str]` or `tokens: list[int64 array]` that returns one number each.
 
-    The name of its first parameter, `texts` or `tokens`, says which of the two it takes.
+    The name of its first parameter, `texts` or `tokens`, says which of the two it takes. Where it has parameters named
+    `prompts` or `labels`, it gets what clients told of each sample: `list[str | None]`, and any JSON value or None.
     """
 
     encoder = None
 
     def __init__(self, config: ModelConfig) -> None:
-        """Imports the function; raises CheckpointError where that fails or its parameter is neither of the two."""
+        """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters."""
         self._function = _import(config.model)
-        takes = next(iter(inspect.signature(self._function).parameters), "")
+        parameters = inspect.signature(self._function).parameters
+        takes = next(iter(parameters), "")
         if takes not in ("texts", "tokens"):
             raise CheckpointError(
                 f"the first parameter of {config.model} is {takes or 'missing'}",
                 "name it `texts` (a list of strings) or `tokens` (a list of int64 arrays)",
             )
         self._by_text = takes == "texts"
+        self._told = [name for name in _TOLD if name in parameters]
+        for name, parameter in parameters.items():
+            if name not in (takes, *self._told) and parameter.kind in _BY_NAME and parameter.default is parameter.empty:
+                raise CheckpointError(
+                    f"{config.model} has a parameter {name}, for which there is nothing",
+                    "give it a default; beside `texts` or `tokens` a function may have `prompts` and `labels`",
+                )
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
         self.info = ModelInfo(
             config.name,
@@ -45,6 +59,8 @@ class FunctionScorer:
             max_length=config.max_length,
             takes_text=self._by_text,
             takes_tokens=not self._by_text,
+            takes_prompts="prompts" in self._told,
+            takes_labels="labels" in self._told,
             path="function",
             why=config.model,
             source=config.model,
@@ -53,7 +69,8 @@ class FunctionScorer:
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order; raises where the function returns another number of results."""
         inputs = [s.text for s in sequences] if self._by_text else [s.tokens for s in sequences]
-        return _as_scores(self._function(inputs), len(sequences))
+        told = {name: [getattr(s, _TOLD[name]) for s in sequences] for name in self._told}
+        return _as_scores(self._function(inputs, **told), len(sequences))
 
 
 class PaddedScorer:

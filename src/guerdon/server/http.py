@@ -1,4 +1,4 @@
-"""HTTP: the routes of KServe v2 and the metrics, and the one place where an error becomes a status."""
+"""HTTP: the routes of KServe v2, of other forms and the metrics, and the one place where an error becomes a status."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import orjson
 from starlette.routing import Route, Router
@@ -28,31 +28,32 @@ from guerdon.errors import (
 )
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
+from guerdon.server.asgi import JSON, Handler, Headers, Reply, score_headers, send_reply, unless_left, version_header
 from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
+from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
-from guerdon.wire import kserve, operations, signature
+from guerdon.wire import forms, kserve, operations, pooling, signature
 from guerdon.wire.operations import Answer, Asked
-
-T = TypeVar("T")
 
 logger = logging.getLogger("guerdon.http")
 
-Headers = list[tuple[bytes, bytes]]
-Reply = tuple[int, Headers, bytes]
-Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+Told = Callable[[GuerdonError], tuple[int, Any]]
+"""The status and the JSON by which an error is told."""
 
-_JSON = (b"content-type", b"application/json")
 _BINARY = (b"content-type", b"application/octet-stream")
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
-_WATCH_AFTER_S = 0.01
 _LINGER_S = 1.0
+
+_TOLD = "guerdon.told"
+"""Where the scope has how its endpoint tells errors."""
 
 
 def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASGIApp:
     """The ASGI application over `service`; `gate` counts requests together with other transports."""
-    front = _Front(service, config, gate or Gate(config))
+    gate = gate or Gate(config)
+    front = _Front(service, config, gate)
     get, post = ("GET", "HEAD"), ("POST",)
     model = "/v2/models/{name}"
     infer = _Endpoint(post, front.infer)
@@ -64,10 +65,22 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
         Route("/v2", _Endpoint(get, front.server)),
         Route("/v2/repository/index", _Endpoint(post, front.index)),
         Route("/metrics", _Endpoint(get, front.metrics)),
+        Route("/health", _Endpoint(get, front.health)),
+        Route("/v1/models", _Endpoint(get, front.models)),
+    ]
+    routes += [
+        Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate), form.told))
+        for path, form in FORMS.items()
     ]
     for path, handler in (("/ready", front.model_ready), ("", front.model_metadata), ("/config", front.model_config)):
         routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
     return _Errors(Router(routes, redirect_slashes=False, default=_unknown))
+
+
+def _told(error: GuerdonError) -> tuple[int, Any]:
+    """An error as KServe v2's routes tell it, and what is no route at all."""
+    status, told = forms.told_plainly(error)
+    return status, told | {"num_steps": error.num_steps} if isinstance(error, TrainFailed) else told
 
 
 class _Front:
@@ -95,24 +108,21 @@ class _Front:
             if isinstance(info, OperationInfo):
                 coming = Coming(decode, size, place)
                 del decode
-                answer: Answer = await _unless_left(service.call(info.name, coming), receive)
+                answer: Answer = await unless_left(service.call(info.name, coming), receive)
                 request = coming.form
             else:
                 request, asked = await off_loop(decode, size)
                 del decode
                 assert isinstance(asked, ScoreRequest)
-                answer = await _unless_left(service.score(info.name, asked), receive)
+                answer = await unless_left(service.score(info.name, asked), receive)
             payload, header_length = await off_loop(functools.partial(_encode, answer, request, info), size)
         headers: Headers = []
         if isinstance(answer, ScoreReply):
-            headers = [
-                (b"guerdon-queue-ms", b"%.3f" % (answer.queue_s * 1e3)),
-                (b"guerdon-compute-ms", b"%.3f" % (answer.compute_s * 1e3)),
-            ]
-        if answer is not None:
-            headers.append((b"guerdon-weights-version", answer.weights_version.encode("latin-1", "replace")))
+            headers = score_headers(answer)
+        elif answer is not None:
+            headers = [version_header(answer.weights_version)]
         if header_length is None:
-            headers.append(_JSON)
+            headers.append(JSON)
         else:
             headers += (_BINARY, (b"inference-header-content-length", b"%d" % header_length))
         return 200, headers, payload
@@ -125,6 +135,12 @@ class _Front:
 
     async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
         return _readiness(self._service.is_ready(self._model(scope).name))
+
+    async def health(self, scope: Scope, receive: Receive) -> Reply:
+        return 200 if self._service.is_ready() else 503, [], b""
+
+    async def models(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(pooling.models([info for info in self._service.models() if isinstance(info, ModelInfo)]))
 
     async def server(self, scope: Scope, receive: Receive) -> Reply:
         return _json(about.server())
@@ -150,20 +166,25 @@ class _Front:
 
 
 class _Endpoint:
-    """An ASGI application of one handler; an instance, since Starlette wraps plain functions."""
+    """An ASGI application of one handler; an instance, since Starlette wraps plain functions.
 
-    def __init__(self, methods: tuple[str, ...], handler: Handler) -> None:
+    `told` is how an error is told in its protocol.
+    """
+
+    def __init__(self, methods: tuple[str, ...], handler: Handler, told: Told = _told) -> None:
         self._methods = methods
         self._handler = handler
+        self._told = told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_TOLD] = self._told
         if scope["method"] not in self._methods:
             raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(self._methods)}, not {scope['method']}")
-        await _send(send, await self._handler(scope, receive))
+        await send_reply(send, await self._handler(scope, receive))
 
 
 class _Errors:
-    """Turns whatever `inner` raises into its status and `{"error": text, "kind": class}`."""
+    """Turns whatever `inner` raises into its status and body, as the endpoint's protocol has them."""
 
     def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
@@ -181,41 +202,30 @@ class _Errors:
         except Exception:
             logger.exception("unexpected error in %s %s", scope["method"], scope["path"])
             error = ServerFault("internal error; the server's log has the details")
-        headers: Headers = [_JSON]
+        headers: Headers = [JSON]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
         refused = isinstance(error, PayloadTooLarge | UploadTooSlow)
         if refused:
             headers.append((b"connection", b"close"))
-        told: dict[str, Any] = {"error": str(error), "kind": type(error).__name__}
-        if isinstance(error, TrainFailed):
-            told["num_steps"] = error.num_steps
-        await _send(
-            send,
-            (error.http, headers, orjson.dumps(told)),
-            more_body=refused,
-        )
+        status, told = scope.get(_TOLD, _told)(error)
+        await send_reply(send, (status, headers, forms.write(told)), more_body=refused)
         if refused:
             await _linger(receive, send)
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
-    raise RouteNotFound(f"no such path: {scope['path']}; this server speaks KServe v2 under /v2")
+    raise RouteNotFound(
+        f"no such path: {scope['path']}; this server speaks KServe v2 under /v2, and takes POST to {', '.join(FORMS)}"
+    )
 
 
 def _readiness(is_ready: bool) -> Reply:
-    return (200, [], b"") if is_ready else (400, [_JSON], b'{"error":"not ready","kind":"Unavailable"}')
+    return (200, [], b"") if is_ready else (400, [JSON], b'{"error":"not ready","kind":"Unavailable"}')
 
 
 def _json(value: Any) -> Reply:
-    return 200, [_JSON], orjson.dumps(value)
-
-
-async def _send(send: Send, reply: Reply, *, more_body: bool = False) -> None:
-    status, headers, body = reply
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    return 200, [JSON], orjson.dumps(value)
 
 
 async def _linger(receive: Receive, send: Send) -> None:
@@ -238,35 +248,3 @@ def _decode(
 
 def _encode(answer: Answer, request: kserve.InferRequest, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
     return kserve.encode(operations.to_reply(answer, request, info), request)
-
-
-async def _unless_left(asking: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `asking` returns, which is cancelled where the client leaves; then raises Cancelled.
-
-    The connection is only watched once that takes longer than a moment, which costs a quick one nothing.
-    """
-    loop = asyncio.get_running_loop()
-    waiting = asyncio.current_task()
-    assert waiting is not None
-    watches: list[asyncio.Task[None]] = []
-    has_left = False
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
-        waiting.cancel()
-
-    timer = loop.call_later(_WATCH_AFTER_S, lambda: watches.append(loop.create_task(watch())))
-    try:
-        return await asking
-    except asyncio.CancelledError:
-        if not has_left:
-            raise
-        waiting.uncancel()
-        raise Cancelled("the client left") from None
-    finally:
-        timer.cancel()
-        for task in watches:
-            task.cancel()

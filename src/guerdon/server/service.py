@@ -28,11 +28,12 @@ from guerdon.core import (
     TrainRequest,
     Truncation,
 )
-from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Unavailable, UnknownModel
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, Unavailable, UnknownModel
 from guerdon.metrics import Metrics
 from guerdon.server.critic import Coming, Critic
 from guerdon.server.critic import Result as Done
 from guerdon.server.loop import Group, Loop
+from guerdon.server.rewards import Sum, named
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
 log = logging.getLogger(__name__)
@@ -78,13 +79,17 @@ class Service:
         self._operations = {} if critic is None else {info.name: info for info in critic.infos}
         self._config = config
         self._models = {served.info.name: (model, served) for model, served in models}
+        self._sums = {
+            reward.name: Sum(reward, [self._models[part.model][1].info for part in reward.components])
+            for reward in config.rewards
+        }
         limits = {name: _limits(model, served) for name, (model, served) in self._models.items()} | (limits or {})
         schedulers = {n: Scheduler(x) for n, x in limits.items()}
         self._loop = Loop(group, schedulers, self._deliver, self.metrics, on_crash=self._crashed)
         self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth)
-        self.metrics.watch_models(lambda: [served.info for _, served in self._models.values()])
+        self.metrics.watch_models(self._infos)
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -101,27 +106,29 @@ class Service:
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     def models(self) -> list[ModelInfo | OperationInfo]:
-        """All that can be asked for by name: the served models and the critic's operations."""
-        return [*(served.info for _, served in self._models.values()), *self._operations.values()]
+        """All that can be asked for by name: sums of rewards, the served models, and the critic's operations."""
+        return [*self._infos(), *self._operations.values()]
 
     def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
         """The model or operation of that name; raises UnknownModel, which names those that are served."""
         if version in ("", "1"):
+            if name in self._sums:
+                return self._sums[name].info
             if name in self._models:
                 return self._models[name][1].info
             if name in self._operations:
                 return self._operations[name]
         asked = f"{name!r} version {version}" if version else repr(name)
-        names = ", ".join(sorted([*self._models, *self._operations]))
+        names = ", ".join(sorted(info.name for info in self.models()))
         raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
 
     def scored_by(self, name: str) -> ModelInfo:
         """The model that a protocol means which may leave the name out: then the first one, the one named in the
-        settings before all others. A checkpoint's own name will do, as its folder or hub id was given.
+        settings before all others, sums first. A checkpoint's own name will do, as its folder or hub id was given.
 
         Raises UnknownModel.
         """
-        infos = [info for info in self.models() if isinstance(info, ModelInfo)]
+        infos = self._infos()
         if not name:
             return infos[0]
         for info in infos:
@@ -164,9 +171,45 @@ class Service:
         allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
+                if name in self._sums:
+                    return await self._summed(self._sums[name], request)
                 return await self._score(name, request, time.monotonic())
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
+
+    def _infos(self) -> list[ModelInfo]:
+        sums = [made.info for made in self._sums.values()]
+        return [*sums, *(served.info for _, served in self._models.values())]
+
+    async def _summed(self, made: Sum, request: ScoreRequest) -> ScoreReply:
+        """What all components together make of the request; where one refuses it, the others drop it, too."""
+        made.check(request)
+        started = time.monotonic()
+
+        async def asked(component: str) -> ScoreReply:
+            try:
+                return await self._score(component, request, started)
+            except Overloaded as e:
+                raise named(component, e) from e
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = [group.create_task(asked(component)) for component in made.components]
+        except BaseExceptionGroup as e:
+            raise e.exceptions[0] from None
+        reply = made.combine([part.result() for part in parts])
+        self._count(made.info.name, reply)
+        for component, mean, std in made.statistics():
+            self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
+            self.metrics.set("guerdon_component_std", std, made.info.name, component)
+        return reply
+
+    def _count(self, name: str, reply: ScoreReply) -> None:
+        failed = sum(isinstance(r, GuerdonError) for r in reply.results)
+        self.metrics.add("guerdon_sequences", len(reply.results) - failed, name, "ok")
+        if failed:
+            self.metrics.add("guerdon_sequences", failed, name, "failed")
+        self.metrics.observe("guerdon_queue_seconds", reply.queue_s, name)
 
     async def _score(self, name: str, request: ScoreRequest, started: float) -> ScoreReply:
         self.model(name)
@@ -191,17 +234,14 @@ class Service:
                 if isinstance(result, Unavailable):
                     raise copy.copy(result)  # it is raised for other requests, too
                 results[i] = result
-        failed = sum(isinstance(r, GuerdonError) for r in results)
-        self.metrics.add("guerdon_sequences", len(results) - failed, name, "ok")
-        if failed:
-            self.metrics.add("guerdon_sequences", failed, name, "failed")
         self.metrics.add("guerdon_tokens_received", sum(s.num_tokens for s in job.sequences), name)
         queue_s = max(0.0, job.taken - started) if accepted else 0.0
-        self.metrics.observe("guerdon_queue_seconds", queue_s, name)
         done: list[Score | GuerdonError] = [r for r in results if r is not None]
         lengths = [len(s.tokens) for s in sequences]
         version = job.weights_version or info.weights_version
-        return ScoreReply(done, lengths, version, queue_s, job.compute_s)
+        reply = ScoreReply(done, lengths, version, queue_s, job.compute_s)
+        self._count(name, reply)
+        return reply
 
     async def _answered(self, name: str, job: Job) -> None:
         """Returns when every sequence of the job has its result."""

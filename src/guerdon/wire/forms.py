@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 import orjson
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.errors import GuerdonError, InvalidRequest, SampleFailed
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +56,29 @@ def scores_of(reply: ScoreReply) -> list[Score]:
     return scores
 
 
+def rewarded(reply: ScoreReply, info: ModelInfo) -> list[Score]:
+    """The reply's scores, as `scores_of` has them; raises InvalidRequest where the model gives no rewards."""
+    if "rewards" not in info.outputs:
+        raise InvalidRequest(f"{info.name} gives {', '.join(info.outputs)} and no rewards; name another model")
+    return scores_of(reply)
+
+
 def number(value: float) -> np.float32:
-    """The number as every form writes it: float32, in the fewest digits that tell it from its neighbours."""
+    """The number as every form writes it: float32, in the fewest digits that tell it from its neighbours.
+
+    Raises SampleFailed where float32 has none for it: JSON would have a null in its place.
+    """
+    if not abs(value) <= _LARGEST:
+        raise SampleFailed(f"the score {value} is not a finite number of float32")
     return np.float32(value)
+
+
+def groups_of(prompts: list[str]) -> np.ndarray:
+    """The group of each prompt, int64.
+
+    A prompt has the same in whatever request it comes, since some trainers send every rollout in one of its own.
+    """
+    return np.array([zlib.crc32(prompt.encode()) for prompt in prompts], np.int64)
 
 
 def write(answer: Any) -> bytes:
@@ -74,9 +97,19 @@ def parse(body: bytes) -> Any:
 def object_of(body: Any, example: str) -> dict[str, Any]:
     """The body where it is an object; raises InvalidRequest, which shows the `example`."""
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is a JSON {_kind(body)}; send an object such as {example}")
+        raise InvalidRequest(f"the body is {kind_of(body)}; send an object such as {example}")
     return body
 
 
-def _kind(value: Any) -> str:
-    return {list: "list", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+def model_of(body: dict[str, Any]) -> str:
+    """The model that the body names, empty where it names none; raises InvalidRequest where that is no name."""
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest(f"model is {kind_of(model)}; send a model's name, or leave it out")
+    return model or ""
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls such a value, with its article."""
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}
+    return kinds.get(type(value), "a number")

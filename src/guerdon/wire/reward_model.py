@@ -60,6 +60,10 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         asked.groups = _per_row(inputs["group_ids"], num_rows)
     if "prompt_lengths" in inputs:
         asked.prompt_lengths = _per_row(inputs["prompt_lengths"], num_rows)
+    if "prompts" in inputs:
+        asked.prompts = _told(inputs["prompts"], num_rows)
+    if "labels" in inputs:
+        asked.labels = [_json("labels", row, text) for row, text in enumerate(_told(inputs["labels"], num_rows))]
     if "step_positions" in inputs:
         asked.steps = _step_rows(inputs["step_positions"], num_rows)
     return asked
@@ -69,7 +73,8 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
     """The tensors that answer `request`.
 
     Raises the first failed row's error, its text prefixed with the row, unless the output `errors` was requested;
-    then failed rows are NaN.
+    then failed rows are NaN. Where the attributes are among the tensors, the parameter `attribute_names` has those of
+    their columns, unless these cannot be told apart.
     """
     requested = request.outputs
     if requested is None or "errors" not in requested:
@@ -79,7 +84,12 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
         outputs += _output(name, reply, request)
         if name == "step_rewards" and requested is None:
             outputs += _output("step_counts", reply, request)
-    return InferReply(info.name, MODEL_VERSION, outputs, request.id, {"weights_version": reply.weights_version})
+    parameters = {"weights_version": reply.weights_version}
+    names = info.attribute_names
+    is_clear = len({*names}) == len(names) > 0 and "," not in "".join(names)
+    if is_clear and any(tensor.name == "attributes" for tensor in outputs):
+        parameters["attribute_names"] = ",".join(names)
+    return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
 
 
 def _texts(tensor: Tensor) -> list[str]:
@@ -96,11 +106,23 @@ def _texts(tensor: Tensor) -> list[str]:
     return texts
 
 
-def _conversation(row: int, text: str) -> list[Message]:
+def _told(tensor: Tensor, num_rows: int) -> list[str]:
+    texts = _texts(tensor)
+    if len(texts) != num_rows:
+        raise InvalidRequest(f"input '{tensor.name}' has {len(texts)} rows for {num_rows} samples")
+    return texts
+
+
+def _json(name: str, row: int, text: str) -> Any:
     try:
-        messages = orjson.loads(text)
+        return orjson.loads(text)
     except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"input 'messages', row {row}: not valid JSON: {e}") from e
+        hint = "; write text in quotes, and null where there is none" if name == "labels" else ""
+        raise InvalidRequest(f"input '{name}', row {row}: not valid JSON: {e}{hint}") from e
+
+
+def _conversation(row: int, text: str) -> list[Message]:
+    messages = _json("messages", row, text)
     if (
         not isinstance(messages, list)
         or not messages

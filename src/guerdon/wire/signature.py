@@ -88,6 +88,10 @@ def input_specs(info: Info) -> tuple[Spec, ...]:
     if info.takes_tokens:
         specs += [("tokens", "INT64", (-1,)), ("sequence_lengths", "INT64", (1,)), ("input_ids", "INT32", (-1,))]
     specs += [("group_ids", "INT64", (1,)), ("prompt_lengths", "INT64", (1,))]
+    if info.takes_prompts:
+        specs.append(("prompts", "BYTES", (1,)))
+    if info.takes_labels:
+        specs.append(("labels", "BYTES", (1,)))
     if "step_rewards" in info.outputs:
         specs.append(("step_positions", "INT64", (-1,)))
     return tuple(specs)

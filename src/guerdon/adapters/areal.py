@@ -1,0 +1,80 @@
+"""AReaL's reward functions: `RLVRWorkflow(reward_fn=reward_function("http://host:5000"), ...)`.
+
+A sample without a reward raises, and AReaL leaves its trajectory out. But one it has four times waited 15 s for, also
+for one of its few processes to be free, gets 0. `async_reward_function` has neither those nor that limit:
+
+    class ServedWorkflow(RLVRWorkflow):
+        def __init__(self, url, **settings):
+            reward = async_reward_function(url)
+            super().__init__(reward_fn=reward, **settings)
+            self.async_reward_fn = reward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from guerdon.adapters.judge import TIMEOUT_S, judge
+from guerdon.adapters.samples import samples_of
+from guerdon.client import Scores
+from guerdon.client.clients import ScoreArgs
+
+SOON_S = 12.0
+"""How long a blocking call may take, with all its tries: less than what AReaL calls 0."""
+
+
+class RewardFunction:
+    """Asks a served model for the reward of one sample; calls block. It can be pickled."""
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        model: str = "reward_model",
+        *,
+        send: Literal["text", "tokens"] = "text",
+        labels: str | None = None,
+        timeout_s: float = SOON_S,
+    ) -> None:
+        """`send` says what of prompt and completion is scored: their text, or the policy's token ids.
+
+        The data set's column `labels` is told to models that take labels. A call is given up after `timeout_s`.
+        """
+        self._judge, self._send, self._labels = judge(url, model, timeout_s), send, labels
+
+    def __call__(
+        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+    ) -> float:
+        """The reward. Raises SampleFailed where there is none, and GuerdonError where the server cannot be asked."""
+        return _reward(self._judge.score_in_queue(**self._asked(prompt, completions, prompt_ids, completion_ids, data)))
+
+    def _asked(
+        self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
+    ) -> ScoreArgs:
+        asked = samples_of([prompt], [completion])
+        if self._send == "tokens":
+            asked.pop("texts")
+            asked |= {"tokens": [[*prompt_ids, *ids]], "prompt_lengths": [len(prompt_ids)]}
+        return asked if self._labels is None else {**asked, "labels": [data[self._labels]]}
+
+
+class AsyncRewardFunction(RewardFunction):
+    """`RewardFunction` to be awaited, as AReaL's workflows await their `async_reward_fn`."""
+
+    def __init__(self, url: str | Sequence[str], model: str = "reward_model", **more: Any) -> None:
+        """As `RewardFunction`'s."""
+        super().__init__(url, model, **{"timeout_s": TIMEOUT_S, **more})
+
+    async def __call__(  # type: ignore[override]
+        self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+    ) -> float:
+        """As `RewardFunction`'s."""
+        asked = self._asked(prompt, completions, prompt_ids, completion_ids, data)
+        return _reward(await self._judge.score_async(**asked))
+
+
+reward_function, async_reward_function = RewardFunction, AsyncRewardFunction
+
+
+def _reward(scores: Scores) -> float:
+    return float(scores.raise_for_failed().rewards[0])

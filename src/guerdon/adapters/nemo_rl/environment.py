@@ -1,0 +1,78 @@
+"""One turn of conversation and its reward, as NeMo-RL asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from guerdon.adapters.judge import TIMEOUT_S, judge
+from guerdon.adapters.samples import samples_of
+from guerdon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Log = list[dict[str, Any]]
+
+
+class EnvironmentReturn(NamedTuple):
+    """The fields of NeMo-RL's own, in its order."""
+
+    observations: list[dict[str, str]]
+    metadata: list[Any]
+    next_stop_strings: list[None]
+    rewards: Tensor
+    terminateds: Tensor
+    answers: list[str]
+
+
+class RewardEnvironment:
+    """Ends every episode after one turn, with the reward of the whole conversation."""
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        """`cfg` is its part of the YAML's `env`: `url` (or several), `model`, `timeout_s`, `send`, `suffix`, `labels`.
+
+        `send: messages`, the default, puts the conversation through the reward model's chat template. `send: texts`
+        scores the contents as they are, one behind the other, and `suffix` behind them: for prompts that have had a
+        template put around them, as NeMo-RL's own processors do. `labels` is the key of each sample's metadata that
+        goes to models that take labels. Raises ConfigError for settings that do not hold.
+        """
+        if "url" not in cfg:
+            raise ConfigError("the environment has no url", "give env.NAME.url, such as http://10.0.0.1:5555")
+        if cfg.get("send", "messages") not in ("messages", "texts"):
+            raise ConfigError(f"the environment's send is {cfg['send']!r}", "choose messages or texts")
+        self._cfg = cfg
+        urls = cfg["url"] if isinstance(cfg["url"], str) else list(cfg["url"])
+        self._judge = judge(urls, cfg.get("model", "reward_model"), cfg.get("timeout_s", TIMEOUT_S))
+
+    def step(
+        self, message_log_batch: Sequence[Log], metadata: Sequence[Any], return_extracted_answer: bool = False
+    ) -> EnvironmentReturn:
+        """Rewards float32 `[B]`; raises SampleFailed where a sample got none, and what the server raised."""
+        import torch  # NeMo-RL has it
+
+        prompts: list[Any] = [[{key: m[key] for key in ("role", "content")} for m in log] for log in message_log_batch]
+        completions: list[Any] = [[messages.pop()] for messages in prompts]
+        if self._cfg.get("send") == "texts":
+            prompts, completions = (["".join(m["content"] for m in part) for part in x] for x in (prompts, completions))
+        samples = samples_of(prompts, completions, self._cfg.get("suffix", ""))
+        if (key := self._cfg.get("labels")) is not None:
+            samples["labels"] = [entry[key] for entry in metadata]
+        rewards = self._judge.score(**samples).raise_for_failed().rewards
+        nothing = [None] * len(rewards)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": f"Environment: {reward}"} for reward in rewards],
+            nothing,
+            nothing,
+            torch.from_numpy(rewards),
+            torch.ones(len(rewards), dtype=torch.bool),
+            [log[-1]["content"] for log in message_log_batch],
+        )
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
+        """The batch as it is, and the mean, deviation and bounds of its rewards."""
+        rewards = np.asarray(batch["rewards"], np.float64)
+        names = ("mean", "std", "min", "max")
+        return batch, {f"guerdon/{name}_reward": float(getattr(rewards, name)()) for name in names}

@@ -1,0 +1,47 @@
+"""OpenRLHF's reward function, for `--reward.remote_url my_reward.py` (older: `--remote_rm_url`).
+
+    from guerdon.adapters.openrlhf import reward_function
+    reward_func = reward_function("http://host:5000")
+
+OpenRLHF has no word for a sample without a reward, so a failed one raises; as OpenRLHF does not show what was raised
+when it then stops, it is also logged. With the server's URL in place of the file it asks `/get_reward` by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from guerdon.adapters.judge import TIMEOUT_S, judge
+from guerdon.adapters.samples import components_of
+from guerdon.errors import GuerdonError
+from guerdon.wire.forms import groups_of
+
+log = logging.getLogger(__name__)
+
+
+class RewardFunction:
+    """Asks a served model for the rewards of whole texts; from any thread. It can be pickled."""
+
+    def __init__(self, url: str | Sequence[str], model: str = "reward_model", *, timeout_s: float = TIMEOUT_S) -> None:
+        """A call is given up after `timeout_s`."""
+        self._judge = judge(url, model, timeout_s)
+
+    def __call__(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
+        """The rewards of `queries`, each a prompt and its response with their special tokens, and their components'.
+
+        Models that take prompts and labels are told them. Raises SampleFailed where a sample has no reward, and
+        GuerdonError where the server cannot be asked.
+        """
+        try:
+            scores = self._judge.score(texts=queries, prompts=prompts, labels=labels, groups=groups_of(list(prompts)))
+            rewards = scores.raise_for_failed().rewards.tolist()
+        except GuerdonError as e:
+            log.error("no reward: %s", e)
+            raise
+        components = {name: values.tolist() for name, values in components_of(scores).items()}
+        return {"rewards": rewards, "scores": rewards, "extra_logs": components}
+
+
+reward_function = RewardFunction

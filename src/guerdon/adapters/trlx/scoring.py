@@ -1,0 +1,76 @@
+"""Text as trlX's reward models read it, and their scores of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from guerdon.adapters.trlx.input_ids import InputIdsClient
+from guerdon.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from guerdon.local import LocalRewardModel
+
+_MOST_ORIGINALS = 100_000
+"""Rewards of originals that are kept; a prompt comes again with every epoch."""
+
+
+class Scoring:
+    """Scores by a server or by a model in this process; not for several threads at once."""
+
+    def __init__(
+        self, client: InputIdsClient | LocalRewardModel, tokenizer: Any, max_length: int | None, batch_size: int
+    ) -> None:
+        self.client = client
+        self._tokenizer, self._max_length, self._batch_size = tokenizer, max_length, batch_size
+        self._originals: OrderedDict[str, np.float32] = OrderedDict()
+        self._weights_version: str | None = None
+
+    def of_samples(self, samples: Sequence[str]) -> np.ndarray:
+        """Rewards float32 `[B]` of the samples with an EOS behind them, each at its first EOS."""
+        eos = self._tokenizer.eos_token_id
+        rows = self._rows([sample + self._tokenizer.eos_token for sample in samples])
+        if isinstance(self.client, InputIdsClient):
+            scores = self.client.score_input_ids(rows, eos, self._batch_size)
+        else:  # which looks for no EOS, as it is told the lengths
+            scores = self.client.score(tokens=[row[: row.index(eos) + 1] for row in rows]).raise_for_failed()
+        if scores.weights_version != self._weights_version:
+            self._originals.clear()
+            self._weights_version = scores.weights_version
+        return scores.rewards
+
+    def of_originals(self, texts: list[str]) -> np.ndarray:
+        """Rewards float32 `[B]` of texts that come again; asked for once under the same weights."""
+        known = self._originals
+        while missing := [text for text in dict.fromkeys(texts) if text not in known]:
+            known.update(zip(missing, self.of_samples(missing), strict=True))
+        rewards = np.array([known[text] for text in texts], np.float32)
+        for text in texts:
+            known.move_to_end(text)
+        while len(known) > _MOST_ORIGINALS:
+            known.popitem(last=False)
+        return rewards
+
+    def of_tokens(self, prompts: Sequence[str], outputs: Sequence[str], tokenizer: Any) -> list[list[float]]:
+        """The values of each output's tokens, which must be the same ones to the trainer's `tokenizer`."""
+        ours = self._tokenizer(list(outputs))["input_ids"]
+        theirs = ours if tokenizer is None else tokenizer(list(outputs))["input_ids"]
+        for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            if our != their:
+                raise InvalidRequest(
+                    f"output {i} is {len(our)} tokens to the reward model and {len(their)} others to the trainer: "
+                    "dense rewards need one tokenizer for both"
+                )
+        rows = [prompt + output for prompt, output in zip(self._rows(prompts), ours, strict=True)]
+        values = self.client.score(tokens=rows).raise_for_failed().values
+        if values is None:
+            raise InvalidRequest("the reward model gives no values, and dense rewards need one for each token")
+        return [row[len(row) - len(output) :].tolist() for row, output in zip(values, ours, strict=True)]
+
+    def _rows(self, texts: Sequence[str]) -> list[list[int]]:
+        """The texts' ids as the tokenizer makes them, the last `max_length` of each."""
+        rows = self._tokenizer(list(texts))["input_ids"]
+        return rows if self._max_length is None else [row[-self._max_length :] for row in rows]

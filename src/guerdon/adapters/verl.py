@@ -1,0 +1,79 @@
+"""verl's reward functions, which its config names:
+
+    reward.custom_reward_function.path=pkg://guerdon.adapters.verl
+    reward.custom_reward_function.name=compute_score_async
+    +reward.custom_reward_function.reward_kwargs.url=http://host:5000
+
+verl tells a reward function the response but not its prompt, which is taken from the sample's `extra_info`. A sample
+without a reward raises, as verl has no word for one, and the run ends; but with the manager `rate_limited` it goes on
+with 0.0 for whatever raises or takes longer than its own time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from guerdon.adapters.judge import TIMEOUT_S, judge
+from guerdon.adapters.samples import Prompt, components_of, samples_of
+from guerdon.client import Scores
+from guerdon.client.clients import ScoreArgs
+from guerdon.errors import InvalidRequest
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    url: str | Sequence[str],
+    model: str = "reward_model",
+    prompt_key: str = "prompt",
+    suffix: str = "",
+    timeout_s: float = TIMEOUT_S,
+    **_: Any,
+) -> dict[str, float]:
+    """`score`, the reward, and beside it each component's, of which verl keeps a column each.
+
+    The prompt is `extra_info[prompt_key]`: a text, after which the response stands with the `suffix` after it (as the
+    EOS, which verl strips), or messages, which the server formats. `ground_truth` is told to models that take labels.
+    Raises SampleFailed where the sample has no reward, and GuerdonError where the server cannot be asked within
+    `timeout_s`.
+    """
+    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix)
+    return _told(judge(url, model, timeout_s).score(**asked))
+
+
+async def compute_score_async(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    url: str | Sequence[str],
+    model: str = "reward_model",
+    prompt_key: str = "prompt",
+    suffix: str = "",
+    timeout_s: float = TIMEOUT_S,
+    **_: Any,
+) -> dict[str, float]:
+    """`compute_score` without a thread for each sample under way."""
+    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix)
+    return _told(await judge(url, model, timeout_s).score_async(**asked))
+
+
+def _asked(response: str, label: Any, extra_info: Mapping[str, Any], prompt_key: str, suffix: str) -> ScoreArgs:
+    if prompt_key not in extra_info:
+        raise InvalidRequest(
+            f"extra_info has no {prompt_key!r}, only {', '.join(extra_info) or 'nothing'}: write the prompt there when "
+            "you make the data set, or say where it is by reward_kwargs.prompt_key"
+        )
+    prompt = extra_info[prompt_key]
+    completion: Prompt = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+    return {**samples_of([prompt], [completion], suffix), "labels": [label]}
+
+
+def _told(scores: Scores) -> dict[str, float]:
+    reward = float(scores.raise_for_failed().rewards[0])
+    return {**{name: float(values[0]) for name, values in components_of(scores).items()}, "score": reward}

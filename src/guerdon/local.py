@@ -1,0 +1,116 @@
+"""A reward model in this process: a reward client's calls without a server or sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from guerdon.assembly import build_service
+from guerdon.client.calls import ModelSignature, make_request, scoring
+from guerdon.client.clients import ScoreArgs
+from guerdon.client.results import Scores
+from guerdon.config import ModelConfig, ServerConfig, check, from_mapping
+from guerdon.core import ModelInfo, ScoreRequest
+from guerdon.errors import Cancelled
+from guerdon.server.service import Service
+from guerdon.wire import reward_model, signature
+
+_PATIENT = {"max_queue_tokens": sys.maxsize, "max_queue_sequences": sys.maxsize}
+"""A server refuses what it has no room for and is asked again; here what is asked waits, however much it is."""
+_FOREVER_S = 1e9
+_END_S = 1.0
+"""How long the batch that is being computed may hold up the end; nobody waits for it any more."""
+
+
+class LocalRewardModel:
+    """Scores samples with a model that this process loads; safe to use from many threads, not after a fork.
+
+    Its scores are those that a server of the same settings gives: everything between the call and the model, and
+    between the model and the scores, is the same. Closes by itself.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """Loads `model`, a folder, hub id or module:function; `settings` are `ModelConfig`'s, such as `device`.
+
+        Raises StartError where it cannot be served, ConfigError for a setting that is unknown or out of bounds.
+        """
+        config: ModelConfig = from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)})
+        check(config)
+        self._service = build_service(ServerConfig(models=[config], request_timeout_s=_FOREVER_S))
+        self._name = config.name
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="guerdon-local", daemon=True)
+        thread.start()
+        asyncio.run_coroutine_threadsafe(_start(self._service), self._loop).result()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread)
+
+    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
+        """The samples' scores; blocks. Arguments: `ScoreArgs`. Raises the class that a server would raise."""
+        return self.submit(**samples).result()
+
+    def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
+        """A future of `score`'s result, at once; thousands may be under way. Cancelling it abandons the samples."""
+        request = make_request(**samples)
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the model is closed")
+            return asyncio.run_coroutine_threadsafe(self._score(request), self._loop)
+
+    def info(self) -> ModelSignature:
+        """What the model takes and gives."""
+        return ModelSignature.from_metadata(signature.metadata(self._info()))
+
+    def close(self) -> None:
+        """Ends at once: futures that have no result yet end with Cancelled."""
+        with self._lock:
+            self._is_closed = True
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _info(self) -> ModelInfo:
+        return self._service.scored_by(self._name)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        errand, info = scoring(self._name, request), self._info()
+        sent = errand.build(self.info(), request.timeout_s or _FOREVER_S)
+        try:
+            reply = await self._service.score(self._name, reward_model.to_score_request(sent, info))
+        except asyncio.CancelledError:
+            if not self._is_closed:  # but whoever asked has cancelled the future
+                raise
+            raise Cancelled("the model was closed before the answer") from None
+        return errand.parse(reward_model.to_infer_reply(reply, sent, info), reply.queue_s, reply.compute_s)
+
+
+async def _start(service: Service) -> None:
+    service.start()
+
+
+def _stop(service: Service, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if threading.current_thread() is thread:  # what was under way has held the model last, and cannot await its end
+        threading.Thread(target=_stop, args=(service, loop, thread)).start()
+        return
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(cancel_all(), loop).result()
+    service.stop(_END_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

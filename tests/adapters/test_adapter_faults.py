@@ -1,0 +1,162 @@
+"""What the adapters of reward functions do where servers are away, slow or wrong; and from wherever trainers call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+import serving
+from client.echo_server import EchoProcess
+from guerdon.adapters import areal, openrlhf, trl, verl
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, UnknownModel, Unreachable
+from guerdon.server.runtime import RunningServer
+from processes import in_child
+from server import echo_service
+from server.echo_service import EchoService
+
+FORMS: dict[str, Callable[..., Any]] = {  # a function as its trainer has it, of the URL
+    "trl": trl.reward_function,
+    "trl, async": trl.async_reward_function,
+    "openrlhf": openrlhf.reward_function,
+    "verl": lambda url, **settings: partial(verl.compute_score, url=url, **settings),
+    "verl, async": lambda url, **settings: partial(verl.compute_score_async, url=url, **settings),
+    "areal": areal.reward_function,
+    "areal, async": areal.async_reward_function,
+}
+
+
+def ask(name: str, function: Any, text: str, run: Callable[[Any], Any] = asyncio.run) -> Any:
+    """The reward of `text`, asked for as the trainer does; `run` gives a coroutine's result."""
+    trainer = name.partition(",")[0]
+    if trainer == "trl":
+        told = function(prompts=[text], completions=[""], completion_ids=[[1]])
+    elif trainer == "openrlhf":
+        told = function([text], [text], [None])
+    elif trainer == "verl":
+        told = function(data_source="d", solution_str="", ground_truth=None, extra_info={"prompt": text})
+    else:
+        told = function(text, "", [1], [2], question=text)
+    if inspect.iscoroutine(told):
+        told = run(told)
+    for key in {"trl": [0], "openrlhf": ["rewards", 0], "verl": ["score"]}.get(trainer, []):
+        told = told[key]
+    return told
+
+
+def ask_all(url: str, run: Callable[[Any], Any] = asyncio.run, **settings: Any) -> dict[str, Future[Any]]:
+    """All forms' answers, asked for at once."""
+    with ThreadPoolExecutor(len(FORMS)) as pool:
+        return {name: pool.submit(ask, name, make(url, **settings), "four", run) for name, make in FORMS.items()}
+
+
+def errors(asked: dict[str, Future[Any]]) -> list[GuerdonError]:
+    """What each of them raised; an AssertionError for one that did not."""
+    raised = [future.exception() for future in asked.values()]
+    assert all(isinstance(error, GuerdonError) for error in raised), dict(zip(asked, raised, strict=True))
+    return raised  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of a server whose model has no score for some texts."""
+    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model="serving:flaky", name="reward_model")])
+    with RunningServer(build_service(config), config) as server:
+        yield server.http_url
+
+
+@pytest.fixture
+def on_one_loop() -> Iterator[Callable[[Any], Any]]:
+    """Runs coroutines on one event loop beside the threads that want their results, as TRL does."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_failed_sample_is_none_for_trl_and_raises_elsewhere(name: str, url: str) -> None:
+    function = FORMS[name](url)
+    assert ask(name, function, "12345") == 5.0
+    if name.startswith("trl"):
+        assert ask(name, function, serving.FAILS) is None
+    else:
+        with pytest.raises(SampleFailed, match=r"row 0: the function returned nan"):
+            ask(name, function, serving.FAILS)
+
+
+def test_where_nothing_listens_they_raise_at_once() -> None:
+    started = time.monotonic()
+    for error in errors(ask_all(f"http://127.0.0.1:{serving.free_port()}")):
+        assert isinstance(error, Unreachable) and "is the server running there?" in str(error)
+    assert time.monotonic() - started < 3
+
+
+def test_wrong_model_raises_and_names_the_right_one(url: str) -> None:
+    for error in errors(ask_all(url, model="rewarrd_model")):
+        assert isinstance(error, UnknownModel) and "rewarrd_model" in str(error) and "reward_model" in str(error)
+
+
+def test_server_that_is_too_slow_raises_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(echo_service, "TEXT_TOKEN", echo_service.SLOW_TOKEN)
+    service = EchoService()
+    with RunningServer(service, ServerConfig(port=0, grpc_port=None)) as server:
+        service.scorer.slow_s = 1.5
+        started = time.monotonic()
+        for error in errors(ask_all(server.http_url, timeout_s=0.8)):
+            assert isinstance(error, DeadlineExceeded)
+        assert time.monotonic() - started < 1.5
+
+
+def test_server_that_went_away_is_given_up_after_a_while_and_found_again_where_it_comes_back(
+    on_one_loop: Callable[[Any], Any],
+) -> None:
+    def ask_within(timeout_s: float) -> dict[str, Future[Any]]:
+        return ask_all(server.http_url, on_one_loop, timeout_s=timeout_s)
+
+    with EchoProcess() as server:
+        for timeout_s in (1.5, 30):
+            assert [future.result() for future in ask_within(timeout_s).values()] == [4.0] * len(FORMS)
+        server.kill()
+        started = time.monotonic()
+        for error in errors(ask_within(1.5)):
+            assert isinstance(error, Unreachable) and "gave up after" in error.__notes__[0]
+        assert time.monotonic() - started < 3
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask_within, 30)
+            time.sleep(0.3)
+            with server.again():
+                assert [future.result() for future in asked.result().values()] == [4.0] * len(FORMS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_they_are_called_from_many_threads(name: str, url: str) -> None:
+    function = FORMS[name](url)
+    texts = ["x" * n for n in range(1, 33)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: ask(name, function, text), texts)) == [float(len(text)) for text in texts]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_they_work_after_a_fork_and_when_pickled_after_use(name: str, url: str) -> None:
+    function = FORMS[name](url)
+    fresh = pickle.dumps(function)
+    assert ask(name, function, "123") == 3.0
+    assert in_child(lambda: ask(name, function, "1234")) == 4.0
+    for pickled in (fresh, pickle.dumps(function)):
+        assert ask(name, pickle.loads(pickled), "12") == 2.0  # noqa: S301
+        assert in_child(lambda it=pickled: ask(name, pickle.loads(it), "12")) == 2.0  # noqa: S301
+    assert ask(name, function, "123") == 3.0

@@ -1,0 +1,159 @@
+"""NeMo-RL's environment of a served reward model, called as its rollouts call it."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from client.echo_server import EchoProcess
+from guerdon.adapters.nemo_rl import EnvironmentReturn, RewardEnvironment
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.errors import ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed, UnknownModel, Unreachable
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from server.echo_service import MAX_LENGTH, EchoService
+
+LOGS = [
+    [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "the reason"}],
+    [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "no"}],
+    [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "I"},
+    ],
+]
+INFO = [{"ground_truth": "reason"}, {"ground_truth": "no"}, None]
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def url(service: EchoService) -> Iterator[str]:
+    with RunningServer(service, ServerConfig(port=0, grpc_port=None), grace_s=0.1) as server:
+        yield server.http_url
+
+
+def test_a_step_rewards_whole_conversations(url: str, service: EchoService) -> None:
+    environment = RewardEnvironment({"url": url})
+    logs = [[message | {"token_ids": torch.tensor([1])} for message in log] for log in LOGS]
+    observations, metadata, stop, rewards, terminateds, answers = environment.step(logs, INFO)
+    wanted = [float(len(str(log))) for log in LOGS]
+    assert (rewards.dtype, rewards.tolist()) == (torch.float32, wanted)
+    assert (terminateds.dtype, terminateds.tolist()) == (torch.bool, [True] * 3)
+    assert (metadata, stop, answers) == ([None] * 3, [None] * 3, ["the reason", "no", "I"])
+    assert observations[0] == {"role": "environment", "content": f"Environment: {wanted[0]}"}
+    asked = service.requests[-1]
+    assert asked.messages == LOGS and asked.groups is not None
+    assert asked.groups[0] == asked.groups[1] != asked.groups[2]
+    assert len(logs[0]) == 2 and len(logs[0][0]) == 3  # NeMo-RL goes on with them
+
+
+def test_evaluation_asks_with_a_third_argument_and_by_name(url: str) -> None:
+    returned = RewardEnvironment({"url": [url]}).step(LOGS, INFO, True)
+    assert returned.rewards.shape == (3,) and returned.answers[1] == "no"
+    assert pickle.loads(pickle.dumps(returned)).answers == returned.answers  # noqa: S301 - Ray does
+
+
+def test_prompts_that_have_a_template_already_go_as_texts(url: str, service: EchoService) -> None:
+    environment = RewardEnvironment({"url": url, "send": "texts", "suffix": "<end>"})
+    assert environment.step(LOGS[:2], INFO[:2]).rewards.tolist() == [19.0, 11.0]
+    assert service.requests[-1].texts == ["why?the reason<end>", "why?no<end>"]
+
+
+def labelled(texts: list[str], labels: list[Any]) -> list[float]:
+    return [float(text.endswith(label)) for text, label in zip(texts, labels, strict=True)]
+
+
+def test_labels_go_with_the_samples() -> None:
+    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:labelled")])
+    with RunningServer(build_service(config), config, grace_s=0) as server:
+        environment = RewardEnvironment({"url": server.http_url, "send": "texts", "labels": "ground_truth"})
+        assert environment.step(LOGS[:2], [{"ground_truth": "reason"}, {"ground_truth": "yes"}]).rewards.tolist() == [
+            1,
+            0,
+        ]
+
+
+def test_metrics_of_a_batch(url: str) -> None:
+    batch = {"rewards": torch.tensor([1.0, 2.0, 6.0])}
+    same, metrics = RewardEnvironment({"url": url}).global_post_process_and_metrics(batch)
+    assert same is batch
+    assert metrics["guerdon/mean_reward"] == 3.0 and metrics["guerdon/max_reward"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({}, "no url"),
+        ({"url": "h:1", "send": "tokens"}, "send is 'tokens'"),
+    ],
+)
+def test_settings_that_do_not_hold(cfg: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardEnvironment(cfg)
+
+
+def test_no_number_is_made_up(url: str, service: EchoService) -> None:
+    long = [[{"role": "user", "content": "x" * MAX_LENGTH}, {"role": "assistant", "content": "y"}]]
+    with pytest.raises(
+        SampleFailed, match=f"1 of 4 samples failed; row 3: the sample has .* takes at most {MAX_LENGTH}"
+    ):
+        RewardEnvironment({"url": url}).step(LOGS + long, [*INFO, None])
+    with pytest.raises(UnknownModel, match="unknown model 'other'"):
+        RewardEnvironment({"url": url, "model": "other"}).step(LOGS, INFO)
+    with pytest.raises(Unreachable, match=r"cannot connect to http://127\.0\.0\.1:9"):
+        RewardEnvironment({"url": "http://127.0.0.1:9"}).step(LOGS, INFO)
+
+
+def slow(texts: list[str]) -> list[float]:
+    import time
+
+    time.sleep(0.5)
+    return [1.0] * len(texts)
+
+
+def test_a_server_that_is_too_slow_and_one_without_a_template() -> None:
+    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:slow")])
+    with RunningServer(build_service(config), config, grace_s=0) as server:
+        with pytest.raises(DeadlineExceeded):
+            RewardEnvironment({"url": server.http_url, "send": "texts", "timeout_s": 0.2}).step(LOGS, INFO)
+        with pytest.raises(InvalidRequest, match="takes no input 'messages'"):
+            RewardEnvironment({"url": server.http_url}).step(LOGS, INFO)
+
+
+def test_a_server_that_restarts_meanwhile() -> None:
+    with EchoProcess() as first:
+        environment = RewardEnvironment({"url": first.http_url})
+        environment.step(LOGS, INFO)
+        first.kill()
+        with ThreadPoolExecutor(1) as pool:
+            returned = pool.submit(environment.step, LOGS, INFO)
+            with first.again():
+                assert isinstance(returned.result(timeout=20), EnvironmentReturn)
+
+
+def test_errors_survive_the_way_to_another_process(url: str) -> None:
+    for error in (ConfigError("no url", "give one"), Unreachable("gone", may_have_arrived=False)):
+        error.add_note("a note")
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - Ray does
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_importing_it_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, guerdon.adapters.nemo_rl, guerdon.adapters.trlx, guerdon.adapters.rewardbench;"
+        "print([m for m in ('torch', 'transformers', 'ray', 'nemo_rl', 'grpc', 'starlette') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout.strip() == "[]"

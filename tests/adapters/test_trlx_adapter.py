@@ -1,0 +1,321 @@
+"""trlX's reward function against guerdon's gRPC server, a real PyTriton, and a model of its own process."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_client
+from transformers import AutoTokenizer
+from tritonclient.grpc import service_pb2 as pb
+
+import zoo
+from adapters import pytriton_input_ids
+from client import pytriton_server
+from client.echo_server import EchoProcess
+from guerdon.adapters.trlx import create_reward_fn, scoring
+from guerdon.assembly import build_service
+from guerdon.client import RewardClient
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    SampleFailed,
+    UnknownModel,
+    Unreachable,
+)
+from guerdon.server.runtime import RunningServer
+from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService
+
+EOS = 2
+
+
+class Numbers:
+    """A tokenizer of texts that are their own ids."""
+
+    eos_token, eos_token_id = f" {EOS}", EOS
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def host(service: EchoService) -> Iterator[str]:
+    with RunningServer(service, ServerConfig(port=0, grpc_port=0), grace_s=0.1) as server:
+        assert server.grpc_url is not None
+        yield server.grpc_url.removeprefix("grpc://")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("gpt2", tmp_path_factory.mktemp("trlx"), "trlx"))
+
+
+def by_numbers(host: str, **settings: Any) -> Any:
+    return create_reward_fn(triton_host=f"{host}/reward_model", tokenizer=Numbers(), **settings)
+
+
+def at_first_eos(folder: Path, samples: list[str]) -> list[float]:
+    """What trlX's own reward model makes of each sample and the EOS behind it."""
+    rows = AutoTokenizer.from_pretrained(folder)([sample + "</s>" for sample in samples])["input_ids"]
+    rows = [np.array(row[: row.index(EOS) + 1]) for row in rows]
+    return [float(row[-1, 0]) for row in zoo.reference_tokens(folder, rows)]
+
+
+SAMPLES = ["why? the reason", "why? no</s>", "who? the the the answer" * 3, "größe"]
+
+
+@pytest.mark.parametrize("where", ["server", "here"])
+def test_rewards_are_those_at_the_first_eos(where: str, folder: Path) -> None:
+    if where == "here":
+        reward_fn: Any = create_reward_fn(str(folder))
+        assert reward_fn(SAMPLES) == pytest.approx(at_first_eos(folder, SAMPLES), abs=2e-5)
+        reward_fn.close()
+        return
+    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(folder))])
+    with RunningServer(build_service(config), config, grace_s=0) as server:
+        assert server.grpc_url is not None
+        host = server.grpc_url.removeprefix("grpc://") + "/reward_model"
+        reward_fn = create_reward_fn(triton_host=host, tokenizer=str(folder), batch_size=3)
+        assert reward_fn(SAMPLES) == pytest.approx(at_first_eos(folder, SAMPLES), abs=2e-5)
+
+
+def test_every_call_form_since_0_2(host: str) -> None:
+    reward_fn = by_numbers(host)
+    samples, prompts, outputs = ["5 6", "7"], ["5", ""], ["6", "7"]
+    wanted = [13.0, 9.0]
+    assert reward_fn(samples) == wanted  # 0.2, 0.3
+    named = {"samples": samples, "prompts": prompts, "outputs": outputs}
+    assert reward_fn(**named) == wanted  # 0.4 to 0.6, and those of RFT and of NeMo since
+    assert reward_fn(samples, prompts, outputs) == wanted
+    assert reward_fn(**named, original_output=["1", "1"], topic=["a", "b"]) == wanted  # 0.7
+    assert reward_fn(**named, tokenizer=Numbers(), topic=["a", "b"]) == wanted  # since
+    assert all(type(reward) is float for reward in reward_fn(samples))
+
+
+def test_host_from_the_environment_and_other_ranks(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert create_reward_fn("./no-such-model") is True
+    monkeypatch.setenv("TRITON_HOST", f"{host}/reward_model")
+    reward_fn: Any = create_reward_fn(tokenizer=Numbers())
+    assert reward_fn(["5"]) == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "neither a server nor a model"),
+        ({"triton_host": "h:1/m"}, "no tokenizer for the reward model at h:1/m"),
+        ({"triton_host": "h:1", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1'"),
+        ({"triton_host": "h:1/a/b", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1/a/b'"),
+        ({"triton_host": "h:1/m", "tokenizer": Numbers(), "dense": True, "delta_reward": True}, "one reward a sample"),
+    ],
+)
+def test_settings_that_do_not_hold(settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_HOST", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        create_reward_fn(**settings)
+
+
+def test_delta_rewards_ask_for_an_original_once(host: str, service: EchoService) -> None:
+    reward_fn = by_numbers(host, delta_reward=True)
+    rows = {"samples": ["5 6", "5 9", "7"], "prompts": ["5", "5", ""], "outputs": [" 6", " 9", "7"]}
+    originals = {"original_output": [" 1", " 1", "4"]}
+    service.requests.clear()
+    assert reward_fn(**rows, **originals) == [5.0, 8.0, 3.0]
+    assert [len(request) for request in service.requests] == [3, 2]
+    assert reward_fn(**rows, **originals) == [5.0, 8.0, 3.0]
+    assert [len(request) for request in service.requests] == [3, 2, 3]
+    with pytest.raises(InvalidRequest, match="delta rewards need original_output"):
+        reward_fn(**rows)
+
+
+def test_other_weights_ask_for_originals_again(host: str, service: EchoService) -> None:
+    reward_fn = by_numbers(host, delta_reward=True)
+    rows = {"samples": ["5"], "prompts": [""], "outputs": ["5"], "original_output": ["1"]}
+    assert reward_fn(**rows) == reward_fn(**rows) == [4.0]
+    info = service.scorer.info
+    service.scorer.info = dataclasses.replace(info, weights_version="2")
+    service.requests.clear()
+    assert reward_fn(**rows) == reward_fn(**rows) == [4.0]
+    assert [len(request) for request in service.requests] == [1, 1, 1]
+    service.scorer.info = info
+
+
+def test_originals_are_not_kept_for_ever(host: str, service: EchoService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_MOST_ORIGINALS", 2)
+    reward_fn = by_numbers(host, delta_reward=True)
+
+    def num_asked(*originals: str) -> int:
+        service.requests.clear()
+        for original in originals:
+            reward_fn(samples=["5"], prompts=[""], outputs=["5"], original_output=[original])
+        return len(service.requests) - len(originals)
+
+    assert num_asked("1", "3", "1", "4", "1") == 3
+    assert num_asked("3") == 1  # which was used the longest time ago
+
+
+def test_dense_rewards_are_the_values_of_the_outputs_tokens(host: str) -> None:
+    reward_fn: Any = create_reward_fn(triton_host=f"{host}/many", tokenizer=Numbers(), dense=True)
+    texts = {"samples": ["5 6 7", "8 9"], "prompts": ["5 6", "8"], "outputs": ["7", "9"]}
+    assert reward_fn(**texts, tokenizer=Numbers()) == [[7.0], [9.0]]
+    assert reward_fn(**texts | {"prompts": ["5", "1 1 8"], "outputs": ["6 7", "9"]}) == [[6.0, 7.0], [9.0]]
+
+    def other(texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] for _ in texts]}
+
+    with pytest.raises(InvalidRequest, match="output 0 is 1 tokens to the reward model and 1 others"):
+        reward_fn(**texts, tokenizer=other)
+    with pytest.raises(InvalidRequest, match="dense rewards need prompts"):
+        reward_fn(["5 6"])
+    with pytest.raises(InvalidRequest, match="gives no values"):
+        by_numbers(host, dense=True)(**texts)
+
+
+def test_dense_rewards_of_a_model_in_this_process(folder: Path) -> None:
+    critic = zoo.tokenizer(zoo.checkpoint("gpt2", folder / "critic", "trlx-critic"))
+    reward_fn: Any = create_reward_fn(str(critic), dense=True)
+    tokenizer = AutoTokenizer.from_pretrained(critic)
+    prompt, output = "why?", " the reason"
+    ids = tokenizer([prompt, output])["input_ids"]
+    (dense,) = reward_fn([prompt + output], [prompt], [output], tokenizer=tokenizer)
+    wanted = zoo.reference_tokens(critic, [np.array(ids[0] + ids[1])])[0][len(ids[0]) :, 0]
+    assert dense == pytest.approx(wanted.tolist(), abs=2e-5)
+    reward_fn.close()
+
+
+def test_too_long_is_refused_unless_it_is_cut(host: str) -> None:
+    text = " ".join(["1"] * 5000)
+    with pytest.raises(InvalidRequest, match="row 1: the sample has 5001 tokens") as caught:
+        by_numbers(host)(["5", text])
+    assert caught.value.__notes__ == ["asked for 2 samples; row 0 is sample 0"]
+    assert by_numbers(host, max_length=4)(["5", text]) == [7.0, 5.0]
+
+
+def sent_to(call: Any) -> list[bytes]:
+    """The ModelInfer requests that `call` sends to the host it is given, by tritonclient or by guerdon."""
+    sent: list[bytes] = []
+
+    def infer(body: bytes, _: Any) -> bytes:
+        sent.append(body)
+        (shape,) = [entry.shape for entry in pb.ModelInferRequest.FromString(body).inputs]
+        reply = pb.ModelInferResponse(
+            model_name="hh-rm", raw_output_contents=[np.zeros(shape[0], np.float32).tobytes()]
+        )
+        reply.outputs.add(name="rewards", datatype="FP32", shape=[shape[0]])
+        return reply.SerializeToString()
+
+    def describe(_: bytes, __: Any) -> bytes:
+        reply = pb.ModelMetadataResponse(name="hh-rm")
+        reply.inputs.add(name="input_ids", datatype="INT32", shape=[-1, -1])
+        return reply.SerializeToString()
+
+    handlers = {
+        n: grpc.unary_unary_rpc_method_handler(f) for n, f in (("ModelInfer", infer), ("ModelMetadata", describe))
+    }
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    call(f"127.0.0.1:{port}")
+    server.stop(None)
+    return sent
+
+
+def test_what_is_sent_is_what_trlx_sends(folder: Path) -> None:
+    samples = ["the longest of all " * 9, *(f"sample {'the ' * (i % 7)}{i}" for i in range(49))]
+
+    def original(host: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.pad_token = tokenizer.eos_token
+        ids = tokenizer([sample + tokenizer.eos_token for sample in samples], padding=True)["input_ids"]
+        client = triton_client.InferenceServerClient(url=host)
+        for start in range(0, len(ids), 24):
+            rows = np.array(ids[start : start + 24], dtype=np.int32)
+            tensor = triton_client.InferInput("input_ids", rows.shape, "INT32")
+            tensor.set_data_from_numpy(rows)
+            client.infer("hh-rm", [tensor])
+        client.close()
+
+    def ours(host: str) -> None:
+        reward_fn: Any = create_reward_fn(triton_host=f"{host}/hh-rm", tokenizer=str(folder))
+        assert reward_fn(samples) == [0.0] * len(samples)
+
+    wanted = sent_to(original)
+    assert len(wanted) == 3
+    assert sorted(sent_to(ours)) == sorted(wanted)
+
+
+@pytest.fixture(scope="module")
+def pytriton_host() -> Iterator[str]:
+    pytest.importorskip("pytriton", reason="nvidia-pytriton is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        ports = a.getsockname()[1], b.getsockname()[1]
+    process = pytriton_server.start(*ports, script=pytriton_input_ids.__file__)
+    try:
+        with RewardClient(f"grpc://127.0.0.1:{ports[1]}", "hh-rm") as client:
+            client.wait_ready(60.0)
+        yield f"127.0.0.1:{ports[1]}/hh-rm"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30.0)
+
+
+@pytest.mark.slow
+def test_a_triton_that_knows_nothing_else(pytriton_host: str) -> None:
+    reward_fn: Any = create_reward_fn(triton_host=pytriton_host, tokenizer=Numbers())
+    samples = ["3 " * (i % 9 + 1) for i in range(100)]
+    assert reward_fn(samples) == [3.0 * (i % 9 + 1) + EOS for i in range(100)]
+    with pytest.raises(SampleFailed, match="row 0: the server gave no finite reward"):
+        reward_fn(["99999 99999"])  # more than float16 can tell
+    with pytest.raises(InvalidRequest, match="batch-size must be <= 25"):
+        create_reward_fn(triton_host=pytriton_host, tokenizer=Numbers(), batch_size=26)(samples)  # type: ignore[operator]
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(Unreachable, match=r"cannot connect to grpc://127\.0\.0\.1:9"):
+        by_numbers("127.0.0.1:9")(["5"])
+
+
+def test_another_model_is_asked_for(host: str) -> None:
+    with pytest.raises(UnknownModel, match="unknown model 'hh-rm'; served here"):
+        create_reward_fn(triton_host=f"{host}/hh-rm", tokenizer=Numbers())(["5"])  # type: ignore[operator]
+
+
+def test_a_failed_sample_is_an_error(host: str) -> None:
+    with pytest.raises(SampleFailed, match="row 1: the reward is not finite") as caught:
+        by_numbers(host, batch_size=2)(["1", "2", "3", f"{NAN_TOKEN}", "5"])
+    assert caught.value.__notes__ == ["asked for 2 samples; row 0 is sample 2"]
+
+
+def test_a_server_that_is_too_slow(host: str, service: EchoService) -> None:
+    service.scorer.slow_s = 0.4
+    with pytest.raises(DeadlineExceeded):
+        by_numbers(host, timeout_s=0.2)([f"{SLOW_TOKEN}"])
+    assert by_numbers(host)([f"{SLOW_TOKEN}"]) == [779.0]
+
+
+def test_a_server_that_restarts_meanwhile() -> None:
+    with EchoProcess() as first:
+        reward_fn = by_numbers(first.grpc_url.removeprefix("grpc://"))
+        assert reward_fn(["5"]) == [7.0]
+        first.kill()
+        with futures.ThreadPoolExecutor(1) as pool:
+            rewards = pool.submit(reward_fn, ["6"])
+            with first.again():
+                assert rewards.result(timeout=20) == [8.0]

@@ -1,0 +1,66 @@
+"""verl's reward functions, with the arguments that verl calls them with."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import serving
+from guerdon import RewardClient
+from guerdon.adapters.verl import compute_score, compute_score_async
+from guerdon.errors import InvalidRequest
+
+QUESTION = [
+    {"role": "user", "content": "Be brief."},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "What is 2+2?"},
+]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving.sums(tmp_path_factory.mktemp("sums")) as server:
+        yield server.http_url
+
+
+def ask(function: Any, response: str, extra_info: dict[str, Any], label: Any = None) -> dict[str, float]:
+    """What verl gets of a function with the config's `reward_kwargs`."""
+    extra_info |= {"num_turns": None, "rollout_reward_scores": {}, "index": 3}
+    more = {"reward_router_address": "host:1", "reward_model_tokenizer": None}
+    told = function(data_source="d", solution_str=response, ground_truth=label, extra_info=extra_info, **more)
+    return asyncio.run(told) if inspect.iscoroutine(told) else told
+
+
+@pytest.mark.parametrize("function", [compute_score, compute_score_async])
+def test_score_is_the_servers_own_of_text_and_of_conversations(function: Any, url: str) -> None:
+    talk = [*QUESTION, {"role": "assistant", "content": "4."}]
+    with RewardClient(url, "helpful") as client:
+        texts = client.score(texts=["What is 2+2? 4.", "What is 2+2? 4.</s>"]).rewards.tolist()
+        (talks,) = client.score(messages=[talk])
+    bound = partial(function, url=[url], model="helpful")
+    assert ask(bound, " 4.", {"prompt": "What is 2+2?"}) == {"score": texts[0]}
+    assert ask(partial(bound, suffix="</s>", prompt_key="q"), " 4.", {"q": "What is 2+2?"}) == {"score": texts[1]}
+    assert ask(bound, "4.", {"prompt": QUESTION}) == {"score": talks}
+    # So Parquet gives them.
+    assert ask(bound, "4.", {"prompt": np.array(QUESTION, dtype=object)}) == {"score": talks}
+
+
+@pytest.mark.parametrize("function", [compute_score, compute_score_async])
+def test_components_of_a_sum_stand_beside_the_score(function: Any, url: str) -> None:
+    bound = partial(function, url=url, model="total")
+    told = [ask(bound, " 4.", {"prompt": "What is 2+2?"}, label) for label in ("4", np.int64(2), None)]
+    assert [answer["agreement"] for answer in told] == [1.0, 2.0, 0.0]
+    assert [[*answer] for answer in told] == [["helpful", "agreement", "score"]] * 3
+    np.testing.assert_allclose(told[0]["score"], told[0]["helpful"] + 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [compute_score, compute_score_async])
+def test_missing_prompt_says_where_to_write_it(function: Any, url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"extra_info has no 'prompt', only num_turns, .*prompt_key"):
+        ask(partial(function, url=url), "4.", {})

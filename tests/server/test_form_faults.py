@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import orjson
+import pytest
+
+from client.echo_server import EchoProcess
+from guerdon.config import ServerConfig
+from guerdon.core import Score
+from guerdon.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MethodNotAllowed,
+    Overloaded,
+    PayloadTooLarge,
+    SampleFailed,
+    ServerFault,
+    Unavailable,
+    UnknownModel,
+)
+from guerdon.server.runtime import RunningServer
+from server.echo_service import EchoService
+from server.form_examples import EXAMPLES
+from server.helpers import wait_until
+
+TIMEOUT_S = 0.4
+SLOW_S = 0.8
+MAX_REQUESTS = 16
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    service = EchoService(ServerConfig(request_timeout_s=TIMEOUT_S))
+    service.scorer.slow_s = SLOW_S
+    return service
+
+
+@pytest.fixture(scope="module")
+def running_server(service: EchoService) -> Iterator[RunningServer]:
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=MAX_REQUESTS, request_timeout_s=TIMEOUT_S)
+    with RunningServer(service, config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running_server.http_url, timeout=10) as client:
+        yield client
+
+
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.http_url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def until_idle(client: httpx.Client) -> None:
+    """Returns when the model is through with what it had begun."""
+    wait_until(lambda: client.post("/get_reward", json={"query": ["a"]}).status_code == 200)
+
+
+@pytest.fixture(params=EXAMPLES, ids=str)
+def example(request):
+    return request.param
+
+
+def test_killed_refused_and_started_again():
+    """Requests under way when the server dies break off; then connections are refused, until it is back."""
+    with ThreadPoolExecutor(len(EXAMPLES)) as pool, EchoProcess() as first:
+
+        def ask(example, text: str) -> httpx.Response:
+            return httpx.post(first.http_url + example.path, json=example.body(text), timeout=20)
+
+        under_way = [pool.submit(ask, example, "<slow>") for example in EXAMPLES]
+        time.sleep(0.3)
+        first.kill()
+        for future in under_way:
+            assert isinstance(future.exception(5), httpx.TransportError)
+        for example in EXAMPLES:
+            with pytest.raises(httpx.ConnectError):
+                ask(example, "a text")
+        with first.again():
+            assert [example.scored(ask(example, "a text")) for example in EXAMPLES] == [6.0] * len(EXAMPLES)
+
+
+def test_slow(client, service):
+    """The answers are there when the time is up; what is asked next is answered as if nothing had been."""
+    with ThreadPoolExecutor(len(EXAMPLES)) as pool:
+        started = time.monotonic()
+        responses = list(pool.map(lambda e: e.ask(client, "<slow>"), EXAMPLES))
+    assert TIMEOUT_S <= time.monotonic() - started < SLOW_S
+    for example, response in zip(EXAMPLES, responses, strict=True):
+        assert example.refused(response, DeadlineExceeded) == f"not scored within the {TIMEOUT_S} s that it was allowed"
+    until_idle(client)
+    for example in EXAMPLES:
+        assert example.scored(example.ask(client, "a text")) == 6
+
+
+def test_not_ready_and_ready_again(client, service, example):
+    service.ready = False
+    try:
+        response = example.ask(client, "a text")
+    finally:
+        service.ready = True
+    assert example.refused(response, Unavailable) == "the server is not ready: it is starting or stopping"
+    assert example.scored(example.ask(client, "a text")) == 6
+
+
+def test_a_failed_sample_is_an_error_and_no_number_and_its_neighbours_stand(client, example):
+    texts = ["a", "<nan>", "abc", "<nan>", "abcd"]
+    with ThreadPoolExecutor(5) as pool:
+        responses = list(pool.map(lambda text: example.ask(client, text), texts))
+    for text, response in zip(texts, responses, strict=True):
+        if text == "<nan>":
+            assert example.refused(response, SampleFailed).endswith("the reward is not finite")
+        else:
+            assert example.scored(response) == len(text)
+
+
+def test_a_wrong_model(client, example):
+    for query, named in (("?model=nobody", {}), ("", {"model": "nobody"}), ("?model=many", {"model": "nobody"})):
+        text = example.refused(example.ask(client, "a text", query, **named), UnknownModel)
+        assert "'nobody'" in text
+        assert "reward_model, many" in text
+
+
+def test_overload(client, example):
+    response = example.ask(client, "<busy>")
+    assert example.refused(response, Overloaded) == "the queue is full"
+    assert response.headers["retry-after"] == "3"
+
+
+def test_beyond_the_limit_of_requests(running_server, client, example):
+    """Places are held by bodies that do not come; a request is refused at once, and answered when they are gone."""
+    holders = [connect(running_server) for _ in range(MAX_REQUESTS)]
+    for holder in holders:
+        holder.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+    time.sleep(0.05)
+    response = example.ask(client, "a text")
+    for holder in holders:
+        holder.close()
+    assert (
+        example.refused(response, Overloaded)
+        == f"{MAX_REQUESTS} requests are in progress, which is the limit; try again"
+    )
+    assert response.headers["retry-after"] == "1"
+    wait_until(lambda: example.ask(client, "a text").status_code == 200)
+
+
+def test_uploads_that_stop(running_server):
+    connections = [connect(running_server) for _ in EXAMPLES]
+    for connection, example in zip(connections, EXAMPLES, strict=True):
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+    for connection, example in zip(connections, EXAMPLES, strict=True):
+        with connection:
+            head, _, told = connection.recv(65536).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d" % example.status(DeadlineExceeded))
+        assert b"connection: close" in head
+        assert example.error(orjson.loads(told)).startswith(f"the body did not come within {TIMEOUT_S} s")
+
+
+def test_clients_that_leave_cancel_their_work(running_server, client, service):
+    before, connections = service.cancelled, [connect(running_server) for _ in EXAMPLES]
+    for connection, example in zip(connections, EXAMPLES, strict=True):
+        path, body = example.path.encode(), orjson.dumps(example.body("<slow>"))
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path, len(body)) + body)
+    time.sleep(TIMEOUT_S / 4)
+    assert service.cancelled == before
+    for connection in connections:
+        connection.close()
+    left = time.monotonic()
+    wait_until(lambda: service.cancelled == before + len(EXAMPLES))
+    assert time.monotonic() - left < TIMEOUT_S / 2, "only their time-out has ended them"
+    until_idle(client)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
+def test_a_wrong_method(client, example, method):
+    response = client.request(method, example.path)
+    if method == "HEAD":
+        assert (response.status_code, response.content) == (405, b"")
+    else:
+        assert example.refused(response, MethodNotAllowed) == f"{example.path} takes POST and PUT, not {method}"
+
+
+def test_bodies_that_cannot_be_read(client, example):
+    encoded = {"Content-Encoding": "gzip"}
+    for content, headers, kind, text in [
+        (b"", {}, InvalidRequest, "the body is not valid JSON"),
+        (b'{"query": ["a"', {}, InvalidRequest, "the body is not valid JSON"),
+        (b"\xff\xfe{}", {}, InvalidRequest, "the body is not valid JSON"),
+        (b'{"query": [NaN]}', {}, InvalidRequest, "the body is not valid JSON"),
+        (b"[" * 100_000, {}, InvalidRequest, "the body is not valid JSON"),
+        (b"[]", {}, InvalidRequest, "the body is a list; send an object"),
+        (b"null", {}, InvalidRequest, "the body is null; send an object"),
+        (b"{}", {}, InvalidRequest, ""),
+        (b"{}", encoded, InvalidRequest, "the body is not what Content-Encoding says"),
+        (b"{}", {"Content-Encoding": "br"}, InvalidRequest, "Content-Encoding 'br' is not known here"),
+        (b" " * (2 << 20), {}, PayloadTooLarge, "is larger than the 1 MiB that this server accepts"),
+    ]:
+        response = client.post(example.path, content=content, headers=headers)
+        assert text in example.refused(response, kind)
+    assert example.scored(example.ask(client, "a text")) == 6
+
+
+def test_a_bug_of_the_server_is_told_without_its_secrets(client, example):
+    response = example.ask(client, "<crash>")
+    assert example.refused(response, ServerFault) == "internal error; the server's log has the details"
+
+
+def test_a_text_that_is_too_long_is_refused_and_not_cut(client, example):
+    text = example.refused(example.ask(client, "x" * 5000), InvalidRequest)
+    assert "the sample has 5000 tokens, reward_model takes at most 4096" in text
+
+
+def test_a_failed_sample_fails_its_whole_request(client):
+    """These forms have no place for a failed sample beside others."""
+    for path, body, status in [
+        ("/get_reward", {"query": ["a", "<nan>", "b"]}, 500),
+        ("/classify", {"input": ["a", "<nan>", "b"]}, 500),
+        ("/encode", {"text": ["a", "<nan>", "b"]}, 500),
+        ("/predict", {"inputs": [["a"], ["<nan>"], ["b"]]}, 424),
+    ]:
+        response = client.post(path, json=body)
+        assert response.status_code == status
+        assert "row 1: the reward is not finite" in response.text
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300])
+def test_no_number_that_json_has_not_ever_stands_in_an_answer(client, service, example, reward, monkeypatch):
+    """Whatever the model gives."""
+    monkeypatch.setattr(service.scorer, "score", lambda sequences: [Score(reward) for _ in sequences])
+    text = example.refused(example.ask(client, "a text"), SampleFailed)
+    assert "is not a finite number of float32" in text

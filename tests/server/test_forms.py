@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import orjson
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.core import Score, ScoreRequest
+from guerdon.server.forms import FORMS, FormHandler
+from guerdon.server.gate import Gate
+from guerdon.server.runtime import RunningServer
+from guerdon.wire.forms import Asked, Form, told_plainly
+from server.echo_service import EchoService
+from server.form_examples import EXAMPLES
+from server.helpers import INFER, outcomes, wait_until
+
+EMPTY = {"rewards": [], "scores": [], "extra_logs": {}}
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def running_server(service: EchoService) -> Iterator[RunningServer]:
+    with RunningServer(service, ServerConfig(port=0, grpc_port=None)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(running_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running_server.http_url, timeout=10) as client:
+        yield client
+
+
+def test_every_form_has_an_example():
+    assert {example.path for example in EXAMPLES} == set(FORMS)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_every_form_has_the_score_that_kserves_has(client, example):
+    text = "what is it? it is good"
+    sentences = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
+    (reward,) = client.post(INFER, json={"inputs": [sentences]}).json()["outputs"][0]["data"]
+    response = example.ask(client, text)
+    assert example.scored(response) == reward == len(text)
+    assert float(response.headers["guerdon-queue-ms"]) >= 0
+    assert float(response.headers["guerdon-compute-ms"]) > 0
+    assert response.headers["guerdon-weights-version"] == "1"
+    packed = gzip.compress(orjson.dumps(example.body(text)))
+    assert example.scored(client.post(example.path, content=packed, headers={"Content-Encoding": "gzip"})) == reward
+    assert example.scored(client.put(example.path, json=example.body(text))) == reward
+    plain = {"Content-Type": "text/plain"}
+    assert example.scored(client.post(example.path, content=orjson.dumps(example.body(text)), headers=plain)) == reward
+
+
+def test_every_form_writes_the_same_digits(client, service, monkeypatch):
+    monkeypatch.setattr(service.scorer, "score", lambda sequences: [Score(1 / 3) for _ in sequences])
+    for example in EXAMPLES:
+        assert "0.33333334" in example.ask(client, "a text").text, example
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_the_model_is_the_bodys_else_the_urls_else_the_first(client, example):
+    for query, named, version in [
+        ("", {}, "1"),
+        ("?model=many", {}, "7"),
+        ("?model=.%2Fcheckpoints%2Fmany", {}, "7"),
+        ("?model=", {}, "1"),
+        ("?other=many", {}, "1"),
+        ("", {"model": "many"}, "7"),
+        ("", {"model": "./checkpoints/many"}, "7"),
+        ("?model=many", {"model": "reward_model"}, "1"),
+        ("?model=nobody", {"model": "many"}, "7"),
+        ("?model=many", {"model": ""}, "7"),
+        ("?model=many", {"model": None}, "7"),
+    ]:
+        response = example.ask(client, "a text", query, **named)
+        assert example.scored(response) == 6
+        assert response.headers["guerdon-weights-version"] == version, (query, named)
+
+
+def test_openrlhf_as_it_sends_and_reads(client, service):
+    body = {"query": ["Q a", "Q bc", "R d"], "prompts": ["Q", "Q", "R"], "labels": ["1", None, {"k": [2]}]}
+    told = client.post("/get_reward", json=body)
+    assert told.content == b'{"rewards":[3.0,4.0,3.0],"scores":[3.0,4.0,3.0],"extra_logs":{}}'
+    asked = service.requests[-1]
+    assert (asked.texts, asked.prompts, asked.labels) == (body["query"], body["prompts"], body["labels"])
+    assert len(set(asked.groups)) == 2
+    logs = client.post("/get_reward?model=many", json=body).json()["extra_logs"]
+    assert logs == {"length": [3, 4, 3], "first": [555, 555, 555]}
+    assert client.post("/get_reward?model=many&extra_logs=false", json=body).json()["extra_logs"] == {}
+
+
+def test_openrlhfs_empty_lists_are_answered_at_once_though_the_model_is_busy(client, service):
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.post, "/get_reward", json={"query": ["<slow>"]})
+        wait_until(lambda: service.requests[-1].texts == ["<slow>"])
+        started = time.monotonic()
+        for body in ({"query": []}, {"query": [], "prompts": [], "labels": []}):
+            response = client.post("/get_reward", json=body)
+            assert (response.status_code, response.json()) == (200, EMPTY)
+        assert time.monotonic() - started < 0.5
+        assert not slow.done()
+        assert slow.result().json()["rewards"] == [6]
+    assert client.post("/get_reward?model=nobody", json={"query": []}).status_code == 400
+
+
+def test_slime_as_it_sends_and_reads(client, service):
+    body = {"prompt": "Q", "response": " ab", "label": "3"}
+    assert client.post("/reward", json=body).content == b"4.0"
+    assert client.post("/reward?key=score", json=body).json() == {"score": 4}
+    told = client.post("/reward?key=score&model=many", json=body).json()
+    assert told == {"score": 4, "components": {"length": 4, "first": 555}}
+    messages = [{"role": "user", "content": "Q"}]
+    conversation = [*messages, {"role": "assistant", "content": " ab"}]
+    assert client.post("/reward", json=body | {"prompt": messages}).json() == len(str(conversation))
+    assert service.requests[-1].messages == [conversation]
+
+
+def test_health_and_models(client, service):
+    for method in ("GET", "HEAD"):
+        response = client.request(method, "/health")
+        assert (response.status_code, response.content) == (200, b"")
+    service.ready = False
+    try:
+        response = client.get("/health")
+        assert (response.status_code, response.content) == (503, b"")
+        assert client.get("/v1/models").status_code == 200
+    finally:
+        service.ready = True
+    told = client.get("/v1/models").json()
+    assert told["object"] == "list"
+    assert [model["id"] for model in told["data"]] == ["reward_model", "many"]
+
+
+def test_an_unknown_path_is_told_what_there_is(client):
+    for method, path in (("POST", "/"), ("POST", "/get_reward/"), ("GET", "/v1"), ("POST", "/rewards")):
+        response = client.request(method, path)
+        assert response.status_code == 404
+        assert list(response.json()) == ["error", "kind"]
+        text = response.json()["error"]
+        assert text.startswith(f"no such path: {path}; this server speaks KServe v2 under /v2, and takes POST to ")
+        assert all(path in text for path in FORMS)
+
+
+def test_requests_are_counted_under_the_model_that_they_ask():
+    service, config = EchoService(), ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=1)
+    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=10) as client:
+        for url, body in [
+            ("/get_reward", {"query": ["a"]}),
+            ("/get_reward?model=many", {"query": ["a"]}),
+            ("/get_reward?model=nobody", {"query": ["a"], "model": "./checkpoints/many"}),
+            ("/get_reward", {"query": []}),
+            ("/get_reward", {"query": ["a"], "model": "nobody"}),
+            ("/get_reward?model=somebody", {"query": ["a"]}),
+            ("/get_reward?model=many", {}),
+            ("/get_reward", {"query": ["<nan>"]}),
+            ("/get_reward", {"query": ["<crash>"]}),
+            ("/get_reward", {"query": ["<busy>"], "model": "many"}),
+            ("/get_reward", {"query": ["x" * (2 << 20)]}),
+        ]:
+            client.post(url, json=body)
+        before = len(service.requests)
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(client.post, "/reward", json={"prompt": "<slow>", "response": ""})
+            wait_until(lambda: len(service.requests) > before)
+            assert client.post("/reward?model=many", json={"prompt": "a", "response": ""}).status_code == 503
+            assert slow.result().status_code == 200
+        assert outcomes(server.http_url) == {
+            ("reward_model", "ok"): 3,
+            ("many", "ok"): 2,
+            ("unknown", "UnknownModel"): 2,
+            ("many", "InvalidRequest"): 1,
+            ("reward_model", "SampleFailed"): 1,
+            ("reward_model", "ServerFault"): 1,
+            ("many", "Overloaded"): 2,
+            ("reward_model", "PayloadTooLarge"): 1,
+        }
+
+
+def test_a_large_body_is_read_and_answered_off_the_loop(service):
+    threads: list[int] = []
+    bodies: list[bytes] = []
+
+    def read(body: list[str], query: dict[str, str]) -> Asked:
+        threads.append(threading.get_ident())
+        return Asked("", ScoreRequest(texts=[body[0][:9]]), lambda reply, info: threads.append(threading.get_ident()))
+
+    async def received() -> dict:
+        return {"type": "http.request", "body": bodies[-1]}
+
+    handler = FormHandler(Form(read, told_plainly), service, config := ServerConfig(), Gate(config))
+    for body, is_aside in ((b'["small"]', False), (orjson.dumps(["large" * 300_000]), True)):
+        bodies.append(body)
+        scope = {"query_string": b"", "headers": []}
+        assert asyncio.run_coroutine_threadsafe(handler(scope, received), service._asyncio).result(5)[2] == b"null"
+        on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(5)
+        assert [thread != on_loop for thread in threads[-2:]] == [is_aside, is_aside]
+
+
+async def _ident() -> int:
+    return threading.get_ident()

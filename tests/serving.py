@@ -1,0 +1,97 @@
+"""Servers that trainers' clients and adapters are tried against, and the texts that they have scored."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zoo
+from guerdon.assembly import build_service
+from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.server.runtime import RunningServer
+
+FAILS = "unscorable"
+"""A text with this word has no score by `flaky`."""
+
+_QUESTIONS = ("What is 2+2?", "Name a colour.", "Who wrote Faust?", "Say something kind — in français.")
+_ANSWERS = ("4", "Blue, I think.", "Goethe did, in two parts.", "You are doing well; c'est très bien.")
+
+
+def samples(count: int) -> list[dict[str, Any]]:
+    """Prompts of four responses each, and a label for each response."""
+    made = []
+    for i in range(count):
+        question = f"Question {i // 4}: {_QUESTIONS[i // 4 % 4]}\nAnswer:"
+        made.append({"prompt": question, "response": f" {_ANSWERS[i % 4]} ({i})", "label": str(i % 3)})
+    return made
+
+
+def texts(samples: list[dict[str, Any]]) -> list[str]:
+    """What is scored of each sample."""
+    return [s["prompt"] + s["response"] for s in samples]
+
+
+def agreement(texts: list[str], prompts: list[str | None], labels: list[Any]) -> list[float]:
+    """A user's function: how often a text has its label's digit in it."""
+    return [float(text.count(str(label))) for text, label in zip(texts, labels, strict=True)]
+
+
+def flaky(texts: list[str]) -> list[float]:
+    """A user's function that has no score for some texts."""
+    return [math.nan if FAILS in text else float(len(text)) for text in texts]
+
+
+def reward_model(folder: Path) -> Path:
+    """A small random reward model with a tokenizer and a chat template."""
+    torch.set_num_threads(1)
+    return zoo.tokenizer(zoo.checkpoint("llama", folder, num_labels=1))
+
+
+@contextmanager
+def plain(folder: Path) -> Iterator[RunningServer]:
+    """`reward_model`, whose scores are bitwise the same whatever shares their batch; 127.0.0.1, HTTP and gRPC."""
+    model = ModelConfig(model=str(reward_model(folder / "rm")), deterministic=True)
+    with _running(ServerConfig(port=0, grpc_port=0, models=[model])) as server:
+        yield server
+
+
+@contextmanager
+def sums(folder: Path) -> Iterator[RunningServer]:
+    """The same model as `helpful`, the functions `agreement` and `flaky`, and `total`, a sum of the first two."""
+    models = [
+        ModelConfig(model=str(reward_model(folder / "rm")), name="helpful", deterministic=True),
+        ModelConfig(model="serving:agreement", name="agreement"),
+        ModelConfig(model="serving:flaky", name="flaky"),
+    ]
+    parts = [ComponentConfig(model="helpful"), ComponentConfig(model="agreement", weight=0.5, clip=3.0)]
+    total = RewardConfig(name="total", components=parts)
+    with _running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as server:
+        yield server
+
+
+@contextmanager
+def critic(folder: Path) -> Iterator[RunningServer]:
+    """A critic that trains and keeps checkpoints, and beside it the reward model that it began as."""
+    model = str(reward_model(folder / "rm"))
+    config = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "checkpoints"))
+    config.deterministic, config.global_batch_size = True, 3
+    with _running(ServerConfig(port=0, grpc_port=0, critic=config)) as server:
+        yield server
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def _running(config: ServerConfig) -> Iterator[RunningServer]:
+    with RunningServer(build_service(config), config) as running:
+        yield running

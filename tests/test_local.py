@@ -1,0 +1,168 @@
+"""A reward model in this process gives the scores, and the errors, of a served one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scorers
+import zoo
+from guerdon import LocalRewardModel, RewardClient
+from guerdon.assembly import build_service
+from guerdon.client.files import score_file
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
+from guerdon.server.runtime import RunningServer
+from processes import environment
+
+TEXTS = ["the answer", "größer", "x" * 60, "the the the"]
+CHAT = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "the reason"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = zoo.checkpoint("llama", tmp_path_factory.mktemp("local"), num_labels=2)
+    return zoo.tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def local(checkpoint: Path) -> Iterator[LocalRewardModel]:
+    with LocalRewardModel(checkpoint, device="cpu") as model:
+        yield model
+
+
+@pytest.fixture
+def summing() -> Iterator[LocalRewardModel]:
+    """The model of `scorers`, whose sequences can wait for `scorers.hold`."""
+    scorers.hold.clear()
+    scorers.calls.clear()
+    with LocalRewardModel("scorers:score") as model:
+        yield model
+        scorers.hold.set()
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        {"texts": TEXTS, "groups": [0, 0, 1, 0]},
+        {"messages": [CHAT, CHAT[:1]]},
+        {"tokens": zoo.rows(), "prompt_lengths": [1] * len(zoo.rows())},
+        {"tokens": [[5, 6, 7], [zoo.VOCAB_SIZE], list(range(4, 4 + zoo.MAX_LENGTH + 1))]},
+    ],
+    ids=["texts", "messages", "tokens", "failed"],
+)
+def test_scores_are_those_of_a_server(samples: dict[str, Any], checkpoint: Path, local: LocalRewardModel) -> None:
+    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=str(checkpoint), device="cpu")])
+    with RunningServer(build_service(config), config, grace_s=0) as server, RewardClient(server.http_url) as client:
+        served, ours = client.score(**samples), local.score(**samples)
+        assert client.info() == local.info()
+    np.testing.assert_array_equal(ours.rewards, served.rewards)
+    np.testing.assert_array_equal(ours.attributes, served.attributes)
+    assert (ours.errors, ours.weights_version) == (served.errors, served.weights_version)
+    assert [error is None for error in ours.errors] == np.isfinite(ours.rewards).tolist()
+
+
+def test_settings_are_a_served_models(checkpoint: Path) -> None:
+    with LocalRewardModel(
+        str(checkpoint), device="cpu", name="mine", attribute_weights=[1.0, 0.0], mean="auto"
+    ) as model:
+        scores = model.score(texts=TEXTS)
+        assert model.info().name == "mine"
+        assert scores.attributes is not None
+        np.testing.assert_array_equal(scores.rewards, scores.attributes[:, 0])
+    with pytest.raises(ConfigError, match="unknown setting dtyp"):
+        LocalRewardModel(checkpoint, dtyp="float16")
+    with pytest.raises(ConfigError, match="max_batch_tokens is 0"):
+        LocalRewardModel(checkpoint, max_batch_tokens=0)
+
+
+def test_many_threads_and_more_than_a_server_would_take(summing: LocalRewardModel) -> None:
+    summing.submit(tokens=[[scorers.WAITS]])
+    threading.Timer(0.5, scorers.hold.set).start()
+    futures = [summing.submit(tokens=[[100 + i, 100 + j] for j in range(20)]) for i in range(1000)]
+    assert [list(f.result(timeout=30)) for f in futures] == [[200.0 + i + j for j in range(20)] for i in range(1000)]
+    with ThreadPoolExecutor(8) as pool:
+        scores = pool.map(lambda i: list(summing.score(tokens=[[100 + i]])), range(100))
+        assert list(scores) == [[100.0 + i] for i in range(100)]
+
+
+def test_errors_are_a_servers(summing: LocalRewardModel) -> None:
+    with pytest.raises(InvalidRequest, match="takes no input 'sentences'"):
+        summing.score(texts=["a"])
+    with pytest.raises(InvalidRequest, match="exactly one of texts"):
+        summing.submit()
+    scores = summing.score(tokens=[[1], [scorers.NAN]])
+    assert (scores.errors[0], np.isnan(scores.rewards).tolist()) == (None, [False, True])
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+        summing.score(tokens=[[scorers.WAITS]], timeout_s=0.05)
+
+
+def test_closing_ends_what_is_under_way(summing: LocalRewardModel) -> None:
+    futures = [summing.submit(tokens=[[scorers.WAITS, i]]) for i in range(50)]
+    threading.Timer(0.1, scorers.hold.set).start()
+    summing.close()
+    assert not wait(futures, timeout=5).not_done
+    assert all(isinstance(future.exception(), Cancelled) for future in futures[1:])
+    with pytest.raises(Cancelled, match="closed"):
+        summing.score(tokens=[[1]])
+    summing.close()
+
+
+def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
+    scorers.hold.clear()
+    before = set(threading.enumerate())
+    model = LocalRewardModel("scorers:score")
+    future, gone = model.submit(tokens=[[scorers.WAITS, 5]]), weakref.ref(model)
+    del model
+    scorers.hold.set()
+    assert list(future.result(timeout=5)) == [scorers.WAITS + 5.0]
+    for _ in range(100):
+        gc.collect()
+        if gone() is None and set(threading.enumerate()) <= before:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"there are still {set(threading.enumerate()) - before}")
+
+
+def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None:
+    blocking = summing.submit(tokens=[[scorers.WAITS]])
+    cancelled = summing.submit(tokens=[[1]] * 7)
+    assert cancelled.cancel()
+    summing.submit(tokens=[[2]])  # behind which the cancellation has come through
+    threading.Timer(0.1, scorers.hold.set).start()
+    blocking.result(timeout=5)
+    assert list(summing.score(tokens=[[3]])) == [3.0]
+    assert 7 not in scorers.calls
+
+
+def test_files_are_scored_by_it(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "bb"}\n')
+    with LocalRewardModel(f"{__name__}:length") as model:
+        summary = score_file(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", progress=False)
+    assert (summary.num_failed, summary.rewards) == (0, [1.0, 2.0])
+
+
+def length(texts: list[str]) -> list[float]:
+    return [float(len(text)) for text in texts]
+
+
+def test_a_program_that_forgets_it_ends() -> None:
+    code = (
+        "from guerdon import LocalRewardModel; m = LocalRewardModel('test_local:length');"
+        "m.submit(texts=['a']); print(list(m.score(texts=['abc'])))"
+    )
+    env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.stdout.strip(), done.returncode) == ("[3.0]", 0)
