@@ -10,7 +10,7 @@ OUT    ?= out/demo
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all trainers check format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ test: $(VENV)/.dev  ## the quick tests
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
+
+trainers: $(VENV)/.dev  ## try the real trainers, each in an environment of its own (gigabytes, once)
+	$(BIN)/python tests/trainers/environments.py --missing
+	$(BIN)/python -m pytest -q tests/trainers $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, and who may import whom
 	$(BIN)/ruff format --check .
@@ -38,7 +42,7 @@ bench: $(VENV)/.dev  ## measure against other servers (ARGS="..." are passed on)
 	$(BIN)/python benchmarks/serve.py $(ARGS)
 
 clean:  ## remove .venv and everything that was made
-	rm -rf $(VENV) out build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venvs out build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the virtual environment: one folder, a stamp for what is in it -----------------------------------------

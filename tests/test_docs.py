@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from guerdon import cli
+from guerdon.adapters import trl, trlx, verl
 from guerdon.config import CriticConfig, EngineConfig
 from guerdon.metrics import TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TRAINERS = sorted((ROOT / "docs/trainers").glob("*.md"))
 COLLECTED = {"guerdon_queue_sequences", "guerdon_queue_tokens", "guerdon_model_info"}
 
 
@@ -41,7 +45,7 @@ def test_the_critics_settings_stand_in_its_page() -> None:
             assert yaml.safe_load(told[name]) == default or float(told[name]) == default, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TRAINERS], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
@@ -53,13 +57,42 @@ def test_links_and_files_exist(page: Path) -> None:
         assert (ROOT / path).exists() or (ROOT / "src/guerdon" / path).exists(), path
 
 
+def helps() -> list[str]:
+    """The help of each command."""
+    texts = [cli.make_parser().format_help()]
+    for action in cli.make_parser()._subparsers._group_actions:  # type: ignore[union-attr]
+        texts += [parser.format_help() for parser in action.choices.values()]  # type: ignore[union-attr]
+    return texts
+
+
+@pytest.mark.parametrize("page", TRAINERS, ids=lambda page: page.name)
+def test_what_the_trainers_pages_use_of_guerdon_exists(page: Path) -> None:
+    text = page.read_text()
+    for module, names in re.findall(r"^from (guerdon[\w.]*) import (.+)$", text, re.MULTILINE):
+        for name in names.split(", "):
+            found = importlib.import_module(module)
+            assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), name
+    for command in re.findall(r"^guerdon .*$", text, re.MULTILINE):
+        for flag in re.findall(r"--[a-z][a-z-]+", command):
+            assert any(flag in text for text in helps()), flag
+
+
+@pytest.mark.parametrize(
+    ("page", "function"),
+    [("trl", trl.reward_function), ("verl", verl.compute_score), ("trlx", trlx.create_reward_fn)],
+    ids=["trl", "verl", "trlx"],
+)
+def test_the_adapters_arguments_stand_in_their_pages(page: str, function: Callable[..., object]) -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / f"docs/trainers/{page}.md").read_text(), re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"\w+", row)}
+    of_verl = {"data_source", "solution_str", "ground_truth", "extra_info", "_"}
+    assert told - {"triton_host"} == {*inspect.signature(function).parameters} - of_verl - {"triton_host"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_metrics_exist(page: Path) -> None:
     text = page.read_text()
-    helps = [cli.make_parser().format_help()]
-    for action in cli.make_parser()._subparsers._group_actions:  # type: ignore[union-attr]
-        helps += [parser.format_help() for parser in action.choices.values()]  # type: ignore[union-attr]
     for flag in re.findall(r"`[^`]*?(--[a-z][a-z-]+)", text):
-        assert any(flag in text for text in helps), flag
+        assert any(flag in text for text in helps()), flag
     for metric in re.findall(r"guerdon_[a-z]+_?[a-z_]*[a-z]", text):
         assert metric.removesuffix("_total") in {*TABLE, *COLLECTED}, metric

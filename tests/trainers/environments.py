@@ -1,0 +1,117 @@
+"""The environments of the trainers that guerdon is tried with, each with the real library.
+
+    python tests/trainers/environments.py [NAME ...]      makes .venvs/NAME, or all of them where none is named
+    python tests/trainers/environments.py --missing       makes those that are not there
+
+Each borrows what this interpreter's environment has (torch, transformers) and adds the trainer without its
+dependencies, of which those follow that its way to a reward needs: a whole installation would bring CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HOME = Path(os.environ.get("GUERDON_TRAINERS", ROOT / ".venvs"))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What one trainer needs: packages without and with their dependencies, and a source where it is not on PyPI."""
+
+    alone: list[str] = field(default_factory=list)
+    packages: list[str] = field(default_factory=list)
+    source: str = ""
+    commit: str = ""
+
+
+ENVIRONMENTS = {
+    "openrlhf": Environment(
+        ["openrlhf==0.11.2", "loralib", "optree", "torchdata", "torchmetrics", "lightning-utilities", "pylatexenc"],
+        ["ray", "aiohttp", "einops", "jsonlines"],
+    ),
+    "verl": Environment(["verl==0.9.1", "tensordict==0.10.0", "pyvers"], ["ray", "codetiming", "hydra-core"]),
+    "areal": Environment(["areal==1.0.4"], ["aiohttp", "hydra-core", "ray"]),
+    "vllm": Environment(
+        ["vllm==0.33.0", "transformers==5.20.2", "xgrammar", "apache-tvm-ffi", "llguidance", "openai-harmony"],
+        ["fastapi", "msgspec", "cbor2", "openai", "pybase64", "py-cpuinfo", "partial-json-parser", "watchfiles"],
+    ),
+    "sglang": Environment(
+        ["sglang==0.5.23", "compressed-tensors", "gguf", "torchvision", "triton", "apache-tvm-ffi"],
+        ["msgspec", "openai", "pybase64", "partial-json-parser", "ipython", "loguru"],
+    ),
+    "rewardbench": Environment(
+        ["rewardbench==0.1.4", "transformers==4.51.0", "tokenizers==0.21.4", "huggingface_hub==0.36.2", "trl==0.16.1",
+         "accelerate==1.6.0", "fschat"],
+        ["setuptools<81"],
+    ),
+    "slime": Environment(
+        ["pylatexenc"],
+        ["aiohttp"],
+        source="https://github.com/THUDM/slime",
+        commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
+    ),
+    "nemo_rl": Environment(
+        ["transformers==5.11.0", "tokenizers==0.22.2", "torchdata", "latex2sympy2-extended", "math-verify"],
+        ["ray", "hydra-core", "pynvml"],
+        source="https://github.com/NVIDIA-NeMo/RL",
+        commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
+    ),
+    "nemo_aligner": Environment(
+        ["nemo_toolkit==2.1.0", "megatron-core==0.10.0", "lightning", "lightning-utilities", "torchmetrics"],
+        ["hydra-core", "onnx", "pandas<3", "einops", "sentencepiece", "python-dateutil", "wget", "setuptools<81"],
+        source="https://github.com/NVIDIA/NeMo-Aligner",
+        commit="af2b3bd96ad78190f6ebfb552b9e599e313ce027",
+    ),
+}  # fmt: skip
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a trainer's environment, whether it is there or not."""
+    return HOME / name / "bin/python"
+
+
+def source_of(name: str) -> Path:
+    """Where the checkout of a trainer lies that is not on PyPI."""
+    return HOME / name / "source"
+
+
+def stamp_of(name: str) -> Path:
+    """A file that is there once the environment is whole."""
+    return HOME / name / ".made"
+
+
+def make(name: str) -> None:
+    """Makes the environment of that name."""
+    wanted, python = ENVIRONMENTS[name], python_of(name)
+    venv.create(HOME / name, with_pip=True)
+    packages = Path(subprocess.check_output([python, "-c", _WHERE], text=True).strip())
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [python, "-m", "pip", "install", "-q"]
+    if wanted.packages:
+        subprocess.run([*pip, "-c", ROOT / "constraints.txt", *wanted.packages], check=True)
+    if wanted.alone:
+        subprocess.run([*pip, "--no-deps", *wanted.alone], check=True)
+    if wanted.source and not source_of(name).exists():  # a checkout that somebody put there will do
+        git = ["git", "-C", source_of(name)]
+        source_of(name).mkdir(parents=True)
+        subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "fetch", "-q", "--depth", "1", wanted.source, wanted.commit], check=True)
+        subprocess.run([*git, "checkout", "-q", "FETCH_HEAD"], check=True)
+    stamp_of(name).touch()
+
+
+_WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+if __name__ == "__main__":
+    missing = [name for name in ENVIRONMENTS if not stamp_of(name).exists()]
+    for chosen in missing if sys.argv[1:] == ["--missing"] else sys.argv[1:] or list(ENVIRONMENTS):
+        print(f"{chosen}: {HOME / chosen}", flush=True)
+        make(chosen)

@@ -1,0 +1,245 @@
+"""The trainers themselves, each in its own environment, against a server: their requests, and what they read of it.
+
+`make trainers` makes the environments; a trainer without one is left out, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import serving
+import zoo
+from guerdon import CriticClient, RewardClient
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from trainers import environments
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+SAMPLES = serving.samples(64)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One reward model, computed sequence by sequence: a score is the same to the last digit whoever asks."""
+    with serving.plain(tmp_path_factory.mktemp("plain")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A sum of that model and a function, and beside them one that fails for texts with a certain word."""
+    with serving.sums(tmp_path_factory.mktemp("sums")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server: RunningServer) -> np.ndarray:
+    """The samples' rewards by KServe v2."""
+    return rewards_of(server, "reward_model", SAMPLES)
+
+
+def rewards_of(running: RunningServer, model: str, samples: list[dict[str, Any]]) -> np.ndarray:
+    labels = [s["label"] for s in samples]
+    with RewardClient(running.http_url, model) as client:
+        scores = client.score(texts=serving.texts(samples), prompts=[s["prompt"] for s in samples], labels=labels)
+    return scores.raise_for_failed().rewards
+
+
+def drive(name: str, script: str, *arguments: str, samples: list[dict[str, Any]] | None = None, tmp: Path) -> Any:
+    """What a driver prints, run by its trainer's interpreter; skips the test where there is none.
+
+    `SAMPLES` among the arguments becomes the file of the samples.
+    """
+    python = environments.python_of(name)
+    if not python.exists():
+        pytest.skip(f"no environment of {name}: `make trainers` makes it")
+    file = tmp / "samples.json"
+    file.write_text(json.dumps(SAMPLES if samples is None else samples))
+    command = [python, HERE / script, *(str(file) if a == "SAMPLES" else a for a in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=tmp)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_same(got: list[Any], expected: np.ndarray) -> None:
+    assert [np.float32(x) for x in got] == expected.tolist()
+
+
+def test_openrlhf(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    told = drive("openrlhf", "drive_openrlhf.py", f"{server.http_url}/get_reward", "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+    assert_same(told["scores"], expected)
+    assert told["extra_logs"] == [{}] * len(SAMPLES)
+
+
+def test_openrlhf_by_a_python_file(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    script = tmp_path / "my_reward.py"
+    script.write_text(
+        f"from guerdon.adapters.openrlhf import reward_function\n\nreward_func = reward_function({server.http_url!r})\n"
+    )
+    told = drive("openrlhf", "drive_openrlhf.py", str(script), "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+
+
+def test_openrlhf_logs_the_components_of_a_sum(sums: RunningServer, tmp_path: Path) -> None:
+    told = drive("openrlhf", "drive_openrlhf.py", f"{sums.http_url}/get_reward?model=total", "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
+    assert_same([logs["agreement"] for logs in told["extra_logs"]], rewards_of(sums, "agreement", SAMPLES))
+
+
+def test_openrlhf_gets_no_number_for_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
+    asked = [SAMPLES[0], {**SAMPLES[1], "response": f" {serving.FAILS}"}]
+    url = f"{sums.http_url}/get_reward?model=flaky"
+    told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=asked, tmp=tmp_path)
+    assert isinstance(told["rewards"][0], float) and told["rewards"][1] is None
+
+
+def test_openrlhf_gets_no_number_where_nothing_answers(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{serving.free_port()}/get_reward"
+    told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=SAMPLES[:2], tmp=tmp_path)
+    assert told["rewards"] == [None, None]
+
+
+def test_slime(server: RunningServer, sums: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    checkout = str(environments.source_of("slime"))
+    told = drive("slime", "drive_slime.py", checkout, f"{server.http_url}/reward", "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+    url = f"{sums.http_url}/reward?model=total&key=score"
+    told = drive("slime", "drive_slime.py", checkout, url, "SAMPLES", "score", tmp=tmp_path)
+    assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
+
+
+@pytest.mark.parametrize("manager", ["loop", "classic"])
+def test_verl(server: RunningServer, expected: np.ndarray, tmp_path: Path, manager: str) -> None:
+    told = drive_verl(manager, {"url": server.http_url}, "compute_score", tmp_path)
+    assert_same(told["rewards"], expected)
+
+
+def test_verl_with_an_async_function(sums: RunningServer, tmp_path: Path) -> None:
+    told = drive_verl("loop", {"url": sums.http_url, "model": "total"}, "compute_score_async", tmp_path)
+    assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
+    assert_same(told["extra"]["agreement"], rewards_of(sums, "agreement", SAMPLES))
+
+
+def drive_verl(manager: str, kwargs: dict[str, Any], name: str, tmp: Path) -> Any:
+    path = str(Path(serving.__file__).parents[1] / "src/guerdon/adapters/verl.py")
+    return drive("verl", "drive_verl.py", manager, path, "SAMPLES", json.dumps(kwargs), name, tmp=tmp)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_verls_reward_loop_asks_as_if_it_were_vllm_or_sglang(
+    server: RunningServer, expected: np.ndarray, tmp_path: Path, engine: str
+) -> None:
+    told = drive("verl", "drive_verl.py", engine, server.http_url.removeprefix("http://"), "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+
+
+def test_vllms_forms(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    told = drive("vllm", "drive_vllm.py", server.http_url, "reward_model", "SAMPLES", tmp=tmp_path)
+    errors, activated = told.pop("errors"), told.pop("activated")
+    assert told.pop("models") == ["reward_model"]
+    for form, rewards in told.items():
+        assert [np.float32(x) for x in rewards] == expected.tolist(), form
+    assert activated == pytest.approx([1 / (1 + math.exp(-x)) for x in expected], abs=1e-6)
+    assert errors["unknown model"][:2] == [404, 404]
+    assert {name: told[0] for name, told in errors.items() if name != "unknown model"} == dict.fromkeys(
+        ("no samples", "a number", "no input", "unknown task", "too long"), 400
+    )
+
+
+def test_sglangs_forms(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    told = drive("sglang", "drive_sglang.py", server.http_url, "reward_model", "SAMPLES", tmp=tmp_path)
+    assert told.pop("errors") == {"both": 400, "neither": 400}
+    for form, rewards in told.items():
+        assert [np.float32(x) for x in rewards] == expected.tolist(), form
+
+
+def test_areal(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    told = drive("areal", "drive_areal.py", server.http_url, "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+
+
+def test_nemo_rl(server: RunningServer, sums: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
+    checkout = str(environments.source_of("nemo_rl"))
+    told = drive("nemo_rl", "drive_nemo_rl.py", checkout, server.http_url, "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+    assert told["metrics"]["guerdon/mean_reward"] == pytest.approx(expected.mean())
+    told = drive("nemo_rl", "drive_nemo_rl.py", checkout, sums.http_url, "SAMPLES", "total", tmp=tmp_path)
+    assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
+
+
+ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]
+
+
+def drive_nemo_aligner(actor: dict[str, Any], tmp: Path) -> Any:
+    (tmp / "actor.yaml").write_text(yaml.safe_dump(actor))
+    (tmp / "rows.json").write_text(json.dumps(ROWS))
+    arguments = (str(environments.source_of("nemo_aligner")), str(tmp / "actor.yaml"), str(tmp / "rows.json"))
+    return drive("nemo_aligner", "drive_nemo_aligner.py", *arguments, tmp=tmp)
+
+
+def test_nemo_aligners_reinforce_actor(server: RunningServer, tmp_path: Path) -> None:
+    at = {"name": "reward_model", "ip": "127.0.0.1", "port": int(server.http_url.rpartition(":")[2])}
+    told = drive_nemo_aligner({"remote_rm": {"pad_to_length": 64, "reward_model": at}}, tmp_path)
+    with RewardClient(server.http_url) as client:
+        assert_same(told["rewards"], client.score(tokens=ROWS).rewards)
+
+
+def test_nemo_aligners_ppo_actor(tmp_path: Path) -> None:
+    with serving.critic(tmp_path) as running:
+        at = {"ip": "127.0.0.1", "port": int(running.http_url.rpartition(":")[2])}
+        names = {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"}
+        section = {
+            "pad_to_length": 64,
+            "combine_rm_and_critic_server": True,
+            "reward_model": {"name": "reward_model", **at},
+            "critic": {"name": names, **at},
+        }
+        with CriticClient(running.http_url) as client:
+            before = client.infer_with_rewards(tokens=ROWS)
+            told = drive_nemo_aligner({"remote_critic_rm": section}, tmp_path)
+            assert_same(told["rewards"], before.rewards)
+            for row, values, got in zip(ROWS, before.values, told["values"], strict=True):
+                assert_same(got[: len(row) - 1], values[:-1])
+            assert told["loss"] == [pytest.approx(0.5, abs=1e-6)] and told["status"] == [0]
+            state = client.state()
+            assert state.step == 1 and len(state.checkpoints) == 1 and state.num_unsaved == 0
+
+
+def test_rewardbench(server: RunningServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    python = environments.python_of("rewardbench")
+    if not python.exists():
+        pytest.skip("no environment of rewardbench: `make trainers` makes it")
+    folder = zoo.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": zoo.CHAT_TEMPLATE}  # for an older library
+    tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | tokens))
+    pairs = [
+        {name: [{"role": "user", "content": SAMPLES[i]["prompt"]}, {"role": "assistant", "content": text}]
+         for name, text in (("chosen", SAMPLES[i]["response"]), ("rejected", SAMPLES[i + 1]["response"]))}
+        for i in range(0, 24, 2)
+    ]  # fmt: skip
+    (tmp_path / "pairs.json").write_text("\n".join(json.dumps(pair) for pair in pairs))
+    command = [python, "-m", "guerdon.adapters.rewardbench", "--server", server.http_url, "--model", "mine",
+               "--tokenizer", folder, "--dataset", "pairs.json", "--load_json", "--not_quantized", "--torch_dtype",
+               "float32", "--batch_size", "5", "--output_dir", "out/"]  # fmt: skip
+    offline = environment() | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=offline, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (table,) = (tmp_path / "out").rglob("*_outputs.jsonl")
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    with RewardClient(server.http_url) as client:
+        for name in ("chosen", "rejected"):
+            by_template = client.score(messages=[pair[name] for pair in pairs]).rewards
+            assert_same([row[f"scores_{name}"] for row in rows], by_template)
