@@ -11,8 +11,16 @@ import sys
 from typing import Any
 
 import httpx
-from sglang.srt.entrypoints.openai.protocol import EmbeddingRequest, EmbeddingResponse, ModelList
-from sglang.srt.managers.io_struct import EmbeddingReqInput
+import torch
+
+# torchvision, which SGLang imports, is built for CUDA and finds its operators only beside such a torch: names suffice.
+operators = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    if not hasattr(torch.ops.torchvision, name):
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from sglang.srt.entrypoints.openai.protocol import EmbeddingRequest, EmbeddingResponse, ModelList  # noqa: E402
+from sglang.srt.managers.io_struct import EmbeddingReqInput  # noqa: E402
 
 
 def main(url: str, model: str, samples: list[dict[str, Any]]) -> dict[str, Any]:

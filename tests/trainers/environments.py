@@ -37,7 +37,11 @@ ENVIRONMENTS = {
         ["ray", "aiohttp", "einops", "jsonlines"],
     ),
     "verl": Environment(["verl==0.9.1", "tensordict==0.10.0", "pyvers"], ["ray", "codetiming", "hydra-core"]),
-    "areal": Environment(["areal==1.0.4"], ["aiohttp", "hydra-core", "ray"]),
+    "areal": Environment(
+        ["areal==1.0.4", "torchdata"],
+        ["aiofiles", "aiohttp", "colorlog", "einops", "flask", "hydra-core", "lark", "numba", "openai", "ray",
+         "tenacity"],
+    ),
     "vllm": Environment(
         ["vllm==0.33.0", "transformers==5.20.2", "xgrammar", "apache-tvm-ffi", "llguidance", "openai-harmony"],
         ["fastapi", "msgspec", "cbor2", "openai", "pybase64", "py-cpuinfo", "partial-json-parser", "watchfiles"],

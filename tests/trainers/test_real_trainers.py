@@ -57,7 +57,16 @@ def rewards_of(running: RunningServer, model: str, samples: list[dict[str, Any]]
 
 
 def drive(name: str, script: str, *arguments: str, samples: list[dict[str, Any]] | None = None, tmp: Path) -> Any:
-    """What a driver prints, run by its trainer's interpreter; skips the test where there is none.
+    """What a driver prints; arguments as `run`'s."""
+    done = run(name, script, *arguments, samples=samples, tmp=tmp)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(
+    name: str, script: str, *arguments: str, samples: list[dict[str, Any]] | None = None, tmp: Path
+) -> subprocess.CompletedProcess[str]:
+    """How a driver ended, run by its trainer's interpreter; skips the test where there is none.
 
     `SAMPLES` among the arguments becomes the file of the samples.
     """
@@ -67,9 +76,7 @@ def drive(name: str, script: str, *arguments: str, samples: list[dict[str, Any]]
     file = tmp / "samples.json"
     file.write_text(json.dumps(SAMPLES if samples is None else samples))
     command = [python, HERE / script, *(str(file) if a == "SAMPLES" else a for a in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=tmp)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=tmp)
 
 
 def assert_same(got: list[Any], expected: np.ndarray) -> None:
@@ -215,6 +222,26 @@ def test_nemo_aligners_ppo_actor(tmp_path: Path) -> None:
             assert told["loss"] == [pytest.approx(0.5, abs=1e-6)] and told["status"] == [0]
             state = client.state()
             assert state.step == 1 and len(state.checkpoints) == 1 and state.num_unsaved == 0
+
+
+FAILING = [SAMPLES[0], {**SAMPLES[1], "response": f" {serving.FAILS}"}]
+
+
+def test_verl_ends_with_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
+    path = str(Path(serving.__file__).parents[1] / "src/guerdon/adapters/verl.py")
+    kwargs = json.dumps({"url": sums.http_url, "model": "flaky"})
+    for manager, function in (("loop", "compute_score_async"), ("classic", "compute_score")):
+        arguments = (manager, path, "SAMPLES", kwargs, function)
+        done = run("verl", "drive_verl.py", *arguments, samples=FAILING, tmp=tmp_path)
+        assert done.returncode != 0 and "SampleFailed: 1 of 1 samples failed" in done.stderr
+
+
+def test_areal_and_nemo_rl_are_told_of_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
+    done = run("areal", "drive_areal.py", sums.http_url, "SAMPLES", "flaky", samples=FAILING, tmp=tmp_path)
+    assert done.returncode != 0 and "SampleFailed: 1 of 1 samples failed" in done.stderr
+    arguments = (str(environments.source_of("nemo_rl")), sums.http_url, "SAMPLES", "flaky")
+    done = run("nemo_rl", "drive_nemo_rl.py", *arguments, samples=FAILING, tmp=tmp_path)
+    assert done.returncode != 0 and "SampleFailed: 1 of 2 samples failed; row 1" in done.stderr
 
 
 def test_rewardbench(server: RunningServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
