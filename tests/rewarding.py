@@ -34,6 +34,11 @@ def answer(texts: list[str], prompts: list[str | None], *, labels: list[Any]) ->
     ]
 
 
+def words(responses: list[str], labels: list[Any]) -> list[float]:
+    """How often the label stands in a response, which is told without its prompt."""
+    return [float(response.split().count(str(label))) for response, label in zip(responses, labels, strict=True)]
+
+
 def length(tokens: list[np.ndarray]) -> list[float]:
     """The number of tokens."""
     return [float(len(row)) for row in tokens]

@@ -53,6 +53,7 @@ models:
   - {model: "rewarding:brevity", name: brevity}
   - {model: "rewarding:answer", name: answer}
   - {model: "rewarding:length", name: length}
+  - {model: "rewarding:words", name: words}
 rewards:
   - name: reward_model
     components:
@@ -60,6 +61,7 @@ rewards:
       - {model: answer, weight: 3}
       - {model: brevity, weight: 0.1, clip: 0.15}
   - {name: of_ids, components: [{model: helpful}, {model: length, weight: 0.01}]}
+  - {name: of_responses, components: [{model: helpful}, {model: words, weight: 2}]}
   - {name: adaptive, components: [{model: brevity, normalize: running}]}
 """
 
@@ -265,7 +267,7 @@ def test_the_sum_describes_itself_as_any_model_does(server: RunningServer) -> No
         ("prompts", "TYPE_STRING"), ("labels", "TYPE_STRING"),
     ]  # fmt: skip
     assert [(entry["name"], entry["state"]) for entry in index][:3] == [
-        ("reward_model", "READY"), ("of_ids", "READY"), ("adaptive", "READY"),
+        ("reward_model", "READY"), ("of_ids", "READY"), ("of_responses", "READY"),
     ]  # fmt: skip
     assert len(index) == 7
     with tritonclient.grpc.InferenceServerClient((server.grpc_url or "").split("://")[1]) as grpc:
@@ -500,3 +502,23 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     assert cli._described(info).startswith(
         "reward_model: sum of 0.5 helpful + 3 answer + 0.1 brevity, weights helpful="
     )
+
+
+def test_a_function_of_responses_reads_texts_without_their_prompts_and_last_messages(url: str) -> None:
+    texts = [f"{prompt}the label is {text.removeprefix(prompt)}" for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    labels = ["two", "five", "red"]  # "two" stands in the first prompt alone
+    messages = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": text.removeprefix(prompt)}]
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
+    with RewardClient(url, "of_responses") as client, RewardClient(url, "helpful") as helpful:
+        by_text = client.score(texts=texts, prompts=PROMPTS, labels=labels)
+        assert by_text.attributes is not None and by_text.attributes[:, 1].tolist() == [0.0, 1.0, 1.0]
+        by_message = client.score(messages=messages, labels=labels)
+        assert by_message.attributes is not None and by_message.attributes[:, 1].tolist() == [0.0, 1.0, 1.0]
+        assert by_message.attributes[:, 0].tolist() == helpful.score(messages=messages).rewards.tolist()
+    with RewardClient(url, "words") as client:
+        assert list(client.score(texts=["two two"], labels=["two"])) == [2.0]
+        parts = [{"role": "assistant", "content": [{"type": "text", "text": "two"}]}]
+        with pytest.raises(SampleFailed, match="content is a list"):
+            client.score(messages=[parts], labels=["two"]).raise_for_failed()

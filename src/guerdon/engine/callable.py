@@ -19,6 +19,8 @@ from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
 MAX_BATCH_TOKENS = 65_536
 """Default budget for a function whose cost is unknown."""
 
+_READS = "`texts` or `responses` (lists of strings) or `tokens` (a list of int64 arrays)"
+
 _TOLD = {"prompts": "prompt", "labels": "label"}
 """The parameters that a function may have beside its first, and where a sequence has what they get."""
 
@@ -26,10 +28,12 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class FunctionScorer:
-    """`module:function`: a function of `texts: list[str]` or `tokens: list[int64 array]` that returns one number each.
+    """`module:function`: returns one number for each of its `texts`, `responses` or `tokens`.
 
-    The name of its first parameter, `texts` or `tokens`, says which of the two it takes. Where it has parameters named
-    `prompts` or `labels`, it gets what clients told of each sample: `list[str | None]`, and any JSON value or None.
+    The name of its first parameter says what it takes: `texts: list[str]`; `responses: list[str]`, the texts without
+    the prompts that clients told, or the last message of each conversation; `tokens: list[int64 array]`. Where it has
+    parameters named `prompts` or `labels`, it gets what clients told of each sample: `list[str | None]`, and any JSON
+    value or None.
     """
 
     encoder = None
@@ -39,27 +43,25 @@ class FunctionScorer:
         self._function = _import(config.model)
         parameters = inspect.signature(self._function).parameters
         takes = next(iter(parameters), "")
-        if takes not in ("texts", "tokens"):
-            raise CheckpointError(
-                f"the first parameter of {config.model} is {takes or 'missing'}",
-                "name it `texts` (a list of strings) or `tokens` (a list of int64 arrays)",
-            )
-        self._by_text = takes == "texts"
+        if takes not in ("texts", "responses", "tokens"):
+            raise CheckpointError(f"the first parameter of {config.model} is {takes or 'missing'}", f"name it {_READS}")
+        self._takes = takes
         self._told = [name for name in _TOLD if name in parameters]
         for name, parameter in parameters.items():
             if name not in (takes, *self._told) and parameter.kind in _BY_NAME and parameter.default is parameter.empty:
                 raise CheckpointError(
                     f"{config.model} has a parameter {name}, for which there is nothing",
-                    "give it a default; beside `texts` or `tokens` a function may have `prompts` and `labels`",
+                    f"give it a default; beside {_READS} a function may have `prompts` and `labels`",
                 )
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
         self.info = ModelInfo(
             config.name,
             "function",
             max_length=config.max_length,
-            takes_text=self._by_text,
-            takes_tokens=not self._by_text,
-            takes_prompts="prompts" in self._told,
+            takes_text=takes != "tokens",
+            takes_messages=takes == "responses",
+            takes_tokens=takes == "tokens",
+            takes_prompts=takes == "responses" or "prompts" in self._told,
             takes_labels="labels" in self._told,
             path="function",
             why=config.model,
@@ -68,9 +70,15 @@ class FunctionScorer:
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order; raises where the function returns another number of results."""
-        inputs = [s.text for s in sequences] if self._by_text else [s.tokens for s in sequences]
+        inputs = [self._read(s) for s in sequences]
         told = {name: [getattr(s, _TOLD[name]) for s in sequences] for name in self._told}
         return _as_scores(self._function(inputs, **told), len(sequences))
+
+    def _read(self, sequence: Sequence) -> Any:
+        if self._takes == "tokens":
+            return sequence.tokens
+        text = sequence.text or ""
+        return text.removeprefix(sequence.prompt or "") if self._takes == "responses" else text
 
 
 class PaddedScorer:

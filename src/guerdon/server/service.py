@@ -283,12 +283,20 @@ class Service:
         if request.texts is not None and not info.takes_text:
             raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
         if served.encoder is None:
-            return request.texts or []
+            return request.texts or [_last_text(conversation) for conversation in request.messages or ()]
         self._loop.check_room(name, len(request))  # before work is spent on it
         run = asyncio.get_running_loop().run_in_executor
         if request.texts is not None:
             return await run(self._tokenisers, served.encoder.encode, request.texts, request.add_special_tokens)
         return await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
+
+
+def _last_text(conversation: list[Message]) -> str | InvalidRequest:
+    """What a function reads of a conversation: its last message."""
+    content = conversation[-1].get("content") if conversation else None
+    if not isinstance(content, str):
+        return InvalidRequest(f"the last message's content is a {type(content).__name__}, and not text")
+    return content
 
 
 def _limits(model: ModelConfig, served: Served) -> Limits:
