@@ -269,7 +269,7 @@ def test_the_sum_describes_itself_as_any_model_does(server: RunningServer) -> No
     assert [(entry["name"], entry["state"]) for entry in index][:3] == [
         ("reward_model", "READY"), ("of_ids", "READY"), ("of_responses", "READY"),
     ]  # fmt: skip
-    assert len(index) == 7
+    assert len(index) == 9
     with tritonclient.grpc.InferenceServerClient((server.grpc_url or "").split("://")[1]) as grpc:
         assert grpc.is_model_ready("reward_model")
         assert [entry.name for entry in grpc.get_model_metadata("reward_model").inputs] == inputs

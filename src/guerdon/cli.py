@@ -54,9 +54,9 @@ A YAML file has the same settings; flags go before it:
         - {model: safe, weight: 0.5, normalize: running, clip: 5}
         - {model: brevity, weight: 0.1}
 
-A function has a first parameter `texts` or `tokens`, and may have `prompts` and `labels`, which clients send beside the
-samples. With `normalize: running` a reward depends on what was scored before it; guerdon_component_mean and
-guerdon_component_std under /metrics tell what to give for the same rewards every time.
+A function has a first parameter `texts`, `responses` or `tokens`, and may have `prompts` and `labels`, which clients
+send beside the samples. With `normalize: running` a reward depends on what was scored before it; guerdon_component_mean
+and guerdon_component_std under /metrics tell what to give for the same rewards every time.
 """
 
 CRITIC_EXAMPLES = """\

@@ -59,7 +59,7 @@ class Sum:
         if not (self.info.takes_text or self.info.takes_tokens):
             raise ConfigError(
                 f"no sample can be scored by all components of {config.name}: {_readings(infos)}",
-                "give the checkpoints their tokenizers, and the functions a first parameter `texts`",
+                "give the checkpoints their tokenizers, and the functions a first parameter `texts` or `responses`",
             )
 
     @property
