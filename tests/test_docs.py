@@ -91,7 +91,9 @@ def test_the_adapters_arguments_stand_in_their_pages(page: str, function: Callab
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_metrics_exist(page: Path) -> None:
-    text = re.sub(r"^\| .*docs/trainers/.*$", "", page.read_text(), flags=re.MULTILINE)  # their flags are not ours
+    text = page.read_text()
+    if page.name == "README.md":  # whose table of trainers has their flags
+        text = re.sub(r"^\| .*docs/trainers/.*$", "", text, flags=re.MULTILINE)
     for flag in re.findall(r"`[^`]*?(--[a-z][a-z-]+)", text):
         assert any(flag in text for text in helps()), flag
     for metric in re.findall(r"guerdon_[a-z]+_?[a-z_]*[a-z]", text):
