@@ -23,10 +23,14 @@ HOME = Path(os.environ.get("GUERDON_TRAINERS", ROOT / ".venvs"))
 
 @dataclass(frozen=True)
 class Environment:
-    """What one trainer needs: packages without and with their dependencies, and a source where it is not on PyPI."""
+    """What one trainer needs: packages without and with their dependencies, and a source where it is not on PyPI.
+
+    `older` releases lie beside the one that is imported, each in a folder of its own.
+    """
 
     alone: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
+    older: list[str] = field(default_factory=list)
     source: str = ""
     commit: str = ""
 
@@ -35,6 +39,7 @@ ENVIRONMENTS = {
     "openrlhf": Environment(
         ["openrlhf==0.11.2", "loralib", "optree", "torchdata", "torchmetrics", "lightning-utilities", "pylatexenc"],
         ["ray", "aiohttp", "einops", "jsonlines"],
+        [f"openrlhf=={version}" for version in ("0.5.0", "0.5.9", "0.6.4", "0.8.2", "0.8.11", "0.9.0")],
     ),
     "verl": Environment(["verl==0.9.1", "tensordict==0.10.0", "pyvers"], ["ray", "codetiming", "hydra-core"]),
     "areal": Environment(
@@ -86,6 +91,11 @@ def source_of(name: str) -> Path:
     return HOME / name / "source"
 
 
+def older_of(name: str, release: str) -> Path:
+    """The folder of an older release of a trainer."""
+    return HOME / name / "older" / release
+
+
 def stamp_of(name: str) -> Path:
     """A file that is there once the environment is whole."""
     return HOME / name / ".made"
@@ -102,6 +112,9 @@ def make(name: str) -> None:
         subprocess.run([*pip, "-c", ROOT / "constraints.txt", *wanted.packages], check=True)
     if wanted.alone:
         subprocess.run([*pip, "--no-deps", *wanted.alone], check=True)
+    for release in wanted.older:
+        folder = older_of(name, release.partition("==")[2])
+        subprocess.run([*pip, "--no-deps", "--target", folder, release], check=True)
     if wanted.source and not source_of(name).exists():  # a checkout that somebody put there will do
         git = ["git", "-C", source_of(name)]
         source_of(name).mkdir(parents=True)

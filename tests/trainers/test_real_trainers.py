@@ -90,6 +90,13 @@ def test_openrlhf(server: RunningServer, expected: np.ndarray, tmp_path: Path) -
     assert told["extra_logs"] == [{}] * len(SAMPLES)
 
 
+@pytest.mark.parametrize("version", ["0.5.0", "0.5.9", "0.6.4", "0.8.2", "0.8.11", "0.9.0"])
+def test_older_openrlhfs(server: RunningServer, expected: np.ndarray, tmp_path: Path, version: str) -> None:
+    folder, url = str(environments.older_of("openrlhf", version)), f"{server.http_url}/get_reward"
+    told = drive("openrlhf", "drive_openrlhf_older.py", folder, url, "SAMPLES", tmp=tmp_path)
+    assert_same(told["rewards"], expected)
+
+
 def test_openrlhf_by_a_python_file(server: RunningServer, expected: np.ndarray, tmp_path: Path) -> None:
     script = tmp_path / "my_reward.py"
     script.write_text(
