@@ -17,9 +17,9 @@ from guerdon.config import (
     ServerConfig,
     check,
     from_mapping,
-    read_yaml,
 )
 from guerdon.errors import ConfigError
+from guerdon.yaml_files import read_yaml
 
 
 def test_a_mapping_becomes_nested_settings() -> None:
@@ -174,6 +174,46 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
     broken.write_text("port: [1,\nmodels: x")
     with pytest.raises(ConfigError, match="line 2"):
         read_yaml(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("models:\n- {model: f, name: a, name: b}\n", "name is given twice"),
+        ("port: 1\nmodels: []\nport: 2\n", "port is given twice"),
+    ],
+)
+def test_a_key_given_twice_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_yaml(tmp_path / "twice.yaml")
+
+
+def test_a_key_may_replace_one_that_is_merged_in(tmp_path: Path) -> None:
+    (tmp_path / "merged.yaml").write_text("a: &a {x: 1, y: 2}\nc: &c {z: 3}\nb: {<<: *a, y: 3}\nd: {<<: [*a, *c]}\n")
+    merged = read_yaml(tmp_path / "merged.yaml")
+    assert (merged["b"], merged["d"]) == ({"x": 1, "y": 3}, {"x": 1, "y": 2, "z": 3})
+
+
+@pytest.mark.parametrize("name", ["a,b", "a/b", "", "a b", "a?", "a;b=c", "a\n"])
+def test_a_name_that_no_client_could_ask_for(name: str) -> None:
+    models = [ModelConfig(model="x", name="fine-1.5_b")]
+    for config in (
+        ServerConfig(models=[*models, ModelConfig(model="x", name=name)]),
+        ServerConfig(models=models, rewards=[RewardConfig(name, [ComponentConfig("fine-1.5_b")])]),
+        ServerConfig(critic=CriticConfig(model="x", name=name or "/")),
+    ):
+        with pytest.raises(ConfigError, match="cannot be a model's name"):
+            check(config)
+    check(ServerConfig(models=models))
+
+
+def test_a_component_may_not_have_the_name_of_the_sum() -> None:
+    config = ServerConfig(models=[ModelConfig(model="x", name="score")])
+    check(config)
+    config.rewards = [RewardConfig("total", [ComponentConfig("score")])]
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.components\[0\]\.model is score"):
+        check(config)
 
 
 def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.config import from_mapping, read_yaml
+from guerdon.config import from_mapping
+from guerdon.yaml_files import read_yaml
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

@@ -147,6 +147,40 @@ def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None
     assert 7 not in scorers.calls
 
 
+def test_a_forked_child_is_told_so_and_ends() -> None:
+    code = (
+        "import os, gc, sys; from guerdon import LocalRewardModel; from guerdon.errors import GuerdonError\n"
+        "m = LocalRewardModel('test_local:length')\n"
+        "m._lock.acquire()\n"  # as another thread may hold it at that moment
+        "for how in ('score', 'close', 'collect'):\n"
+        "    pid = os.fork()\n"
+        "    if pid:\n"
+        "        print(how, os.waitpid(pid, 0)[1], flush=True)\n"
+        "        continue\n"
+        "    try:\n"
+        "        m.score(texts=['a']) if how == 'score' else m.close() if how == 'close' else None\n"
+        "    except GuerdonError as e:\n"
+        "        print(e, flush=True)\n"
+        "    m = None; gc.collect(); sys.exit(0)\n"
+        "m._lock.release()\n"
+        "print(list(m.score(texts=['abc'])))\n"
+    )
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "the model was loaded before this process was forked: load it in the process that asks",
+        *("score 0", "close 0", "collect 0", "[3.0]"),
+    ]
+
+
+def test_a_batch_that_does_not_end_is_not_waited_for_long(summing: LocalRewardModel) -> None:
+    summing.submit(tokens=[[scorers.WAITS]])
+    time.sleep(0.1)
+    began = time.monotonic()
+    summing.close()
+    assert time.monotonic() - began < 4
+
+
 def test_files_are_scored_by_it(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "bb"}\n')
     with LocalRewardModel(f"{__name__}:length") as model:
@@ -163,6 +197,10 @@ def test_a_program_that_forgets_it_ends() -> None:
         "from guerdon import LocalRewardModel; m = LocalRewardModel('test_local:length');"
         "m.submit(texts=['a']); print(list(m.score(texts=['abc'])))"
     )
-    env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    done = _python(code)
     assert (done.stdout.strip(), done.returncode) == ("[3.0]", 0)
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)

@@ -65,6 +65,19 @@ def test_requests_wait_for_company_and_share_a_padded_batch() -> None:
     assert shapes == [(4, 5)]
 
 
+def test_numbers_that_belong_to_no_row_are_no_rows_rewards() -> None:
+    def mean(inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return inputs[1].float().mean()
+
+    server = RewardModelServer(mean, tokenize_func, "reward_model", 0, 4, 2)
+    with (
+        RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=None)) as running,
+        RewardClient(running.http_url) as client,
+    ):
+        errors = client.score(tokens=[[2] * n for n in (3, 5, 2, 4)]).errors
+    assert all("infer_fn returned shape [] for" in str(error) for error in errors)
+
+
 def test_the_client_that_nemo_aligner_uses_is_answered() -> None:
     pytriton_client = pytest.importorskip("pytriton.client")
     server = make()

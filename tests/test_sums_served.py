@@ -25,7 +25,7 @@ from guerdon import cli
 from guerdon.assembly import build_service
 from guerdon.client import RetryPolicy, RewardClient
 from guerdon.config import ModelConfig, ServerConfig, from_mapping
-from guerdon.core import Score, ScoreRequest
+from guerdon.core import Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import (
     CheckpointError,
     ConfigError,
@@ -34,6 +34,7 @@ from guerdon.errors import (
     InvalidRequest,
     Overloaded,
     SampleFailed,
+    UnknownModel,
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
@@ -54,6 +55,7 @@ models:
   - {model: "rewarding:answer", name: answer}
   - {model: "rewarding:length", name: length}
   - {model: "rewarding:words", name: words}
+  - {model: "rewarding:pairs", name: pairs}
 rewards:
   - name: reward_model
     components:
@@ -65,7 +67,18 @@ rewards:
   - {name: adaptive, components: [{model: brevity, normalize: running}]}
 """
 
-SERVED = {"reward_model", "of_ids", "of_responses", "adaptive", "helpful", "brevity", "answer", "length", "words"}
+SERVED = {
+    "reward_model",
+    "of_ids",
+    "of_responses",
+    "adaptive",
+    "helpful",
+    "brevity",
+    "answer",
+    "length",
+    "words",
+    "pairs",
+}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +244,7 @@ def test_other_servers_forms_tell_the_same_numbers(server: RunningServer, helpfu
         messages = [{"role": "user", "content": "x"}]
         refused = http.post("/reward", json=body | {"prompt": messages})
         assert refused.status_code == 400
-        assert "takes no messages: there is no chat template for answer, brevity" in refused.json()["error"]
+        assert "takes no messages: answer, brevity cannot read them" in refused.json()["error"]
 
 
 def test_a_label_that_is_not_json_is_told(server: RunningServer) -> None:
@@ -417,7 +430,7 @@ async def test_a_request_of_no_samples_and_one_of_the_wrong_form() -> None:
     async with running() as service:
         with pytest.raises(InvalidRequest, match="no samples"):
             await service.score("reward_model", ScoreRequest())
-        with pytest.raises(InvalidRequest, match=r"takes no messages: .* for brevity, answer; send"):
+        with pytest.raises(InvalidRequest, match=r"takes no messages: brevity, answer cannot read them .*; send"):
             await service.score("reward_model", ScoreRequest(messages=[[{"role": "user", "content": "x"}]]))
 
 
@@ -506,7 +519,7 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     )
 
 
-def test_a_function_of_responses_reads_texts_without_their_prompts_and_last_messages(url: str) -> None:
+def test_a_function_of_responses_reads_texts_without_their_prompts_and_the_last_messages(url: str) -> None:
     texts = [f"{prompt}the label is {text.removeprefix(prompt)}" for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
     labels = ["two", "five", "red"]  # "two" stands in the first prompt alone
     messages = [
@@ -520,7 +533,97 @@ def test_a_function_of_responses_reads_texts_without_their_prompts_and_last_mess
         assert by_message.attributes is not None and by_message.attributes[:, 1].tolist() == [0.0, 1.0, 1.0]
         assert by_message.attributes[:, 0].tolist() == helpful.score(messages=messages).rewards.tolist()
     with RewardClient(url, "words") as client:
-        assert list(client.score(texts=["two two"], labels=["two"])) == [2.0]
-        parts = [{"role": "assistant", "content": [{"type": "text", "text": "two"}]}]
-        with pytest.raises(SampleFailed, match="content is a list"):
-            client.score(messages=[parts], labels=["two"]).raise_for_failed()
+        chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": [{"type": "text", "text": "two"}]}]
+        # The prompt is told as well, and no part of the message.
+        assert list(client.score(messages=[chat], prompts=["two"], labels=["two"])) == [1.0]
+        scores = client.score(messages=[chat[:1], chat], labels=["two", "two"])
+        assert list(scores)[1] == 1.0 and np.isnan(scores.rewards[0])
+        assert "the last message is the user's, not the assistant's" in str(scores.errors[0])
+
+
+def test_a_function_of_responses_needs_the_prompt_that_its_text_begins_with(url: str) -> None:
+    with RewardClient(url, "words") as client:
+        scores = client.score(texts=["two two", "four: two"], prompts=["two ", "five: "], labels=["two", "two"])
+        assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1])
+        assert "the text, 'four: two', does not begin with its prompt, 'five: '" in str(scores.errors[1])
+        (error,) = client.score(texts=["two two"], labels=["two"]).errors
+        assert "this text's prompt was not told: send `prompts`" in str(error)
+
+
+def test_what_a_function_needs_and_was_not_told_fails_its_sample_alone(url: str) -> None:
+    with RewardClient(url, "words") as client:
+        scores = client.score(texts=["a b", "a b"], prompts=["a", "a"], labels=["b", None])
+        assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1])
+        assert "words reads labels, and this sample's label was not told: send `labels`" in str(scores.errors[1])
+        assert "label was not told" in str(client.score(texts=["a b"], prompts=["a"]).errors[0])
+    with RewardClient(url, "pairs") as client:
+        assert "pairs reads prompts" in str(client.score(tokens=[[5, 6]]).errors[0])
+        assert list(client.score(tokens=[[5, 6]], prompts=["abc"])) == [5.0]
+
+
+async def test_others_have_their_turn_between_a_sums_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        turns, seen, score = 0, [], service._score
+
+        async def noted(*asked: Any) -> ScoreReply:
+            seen.append(turns)
+            return await score(*asked)
+
+        monkeypatch.setattr(service, "_score", noted)
+        summed = asyncio.create_task(service.score("reward_model", ScoreRequest(texts=["a"])))
+        while not summed.done():
+            await asyncio.sleep(0)
+            turns += 1
+    assert len(set(seen)) == 2
+
+
+@pytest.mark.parametrize(("name", "returned"), [("average", "a single number"), ("single", "1 rewards")])
+async def test_numbers_that_belong_to_no_sample_are_no_samples_rewards(name: str, returned: str) -> None:
+    service = build_service(ServerConfig(models=[ModelConfig(model=f"rewarding:{name}")]))
+    service.start()
+    try:
+        reply = await service.score("reward_model", ScoreRequest(texts=["a", "bcd", "ef"]))
+        alone = (await service.score("reward_model", ScoreRequest(texts=["a"]))).results[0]
+    finally:
+        await asyncio.to_thread(service.stop)
+    assert isinstance(alone, Score) == (name == "single")
+    assert [type(result) for result in reply.results] == [SampleFailed] * 3
+    assert f"returned {returned} for 3 samples" in str(reply.results[0])
+
+
+@pytest.mark.parametrize("name", ["deferred", "generated", "called"])
+def test_a_function_whose_call_gives_no_numbers_cannot_start(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"rewarding:{name} is asynchronous, or a generator"):
+        build_service(ServerConfig(models=[ModelConfig(model=f"rewarding:{name}")]))
+
+
+@pytest.mark.parametrize("option", [{"add_special_tokens": True}, {"truncation": Truncation(2, "right")}])
+async def test_what_is_done_to_tokens_is_refused_for_a_function_of_texts(option: dict[str, Any]) -> None:
+    async with running() as service:
+        for name in ("brevity", "reward_model"):
+            with pytest.raises(InvalidRequest, match="brevity reads texts, not tokens"):
+                await service.score(name, ScoreRequest(texts=["abc"], **option))
+
+
+def test_a_models_name_goes_before_anothers_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    models = [{"model": "helpful", "name": "a"}, {"model": "rewarding:brevity", "name": "helpful"}]
+    more = [{"model": "rewarding:length", "name": name} for name in ("b", "c")]
+    service = build_service(from_mapping(ServerConfig, {"models": [*models, *more]}))
+    assert service.scored_by("helpful").kind == "function"
+    assert service.scored_by("rewarding:brevity").name == "helpful"
+    with pytest.raises(UnknownModel, match=r"several models were loaded from 'rewarding:length'.* name: b, c"):
+        service.scored_by("rewarding:length")
+
+
+async def test_a_sums_components_count_their_time_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        started, score = [], service._score
+
+        async def noted(name: str, request: ScoreRequest, since: float) -> ScoreReply:
+            started.append(since)
+            return await score(name, request, since)
+
+        monkeypatch.setattr(service, "_score", noted)
+        await service.score("reward_model", ScoreRequest(texts=["a"]))
+    assert len(started) == 2 and len(set(started)) == 1

@@ -8,7 +8,6 @@ import re
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from guerdon.core import Operation
@@ -313,6 +312,10 @@ def _check_names(settings: ServerConfig) -> None:
     if settings.critic is not None:
         names += [f"{settings.critic.name}_{what}" for what in ("infer", *Operation)]
     for name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(
+                f"{name!r} cannot be a model's name", "take letters, digits, underscores, points and hyphens"
+            )
         if names.count(name) > 1:
             raise ConfigError(f"two models are named {name}", "give each its own `name:`, and each of `rewards:`, too")
 
@@ -340,6 +343,8 @@ def _check_component(settings: ComponentConfig, where: str, models: list[str]) -
             f"{where}.model is {settings.model!r}, which is none of `models:`",
             f"name one of them by its `name:`: {', '.join(models)}" if models else "list it under `models:` first",
         )
+    if settings.model == "score":
+        raise ConfigError(f"{where}.model is score", "name it otherwise: trainers call the whole sum's reward so")
     given = [name for name in ("mean", "std") if getattr(settings, name) is not None]
     if settings.normalize == "given" and not given:
         raise ConfigError(f"{where}.normalize is given, and there is neither mean nor std", "give them, or one of them")
@@ -385,15 +390,3 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}", f"give a value of type {hint.__name__}")
     return value
-
-
-def read_yaml(path: str | Path) -> Any:
-    """The parsed content of a YAML file; raises ConfigError where it is missing or malformed."""
-    import yaml
-
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}", "check its path") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} is not valid YAML: {e}", "check the indentation at that line") from e

@@ -59,7 +59,8 @@ class Sequence:
     `tokens` is int64 `[T]`; empty only where `text` is what the scorer reads. `group` is equal for sequences
     that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
     (int64 `[K]`, each below T) whose values are wanted as step rewards. Without `wants_reward` a scorer of values
-    may leave the reward out. `prompt` and `label` are what the sender told of the sample, for a user's function.
+    may leave the reward out. `prompt` and `label` are what the sender told of the sample, for a user's function. With
+    `is_response` the text is what answers a prompt, and has none before it.
     """
 
     tokens: np.ndarray
@@ -70,6 +71,7 @@ class Sequence:
     wants_reward: bool = True
     prompt: str | None = None
     label: Any = None
+    is_response: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -27,6 +27,7 @@ GuerdonError
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 
@@ -41,6 +42,13 @@ class GuerdonError(Exception):
     def __reduce__(self) -> Any:
         """Trainers carry errors from process to process: also those whose constructor takes more than the text."""
         return _unpickled, (type(self), *self.args), vars(self)
+
+
+def named(what: str, error: GuerdonError) -> GuerdonError:
+    """The same error as one of `what`, a row or a component; a new one, as others may be told of it, too."""
+    told = copy.copy(error)
+    told.args = (f"{what}: {error}",)
+    return told
 
 
 def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import weakref
@@ -16,7 +17,7 @@ from guerdon.client.clients import ScoreArgs
 from guerdon.client.results import Scores
 from guerdon.config import ModelConfig, ServerConfig, check, from_mapping
 from guerdon.core import ModelInfo, ScoreRequest
-from guerdon.errors import Cancelled
+from guerdon.errors import Cancelled, GuerdonError
 from guerdon.server.service import Service
 from guerdon.wire import reward_model, signature
 
@@ -28,7 +29,9 @@ _END_S = 1.0
 
 
 class LocalRewardModel:
-    """Scores samples with a model that this process loads; safe to use from many threads, not after a fork.
+    """Scores samples with a model that this process loads; safe to use from many threads.
+
+    A forked child has the model without the threads that compute: there it raises GuerdonError.
 
     Its scores are those that a server of the same settings gives: everything between the call and the model, and
     between the model and the scores, is the same. Closes by itself.
@@ -49,7 +52,8 @@ class LocalRewardModel:
         asyncio.run_coroutine_threadsafe(_start(self._service), self._loop).result()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread, self._pid)
 
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """The samples' scores; blocks. Arguments: `ScoreArgs`. Raises the class that a server would raise."""
@@ -58,6 +62,8 @@ class LocalRewardModel:
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """A future of `score`'s result, at once; thousands may be under way. Cancelling it abandons the samples."""
         request = make_request(**samples)
+        if os.getpid() != self._pid:
+            raise GuerdonError("the model was loaded before this process was forked: load it in the process that asks")
         with self._lock:
             if self._is_closed:
                 raise Cancelled("the model is closed")
@@ -69,8 +75,9 @@ class LocalRewardModel:
 
     def close(self) -> None:
         """Ends at once: futures that have no result yet end with Cancelled."""
-        with self._lock:
-            self._is_closed = True
+        if os.getpid() == self._pid:  # else the lock may be held by nobody
+            with self._lock:
+                self._is_closed = True
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -98,9 +105,11 @@ async def _start(service: Service) -> None:
     service.start()
 
 
-def _stop(service: Service, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _stop(service: Service, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:  # a fork has no threads to end
+        return
     if threading.current_thread() is thread:  # what was under way has held the model last, and cannot await its end
-        threading.Thread(target=_stop, args=(service, loop, thread)).start()
+        threading.Thread(target=_stop, args=(service, loop, thread, pid)).start()
         return
 
     async def cancel_all() -> None:

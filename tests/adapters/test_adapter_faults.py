@@ -17,7 +17,9 @@ import pytest
 import serving
 from client.echo_server import EchoProcess
 from guerdon.adapters import areal, openrlhf, trl, verl
+from guerdon.adapters.judge import Judge, judge
 from guerdon.assembly import build_service
+from guerdon.client import AsyncRewardClient
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
@@ -98,11 +100,52 @@ def test_failed_sample_is_none_for_trl_and_raises_elsewhere(name: str, url: str)
             ask(name, function, serving.FAILS)
 
 
-def test_where_nothing_listens_they_raise_at_once() -> None:
+def test_first_call_waits_for_a_server_that_starts_late(
+    on_one_loop: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ports = [serving.free_port(), serving.free_port()]
+    url = f"http://127.0.0.1:{ports[0]}"
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, url, on_one_loop, timeout_s=40)
+        time.sleep(0.5)
+        told = [record.getMessage() for record in caplog.records]
+        with EchoProcess(*ports):
+            assert [future.result() for future in asked.result().values()] == [4.0] * len(FORMS)
+    # One for the threads and one for the loop, however many calls wait.
+    assert len(told) == 2 and all(url in line and "waiting for it, up to 40 s" in line for line in told)
+
+
+def test_where_nothing_listens_they_raise_when_their_time_is_over() -> None:
     started = time.monotonic()
-    for error in errors(ask_all(f"http://127.0.0.1:{serving.free_port()}")):
+    for error in errors(ask_all(f"http://127.0.0.1:{serving.free_port()}", timeout_s=0.6)):
         assert isinstance(error, Unreachable) and "is the server running there?" in str(error)
-    assert time.monotonic() - started < 3
+    assert 0.1 < time.monotonic() - started < 2
+
+
+def test_one_judge_for_all_threads() -> None:
+    ready = threading.Barrier(16)
+
+    def make(_: int) -> Judge:
+        ready.wait()
+        return judge("http://127.0.0.1:1", "of many threads", 1.0)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len({id(one) for one in list(pool.map(make, range(16)))}) == 1
+
+
+def test_loops_that_are_closed_are_forgotten_though_another_thread_has_done_it() -> None:
+    scorer = judge("http://127.0.0.1:1", "of many loops", 0.05)
+
+    class Closed(asyncio.SelectorEventLoop):
+        def is_closed(self) -> bool:
+            scorer._by_loop.pop(self, None)  # as another thread does, just now
+            return True
+
+    loop = Closed()
+    scorer._by_loop[loop] = AsyncRewardClient("http://127.0.0.1:1")
+    with pytest.raises(Unreachable):
+        asyncio.run(scorer.score_async(texts=["a"]))
+    asyncio.SelectorEventLoop.close(loop)
 
 
 def test_wrong_model_raises_and_names_the_right_one(url: str) -> None:

@@ -18,7 +18,7 @@ from client.echo_server import EchoProcess
 from guerdon import RewardClient
 from guerdon.adapters.areal import async_reward_function, reward_function
 from guerdon.config import ServerConfig
-from guerdon.errors import DeadlineExceeded, SampleFailed, Unavailable, Unreachable
+from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, Unavailable, Unreachable
 from guerdon.server.runtime import RunningServer
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
 
@@ -77,3 +77,11 @@ def test_calls_behind_one_that_found_no_server_do_not_wait_for_it_too() -> None:
 def test_blocking_calls_end_before_areal_takes_them_for_zero() -> None:
     blocking, awaited = reward_function("http://127.0.0.1:1"), async_reward_function("http://127.0.0.1:1")
     assert blocking._judge._policy.timeout_s < 15 < awaited._judge._policy.timeout_s
+
+
+def test_settings_that_it_does_not_know() -> None:
+    for make in (reward_function, async_reward_function):
+        with pytest.raises(ConfigError, match="send is 'token'"):
+            make("http://127.0.0.1:1", send="token")
+        with pytest.raises(TypeError, match="modle"):
+            make("http://127.0.0.1:1", modle="other")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +16,6 @@ from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
-from processes import environment
 from server.echo_service import MAX_LENGTH, EchoService
 
 LOGS = [
@@ -97,6 +94,10 @@ def test_metrics_of_a_batch(url: str) -> None:
     [
         ({}, "no url"),
         ({"url": "h:1", "send": "tokens"}, "send is 'tokens'"),
+        (
+            {"url": "h:1", "modle": "zz"},
+            "unknown setting of the environment: modle; known here: url, model, send, suffix, labels, timeout_s",
+        ),
     ],
 )
 def test_settings_that_do_not_hold(cfg: dict[str, Any], message: str) -> None:
@@ -113,7 +114,7 @@ def test_no_number_is_made_up(url: str, service: EchoService) -> None:
     with pytest.raises(UnknownModel, match="unknown model 'other'"):
         RewardEnvironment({"url": url, "model": "other"}).step(LOGS, INFO)
     with pytest.raises(Unreachable, match=r"cannot connect to http://127\.0\.0\.1:9"):
-        RewardEnvironment({"url": "http://127.0.0.1:9"}).step(LOGS, INFO)
+        RewardEnvironment({"url": "http://127.0.0.1:9", "timeout_s": 0.3}).step(LOGS, INFO)
 
 
 def slow(texts: list[str]) -> list[float]:
@@ -150,10 +151,27 @@ def test_errors_survive_the_way_to_another_process(url: str) -> None:
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
-def test_importing_it_needs_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys, guerdon.adapters.nemo_rl, guerdon.adapters.trlx, guerdon.adapters.rewardbench;"
-        "print([m for m in ('torch', 'transformers', 'ray', 'nemo_rl', 'grpc', 'starlette') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
-    assert done.stdout.strip() == "[]"
+def test_contents_in_parts_are_texts(url: str, service: EchoService) -> None:
+    parts = [{"type": "text", "text": "why?"}]
+    logs = [[{"role": "user", "content": parts}, {"role": "assistant", "content": "no"}]]
+    RewardEnvironment({"url": url, "send": "texts"}).step(logs, [None])
+    assert service.requests[-1].texts == ["why?no"]
+    with pytest.raises(InvalidRequest, match="message 0 needs a content"):
+        RewardEnvironment({"url": url, "send": "texts"}).step([[{"role": "user"}]], [None])
+
+
+def test_prompts_with_a_template_around_them_are_told_of_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    logs = [[{"role": "user", "content": "<|im_start|>user\nwhy?"}, {"role": "assistant", "content": "no"}]]
+    RewardEnvironment({"url": url, "send": "texts"}).step(logs, [None])
+    RewardEnvironment({"url": url}).step(LOGS, INFO)
+    assert not caplog.records
+    environment = RewardEnvironment({"url": url})
+    for _ in range(2):
+        environment.step(logs, [None])
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the prompts begin as a chat template's, and the server puts another one around them"
+    ]
+
+
+def test_it_is_shut_down_at_the_end(url: str) -> None:
+    RewardEnvironment({"url": url}).shutdown()

@@ -15,7 +15,7 @@ import pytest
 import serving
 from guerdon import RewardClient
 from guerdon.adapters.openrlhf import reward_function
-from guerdon.errors import SampleFailed
+from guerdon.errors import InvalidRequest, SampleFailed
 
 QUERIES = ["Q: one? 1</s>", "Q: two? 2</s>", "Q: two? 4</s>"]
 PROMPTS = ["Q: one?", "Q: two?", "Q: two?"]
@@ -71,3 +71,17 @@ def test_what_is_raised_is_also_logged_for_openrlhf_swallows_it(url: str, caplog
         reward_function(url, "flaky")(["12", serving.FAILS], ["1", "2"], [None, None])
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "no reward: 1 of 2 samples failed; row 1: the function returned nan" in caplog.text
+
+
+def test_lists_that_are_empty(url: str) -> None:
+    function = reward_function(url, "flaky")
+    assert function([], [], []) == {"rewards": [], "scores": [], "extra_logs": {}}
+    assert function(["12"], [], [])["rewards"] == [2.0]
+
+
+def test_what_cannot_be_written_is_told_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for queries, prompts in ((["a"], ["\ud800"]), (["\ud800"], ["a"])):
+        caplog.clear()
+        with pytest.raises(InvalidRequest, match=r"(texts|prompts)\[0\] cannot be written as UTF-8"):
+            reward_function(url, "total")(queries, prompts, [None])
+        assert "no reward: " in caplog.text

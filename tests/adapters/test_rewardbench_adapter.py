@@ -131,7 +131,7 @@ def test_no_number_is_made_up(url: str, tokenizer: Any) -> None:
     with pytest.raises(UnknownModel, match="unknown model 'other'"):
         ServerPipeline(judge(url, "other", TIMEOUT_S), tokenizer)(TEXTS, **CALL)
     with pytest.raises(Unreachable, match=r"cannot connect to http://127\.0\.0\.1:9"):
-        pipeline("http://127.0.0.1:9", tokenizer)(TEXTS, **CALL)
+        pipeline("http://127.0.0.1:9", tokenizer, timeout_s=0.3)(TEXTS, **CALL)
     with pytest.raises(SampleFailed, match="1 of 2 samples failed; row 1: the sample has no tokens"):
         pipeline(url, tokenizer, "texts")(["a", ""], **CALL)
 

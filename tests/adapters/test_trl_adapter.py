@@ -89,9 +89,10 @@ def test_components_of_a_failed_sample_are_none_and_not_in_the_mean() -> None:
         assert ask(function, ["a", "b"], ["bc", serving.FAILS], answer=["b", "c"], **logs) == [4.0, None]
         assert metrics == {"reward_model/flaky": 3.0, "reward_model/agreement": 1.0}
         assert extras == {"reward_model/flaky": [3.0, None], "reward_model/agreement": [1.0, None]}
-        metrics.clear()
+        # All ranks must log the same names, and this one may be the only one where all failed.
         assert ask(function, ["a"], [serving.FAILS], answer=["b"], **logs) == [None]
-        assert metrics == {}
+        assert metrics == pytest.approx({"reward_model/flaky": np.nan, "reward_model/agreement": np.nan}, nan_ok=True)
+        assert extras == {"reward_model/flaky": [None], "reward_model/agreement": [None]}
 
 
 def test_trl_finds_the_name_and_what_is_awaited() -> None:
@@ -110,6 +111,22 @@ def test_trl_finds_the_name_and_what_is_awaited() -> None:
 def test_conversations_need_a_chat_template_at_the_server(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"takes no input 'messages'.*chat template"):
         ask(reward_function(url, "flaky"), TALKS, ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "message"),
+    [
+        (["a"], [[{"role": "assistant", "content": "b"}]], "sample 0: the completion is a list, and must be a text"),
+        ([TALKS[0]], ["a"], "sample 0: the completion is a str, and must be a list of messages"),
+        (["a", TALKS[0]], ["b", ANSWERS[0]], "sample 1: the prompt is a list"),
+        ([TALKS[0], "a"], [ANSWERS[0], "b"], "sample 1: the prompt is a str"),
+        (["a"], [None], "sample 0: the completion is a NoneType"),
+        ([TALKS[0]], [[]], "sample 0: the completion is an empty list"),
+    ],
+)
+def test_samples_of_two_kinds_are_refused(prompts: Any, completions: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ask(reward_function("http://127.0.0.1:1", timeout_s=0.1), prompts, completions)
 
 
 def test_equal_prompts_are_one_group() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -17,11 +18,12 @@ import tritonclient.grpc as triton_client
 from transformers import AutoTokenizer
 from tritonclient.grpc import service_pb2 as pb
 
+import serving
 import zoo
 from adapters import pytriton_input_ids
 from client import pytriton_server
 from client.echo_server import EchoProcess
-from guerdon.adapters.trlx import create_reward_fn, scoring
+from guerdon.adapters.trlx import create_reward_fn, originals
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
 from guerdon.config import ModelConfig, ServerConfig
@@ -30,6 +32,7 @@ from guerdon.errors import (
     DeadlineExceeded,
     InvalidRequest,
     SampleFailed,
+    ServerFault,
     UnknownModel,
     Unreachable,
 )
@@ -105,6 +108,7 @@ def test_every_call_form_since_0_2(host: str) -> None:
     assert reward_fn(**named, original_output=["1", "1"], topic=["a", "b"]) == wanted  # 0.7
     assert reward_fn(**named, tokenizer=Numbers(), topic=["a", "b"]) == wanted  # since
     assert all(type(reward) is float for reward in reward_fn(samples))
+    assert reward_fn([]) == reward_fn(samples=[], prompts=[], outputs=[]) == []
 
 
 def test_host_from_the_environment_and_other_ranks(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +160,42 @@ def test_other_weights_ask_for_originals_again(host: str, service: EchoService) 
     service.scorer.info = info
 
 
+def test_no_delta_mixes_two_weights(host: str, service: EchoService, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward_fn = by_numbers(host, delta_reward=True)
+    rows = {"samples": ["5"], "prompts": [""], "outputs": ["5"], "original_output": ["1"]}
+    info, versions = service.scorer.info, iter("1222")
+    answered: list[str] = []
+
+    def another() -> None:
+        answered.append(next(versions))
+        service.scorer.info = dataclasses.replace(info, weights_version=answered[-1])
+
+    score = service.scorer.score
+    monkeypatch.setattr(service.scorer, "score", lambda sequences: (another(), score(sequences))[1])
+    assert reward_fn(**rows) == [4.0]
+    assert answered == ["1", "2", "2"]  # the sample by other weights than its original, and so again
+    versions = iter(str(n) for n in range(3, 99))
+    with pytest.raises(ServerFault, match="different weights, 5 times"):
+        reward_fn(**rows)
+    service.scorer.info = info
+
+
+def test_long_originals_are_not_what_is_remembered(host: str) -> None:
+    reward_fn = by_numbers(host, delta_reward=True)
+    original = " ".join(["1"] * 2000)
+    reward_fn(samples=["5"], prompts=[""], outputs=["5"], original_output=[original])
+    assert [len(key) for key in reward_fn._originals._rewards] == [16]
+
+
 def test_originals_are_not_kept_for_ever(host: str, service: EchoService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_MOST_ORIGINALS", 2)
+    monkeypatch.setattr(originals, "_MOST_KEPT", 2)
     reward_fn = by_numbers(host, delta_reward=True)
 
-    def num_asked(*originals: str) -> int:
+    def num_asked(*texts: str) -> int:
         service.requests.clear()
-        for original in originals:
-            reward_fn(samples=["5"], prompts=[""], outputs=["5"], original_output=[original])
-        return len(service.requests) - len(originals)
+        for text in texts:
+            reward_fn(samples=["5"], prompts=[""], outputs=["5"], original_output=[text])
+        return len(service.requests) - len(texts)
 
     assert num_asked("1", "3", "1", "4", "1") == 3
     assert num_asked("3") == 1  # which was used the longest time ago
@@ -289,7 +320,17 @@ def test_a_triton_that_knows_nothing_else(pytriton_host: str) -> None:
 
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(Unreachable, match=r"cannot connect to grpc://127\.0\.0\.1:9"):
-        by_numbers("127.0.0.1:9")(["5"])
+        by_numbers("127.0.0.1:9", timeout_s=0.3)(["5"])
+
+
+def test_the_first_call_waits_for_a_server_that_starts_late() -> None:
+    ports = [serving.free_port(), serving.free_port()]
+    reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=40)
+    with futures.ThreadPoolExecutor(1) as pool:
+        rewards = pool.submit(reward_fn, ["6"])
+        time.sleep(0.3)
+        with EchoProcess(*ports):
+            assert rewards.result(timeout=30) == [8.0]
 
 
 def test_another_model_is_asked_for(host: str) -> None:

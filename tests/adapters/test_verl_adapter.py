@@ -14,7 +14,7 @@ import pytest
 import serving
 from guerdon import RewardClient
 from guerdon.adapters.verl import compute_score, compute_score_async
-from guerdon.errors import InvalidRequest
+from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 
 QUESTION = [
     {"role": "user", "content": "Be brief."},
@@ -64,3 +64,23 @@ def test_components_of_a_sum_stand_beside_the_score(function: Any, url: str) -> 
 def test_missing_prompt_says_where_to_write_it(function: Any, url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"extra_info has no 'prompt', only num_turns, .*prompt_key"):
         ask(partial(function, url=url), "4.", {})
+
+
+@pytest.mark.parametrize("function", [compute_score, compute_score_async])
+@pytest.mark.parametrize("unknown", ["modle", "sufix", "promt_key"])
+def test_misspelt_settings_are_refused(function: Any, unknown: str, url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown setting reward_kwargs\.{unknown}.*known here: url, model"):
+        ask(partial(function, url=url, model="flaky", **{unknown: "x"}), "4.", {"prompt": "a"})
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["a"], 7])
+def test_what_is_no_prompt_is_refused(prompt: Any, url: str) -> None:
+    with pytest.raises(InvalidRequest, match="sample 0: the prompt is a"):
+        ask(partial(compute_score, url=url, model="flaky"), "4.", {"prompt": prompt})
+
+
+def test_what_is_no_response_gets_no_score(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="sample 0: the completion is a NoneType"):
+        ask(partial(compute_score, url=url, model="flaky"), None, {"prompt": "a"})  # type: ignore[arg-type]
+    with pytest.raises(SampleFailed, match="row 0: message 3 needs a content"):
+        ask(partial(compute_score, url=url, model="helpful"), None, {"prompt": QUESTION})  # type: ignore[arg-type]

@@ -181,6 +181,30 @@ def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
     assert world.trace() == ["Describe a", "Describe b"]
 
 
+def test_servers_that_have_not_started_are_waited_for_where_that_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    policy = dataclasses.replace(POLICY, tries=99, timeout_s=60.0, wait_for_start=True)
+    starts_at = 20.0
+
+    def starting(step: Step) -> Any:
+        if world.now < starts_at:
+            raise Unreachable(f"refused by {step.endpoint.url}")  # type: ignore[union-attr]
+        return answering(step)
+
+    world = World(starting, ["a"], policy)
+    assert len(world.score()) == 1 and world.now >= starts_at
+    starts_at = 1e9
+    world = World(starting, ["a", "b"], policy)
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="none of the servers answers; refused by"):
+            world.score(timeout_s=30.0)
+    assert 50 < world.now <= 60
+    told = [record.message for record in caplog.records if "waiting for it" in record.message]
+    assert told == [
+        "refused by a; waiting for it, up to 60 s",
+        "none of the servers answers; refused by b; waiting for it, up to 30 s",
+    ]
+
+
 def test_no_pause_goes_beyond_the_deadline() -> None:
     world = World(failing(*[Overloaded("full", 4.0)] * 9), ["a"])
     with pytest.raises(Overloaded):

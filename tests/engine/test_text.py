@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 import zoo
+from guerdon.core import Truncation
 from guerdon.engine.text import TextEncoder
 from guerdon.errors import CheckpointError, InvalidRequest
 
@@ -57,8 +61,10 @@ def test_messages_have_the_templates_bos_once(folder: Path, encoder: TextEncoder
         ([{"content": "x"}], "message 0 needs a role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1 needs a content"),
         ([{"role": "user", "content": 3}], "message 0 needs a content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0, part 0 is no text"),
         ([{"role": "wizard", "content": "x"}], "unknown role wizard"),
         ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
+        ([{"role": "user", "content": "x", "deep": reduce(lambda deep, _: [deep], range(1000), [])}], "refuses"),
     ],
 )
 def test_a_bad_conversation_fails_in_its_place(encoder: TextEncoder, conversation: object, says: str) -> None:
@@ -69,11 +75,72 @@ def test_a_bad_conversation_fails_in_its_place(encoder: TextEncoder, conversatio
     assert first.tolist() == last.tolist() == encoder.encode_messages([fine])[0].tolist()
 
 
+def test_parts_are_read_as_their_text(encoder: TextEncoder) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"type": "function"}]}]
+    one, same, called, empty = encoder.encode_messages(
+        [
+            [{"role": "user", "content": "a\nb"}],
+            [{"role": "user", "content": parts}],
+            calls,
+            [calls[0], {"role": "assistant", "content": ""}],
+        ]
+    )
+    assert one.tolist() == same.tolist()
+    assert called.tolist() == empty.tolist()
+
+
 def test_a_lone_surrogate_fails_in_its_place(encoder: TextEncoder) -> None:
     fine, same, wrong = encoder.encode(["fine", "fine", "x\udfff"])
     assert fine.tolist() == same.tolist()
     assert isinstance(wrong, InvalidRequest)
     assert "character 1" in str(wrong)
+
+
+@pytest.fixture(params=["bos", "both", "python"])
+def adding(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tokenizer that adds a BOS, one that adds an EOS as well, and one in plain Python that adds an EOS."""
+    if request.param == "python":
+        ByT5Tokenizer().save_pretrained(tmp_path)
+        return tmp_path
+    made = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path))
+    if request.param == "both":
+        around = [("<s>", zoo.BOS), ("</s>", zoo.EOS)]
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=around
+        )
+        made.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("max_tokens", [2, 3, 5, 50, None])
+def test_truncation_leaves_room_for_special_tokens_as_transformers_does(
+    adding: Path, side: Literal["left", "right"], max_tokens: int | None
+) -> None:
+    reference = AutoTokenizer.from_pretrained(adding, truncation_side=side)
+    encoder = TextEncoder.load(adding)
+    assert encoder is not None
+    texts = ["the abcdef ghi", "a", ""]
+    made = encoder.encode(texts, True, Truncation(max_tokens, side))
+    expected = reference(texts, truncation=max_tokens is not None, max_length=max_tokens)["input_ids"]
+    assert [ids.tolist() for ids in made] == expected
+
+
+def test_special_tokens_that_find_no_room_fail_their_text(adding: Path) -> None:
+    encoder = TextEncoder.load(adding)
+    assert encoder is not None
+    (error,) = encoder.encode(["abc"], True, Truncation(0, "left"))
+    assert "truncation to 0 tokens leaves no room" in str(error)
+
+
+def test_a_bos_that_the_text_has_is_not_doubled(encoder: TextEncoder) -> None:
+    bare, having, twice = encoder.encode(["ab", "<s>ab", "<s><s>ab"], True)
+    assert bare.tolist() == having.tolist() == [zoo.BOS, *encoder.encode(["ab"])[0].tolist()]
+    assert twice.tolist() == [zoo.BOS, *having.tolist()]  # what the text has besides, it keeps
+    assert encoder.encode(["<s><s>ab"])[0].tolist() == twice.tolist()
+    (cut,) = encoder.encode(["<s>abcdef"], True, Truncation(3, "right"))
+    assert cut.tolist().count(zoo.BOS) == 1
 
 
 def test_without_a_template_it_takes_no_messages(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
-from guerdon.core import Message, ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.core import Message, ModelInfo, Score, Sequence, TrainReport, TrainRequest, Truncation
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed
@@ -96,7 +96,9 @@ class ArithmeticTrainer:
         """How many bytes a checkpoint has besides the weight, to fill disks with."""
         self._config = config
 
-    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from guerdon.config import ModelConfig, ServerConfig
-from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
@@ -49,7 +49,9 @@ class EchoScorer:
         self.encoder = self
         self.slow_s = 1.0
 
-    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray]:
         rows = [np.full(len(text), TEXT_TOKEN) for text in texts]
         for row, text in zip(rows, texts, strict=True):
             row[:1] = next((token for mark, token in MARKS.items() if mark in text), TEXT_TOKEN)

@@ -13,6 +13,7 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreRequest
+from guerdon.errors import InvalidRequest, Unavailable
 from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate
 from guerdon.server.runtime import RunningServer
@@ -75,7 +76,6 @@ def test_the_model_is_the_bodys_else_the_urls_else_the_first(client, example):
         ("?model=many", {}, "7"),
         ("?model=.%2Fcheckpoints%2Fmany", {}, "7"),
         ("?model=", {}, "1"),
-        ("?other=many", {}, "1"),
         ("", {"model": "many"}, "7"),
         ("", {"model": "./checkpoints/many"}, "7"),
         ("?model=many", {"model": "reward_model"}, "1"),
@@ -86,6 +86,23 @@ def test_the_model_is_the_bodys_else_the_urls_else_the_first(client, example):
         response = example.ask(client, "a text", query, **named)
         assert example.scored(response) == 6
         assert response.headers["guerdon-weights-version"] == version, (query, named)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_a_misspelt_key_in_the_url_is_refused_and_no_other_model_asked(client, service, example):
+    before = service.requests[-1:]
+    for query in ("?modle=many", "?modle=", "?model=many&modle"):
+        text = example.refused(example.ask(client, "a text", query), InvalidRequest)
+        assert text.startswith("the URL has the unknown key 'modle'; this path takes model")
+    assert service.requests[-1:] == before
+
+
+def test_what_the_model_has_no_answer_to_is_refused_before_it_is_asked(client, service):
+    before = service.requests[-1:]
+    response = client.post("/pooling", json={"input": "a", "task": "token_classify"})
+    assert response.status_code == 400
+    assert "gives no numbers for single tokens; send the task classify" in response.text
+    assert service.requests[-1:] == before
 
 
 def test_openrlhf_as_it_sends_and_reads(client, service):
@@ -140,6 +157,15 @@ def test_health_and_models(client, service):
     told = client.get("/v1/models").json()
     assert told["object"] == "list"
     assert [model["id"] for model in told["data"]] == ["reward_model", "many"]
+    started = {model["created"] for model in told["data"]}
+    assert len(started) == 1
+    assert time.time() - 600 < min(started) <= time.time()
+    time.sleep(1 - time.time() % 1)
+    assert client.get("/v1/models").json() == told, "nothing of it is the present time"
+    assert client.get("/v1/models/many").json() == told["data"][1]
+    unknown = client.get("/v1/models/nobody")
+    assert unknown.status_code == 404
+    assert "served here: reward_model, many" in unknown.json()["error"]["message"]
 
 
 def test_an_unknown_path_is_told_what_there_is(client):
@@ -190,21 +216,60 @@ def test_requests_are_counted_under_the_model_that_they_ask():
 def test_a_large_body_is_read_and_answered_off_the_loop(service):
     threads: list[int] = []
     bodies: list[bytes] = []
+    rows: list[int] = []
 
     def read(body: list[str], query: dict[str, str]) -> Asked:
         threads.append(threading.get_ident())
-        return Asked("", ScoreRequest(texts=[body[0][:9]]), lambda reply, info: threads.append(threading.get_ident()))
+        return Asked(
+            "", ScoreRequest(texts=[body[0][:9]] * rows[-1]), lambda reply, info: threads.append(threading.get_ident())
+        )
 
     async def received() -> dict:
-        return {"type": "http.request", "body": bodies[-1]}
+        if not bodies:  # it listens whether the client has left
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": bodies.pop()}
 
     handler = FormHandler(Form(read, told_plainly), service, config := ServerConfig(), Gate(config))
-    for body, is_aside in ((b'["small"]', False), (orjson.dumps(["large" * 300_000]), True)):
+    for body, num_rows, asides in (
+        (b'["small"]', 1, [False, False]),
+        (orjson.dumps(["many bytes" * 30_000]), 1, [True, False]),
+        (orjson.dumps(["very many bytes" * 100_000]), 1, [True, True]),
+        (b'["many rows"]', 2000, [False, True]),
+    ):
         bodies.append(body)
+        rows.append(num_rows)
         scope = {"query_string": b"", "headers": []}
         assert asyncio.run_coroutine_threadsafe(handler(scope, received), service._asyncio).result(5)[2] == b"null"
         on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(5)
-        assert [thread != on_loop for thread in threads[-2:]] == [is_aside, is_aside]
+        assert [thread != on_loop for thread in threads[-2:]] == asides
+
+
+def test_what_pairs_come_to_counts_as_bytes_of_bodies():
+    """A prompt before many responses is small as a body, and large as what is asked."""
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1)
+    pairs = {"text_1": "<slow>" + "p" * 4000, "text_2": ["a"] * 270}
+    service = EchoService()
+    service.scorer.slow_s = 0.2
+    with RunningServer(service, config) as server, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(httpx.post, server.http_url + "/score", json=pairs, timeout=10)
+        wait_until(lambda: len(service.requests) > 0)
+        refused = httpx.post(server.http_url + "/score", json={"text_1": "a", "text_2": "b"})
+        assert refused.status_code == 503
+        assert "would exceed 1 MiB" in refused.text
+        assert len(slow.result().json()["data"]) == 270, "one always fits"
+
+
+def test_an_error_of_many_requests_is_raised_for_each_as_its_own(service, monkeypatch, running_server):
+    shared = Unavailable("the model is away")
+
+    def score(sequences):
+        raise shared
+
+    monkeypatch.setattr(service.scorer, "score", score)
+    asking = service.score("reward_model", ScoreRequest(texts=["a"]))
+    raised = asyncio.run_coroutine_threadsafe(asking, service._asyncio).exception(5)
+    assert (type(raised), str(raised)) == (Unavailable, str(shared))
+    assert raised is not shared
 
 
 async def _ident() -> int:

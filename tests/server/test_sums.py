@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from guerdon.config import ComponentConfig, RewardConfig
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed
-from guerdon.server.rewards import Running, Sum, named
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
+from guerdon.server.rewards import Running, Sum
 
 CHECKPOINT = ModelInfo(
     "helpful", "llama", vocab_size=300, max_length=64, eos_token_id=2, takes_messages=True, weights_version="abc"
@@ -136,6 +136,12 @@ def test_a_sample_fails_with_its_component_and_counts_for_none() -> None:
     assert list(parts.statistics()) == [("a", 2.0, 1.0), ("b", 0.0, 0.0)]
 
 
+def test_a_sample_is_as_long_as_the_longest_that_was_read_of_it() -> None:
+    replies = [reply(1.0, 2.0, 3.0), reply(1.0, 2.0, 3.0)]
+    replies[1].lengths = [5, 0, 4]
+    assert made({}, {}).combine(replies).lengths == [5, 2, 4]
+
+
 def test_all_samples_may_fail() -> None:
     parts = made({"normalize": "running"})
     assert [str(r) for r in parts.combine([reply(SampleFailed("x"))]).results] == ["a: x"]
@@ -191,7 +197,7 @@ def test_ids_of_two_vocabularies_are_not_taken_for_the_same(other: dict[str, int
 
 
 def test_what_not_all_can_read_is_refused_with_their_names() -> None:
-    with pytest.raises(InvalidRequest, match=r"takes no messages.*for brevity; send sentences"):
+    with pytest.raises(InvalidRequest, match=r"takes no messages: brevity cannot read them .*; send sentences"):
         sum_of(CHECKPOINT, OF_TEXTS).check(ScoreRequest(messages=[[{"role": "user", "content": "hi"}]]))
     with pytest.raises(InvalidRequest, match=r"takes no token ids: .*brevity reads text; send sentences"):
         sum_of(CHECKPOINT, OF_TEXTS).check(ScoreRequest(tokens=[np.array([1])]))

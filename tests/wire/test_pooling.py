@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from guerdon import errors
 from guerdon.core import ModelInfo, Score, ScoreReply, Truncation
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
-from guerdon.wire import forms
-from guerdon.wire.pooling import FORMS, models
+from guerdon.server.forms import FORMS
+from guerdon.wire import bodies, openai, samples
 
 RM = ModelInfo("rm", "sequence-classification", source="org/rm", max_length=512)
 MANY = replace(RM, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief", "kind"))
@@ -30,12 +30,12 @@ def replied(*results) -> ScoreReply:
 
 
 def asked(path: str, body, **query):
-    return FORMS[path].read(forms.parse(orjson.dumps(body)), query)
+    return FORMS[path].read(bodies.parse(orjson.dumps(body)), query)
 
 
 def answered(path: str, body, *results, info: ModelInfo = RM, **query):
     """The answer to what the model gave, as a client parses it."""
-    return orjson.loads(forms.write(asked(path, body, **query).answer(replied(*results), info)))
+    return orjson.loads(bodies.write(asked(path, body, **query).answer(replied(*results), info)))
 
 
 def sigmoid(x: float) -> float:
@@ -54,14 +54,14 @@ def test_each_kind_of_input(path):
     assert all(row.dtype == np.int64 for row in one + several)
 
 
-def test_messages_are_one_sample_and_parts_become_lines():
+def test_messages_are_one_sample_whose_parts_are_read_where_it_is_scored():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": "4", "name": "me"}]
     request = asked("/classify", {"messages": conversation}).request
-    assert request.messages == [
-        [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "4", "name": "me"}]
-    ]
+    assert request.messages == [conversation]
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    assert asked("/classify", {"messages": [call]}).request.messages == [[call]]
+    del call["content"]
     assert asked("/classify", {"messages": [call]}).request.messages == [[call]]
     other = [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "5"}]
     third = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "5"}]
@@ -69,12 +69,17 @@ def test_messages_are_one_sample_and_parts_become_lines():
     assert groups[0] == groups[1] != groups[2]
 
 
+DEEP: list = []
+for _ in range(500):
+    DEEP = [DEEP]
+
+
 def test_messages_may_have_keys_of_their_own_however_deep():
-    deep: list = []
-    for _ in range(500):
-        deep = [deep]
-    request = FORMS["/classify"].read({"messages": [{"role": "user", "content": "a", "tool_calls": deep}]}, {}).request
-    assert request.messages[0][0]["tool_calls"] is deep
+    message = {"role": "user", "content": "a", "tool_calls": DEEP}
+    request = FORMS["/classify"].read({"messages": [message]}, {}).request
+    assert request.messages[0][0]["tool_calls"] is DEEP
+    request = FORMS["/reward"].read({"prompt": [message], "response": "b", "label": DEEP}, {}).request
+    assert request.messages[0][0]["tool_calls"] is request.labels[0] is DEEP
 
 
 def test_a_full_body_of_vllms_client_asks_what_it_says():
@@ -96,7 +101,7 @@ def test_a_full_body_of_vllms_client_asks_what_it_says():
     read = asked("/classify", full)
     assert (read.model, read.request.add_special_tokens, read.request.truncation) == ("m", True, None)
     assert read.request.priority == -3, "vLLM's lower numbers go first, ours last"
-    reply = orjson.loads(forms.write(read.answer(replied(Score(1.5), Score(2.0)), RM)))
+    reply = orjson.loads(bodies.write(read.answer(replied(Score(1.5), Score(2.0)), RM)))
     assert reply["id"] == "classify-a135"
 
 
@@ -145,7 +150,7 @@ def test_classify_answers_as_vllm_does():
 
 def test_numbers_are_float32_in_their_fewest_digits():
     third = 1 / 3
-    written = forms.write(asked("/classify", {"input": "a"}).answer(replied(Score(third)), RM))
+    written = bodies.write(asked("/classify", {"input": "a"}).answer(replied(Score(third)), RM))
     assert b'"probs":[0.33333334]' in written
     with pytest.raises(SampleFailed):
         answered("/classify", {"input": "a"}, Score(1e39))
@@ -195,20 +200,36 @@ def test_pooling_by_token_and_by_step():
     for info, score in ((VALUES, values), (PRM, steps)):
         body = {"input": [5, 6], "task": "classify"}
         assert answered("/pooling", body, score, info=info)["data"][0]["data"] == [score.reward]
+    raw = {"use_activation": False}
+    assert answered("/pooling", {"input": [5], **raw}, values, info=VALUES)["data"][0]["data"] == [[0.5], [-2.0]]
+
+
+def test_what_a_model_has_no_answer_to_is_refused_before_it_is_asked():
+    raw = {"input": [5, 6], "use_activation": False}
     with pytest.raises(InvalidRequest, match="use_activation"):
-        answered("/pooling", {"input": [5, 6], "use_activation": False}, steps, info=PRM)
+        asked("/pooling", raw).check(PRM)
+    asked("/pooling", raw | {"task": "classify"}).check(PRM)
+    asked("/pooling", raw).check(VALUES)
+    by_token = asked("/pooling", {"input": "a", "task": "token_classify"})
     with pytest.raises(InvalidRequest, match="rm gives no numbers for single tokens; send the task classify"):
-        answered("/pooling", {"input": "a", "task": "token_classify"}, Score(1.0))
+        by_token.check(RM)
+    by_token.check(VALUES)
+    critic = replace(RM, outputs=("values",))
+    by_token.check(critic)
+    asked("/pooling", {"input": "a"}).check(critic)
+    with pytest.raises(InvalidRequest, match="no rewards"):
+        asked("/pooling", {"input": "a", "task": "classify"}).check(critic)
+    for path, body in ONE.items():
+        if path != "/pooling":
+            with pytest.raises(InvalidRequest, match="rm gives values and no rewards; name another model"):
+                asked(path, body).check(critic)
+        asked(path, body).check(RM)
 
 
 def test_a_critics_values_alone_are_answered_by_token_only():
     critic = replace(RM, outputs=("values",))
     score = Score(float("nan"), values=np.array([0.5], np.float32))
     assert answered("/pooling", {"input": [5]}, score, info=critic)["data"][0]["data"] == [[0.5]]
-    for path in ("/classify", "/score"):
-        body = {"input": [5], "text_1": "a", "text_2": "b"}
-        with pytest.raises(InvalidRequest, match="no rewards"):
-            answered(path, body, score, info=critic)
     assert not asked("/pooling", {"input": [5], "task": "token_classify"}).request.wants_rewards
     assert asked("/pooling", {"input": [5]}).request.wants_rewards
 
@@ -242,6 +263,19 @@ def test_score_joins_pairs(path, names):
     assert request("q", "a").texts == ["qa"]
     parts = {"content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}
     assert request(parts, [{"content": ["a"]}]).texts == ["q\nra"]
+
+
+def test_a_prompt_that_many_responses_would_make_too_much_of_is_refused_at_once():
+    """A hundred kilobytes that would make a gigabyte."""
+    body = {"text_1": "p" * 60_000, "text_2": ["a"] * 16_000}
+    started = time.monotonic()
+    with pytest.raises(InvalidRequest, match="makes 960,016,000 characters, at most 16,777,216 are taken; send fewer"):
+        FORMS["/score"].read(body, {})
+    assert time.monotonic() - started < 0.1
+    most = samples.MAX_JOINED // 60_001
+    assert len(FORMS["/score"].read(body | {"text_2": ["a"] * most}, {}).request) == most
+    one_each = {"text_1": ["p" * (samples.MAX_JOINED // 2)] * 3, "text_2": ["a"] * 3}
+    assert len(FORMS["/score"].read(one_each, {}).request) == 3, "no larger than what was sent"
 
 
 def test_score_answers_as_vllm_does():
@@ -306,10 +340,6 @@ INPUTS = [
     ({"messages": "a"}, "messages is a string"),
     ({"messages": ["a"]}, "messages[0] is a string; send an object with role and content"),
     ({"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}, "messages[1].role is null"),
-    ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is a number"),
-    ({"messages": [{"role": "user", "content": ["a", 5]}]}, "messages[0].content[1] is no text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "messages[0].content[0] is no"),
     ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens is true beside"),
     ({"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True}, "add_generation_prompt is not"),
     ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "continue_final_message is not"),
@@ -355,6 +385,51 @@ def test_what_is_wrong_is_told_with_its_place(path, body, message):
     assert message in str(told.value)
 
 
+ONE = {
+    "/get_reward": {"query": ["a"]},
+    "/reward": {"prompt": "a", "response": "b"},
+    "/classify": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/encode": {"text": "a"},
+    "/v1/embeddings": {"input": "a"},
+    "/predict": {"inputs": "a"},
+}
+"""The shortest body of each form."""
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_what_a_form_does_not_know_in_its_url_is_refused(path):
+    assert asked(path, ONE[path], model="rm").request is not None
+    with pytest.raises(InvalidRequest, match=r"^the URL has the unknown key 'modle'; this path takes model"):
+        asked(path, ONE[path], modle="rm")
+
+
+def test_each_form_knows_its_own_keys_in_the_url():
+    with pytest.raises(InvalidRequest, match=r"takes model, extra_logs$"):
+        asked("/get_reward", ONE["/get_reward"], extra_log="false")
+    with pytest.raises(InvalidRequest, match=r"'use_activation'; this path takes model, add_special_tokens$"):
+        asked("/classify", {"text": "a"}, use_activation="true")
+    with pytest.raises(InvalidRequest, match=r"takes model, add_special_tokens, use_activation, softmax, activation$"):
+        asked("/classify", {"input": "a"}, raw_scores="false")
+    told = {"add_special_tokens": "true", "raw_scores": "true", "truncate": "true"}
+    assert asked("/predict", ONE["/predict"], **told).request.truncation is not None
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_no_key_of_any_form_may_hold_too_much_nesting(path):
+    """More than orjson writes, though it reads it."""
+    keys = {"x", "user", "model", "label", "labels", "prompts", "parameters", "rid", "request_id", *SAMPLES, *OPTIONS}
+    for key in keys | {*ONE[path]}:
+        for value in (DEEP, {"x": DEEP}, [{"role": "user", "content": DEEP}]):
+            try:
+                read = FORMS[path].read(ONE[path] | {key: value}, {})
+            except InvalidRequest:
+                continue
+            assert bodies.write(read.answer(replied(Score(0.5)), RM))
+
+
 def test_what_is_wrong_in_the_url():
     with pytest.raises(InvalidRequest, match="the URL has use_activation=yes; write use_activation=true or"):
         asked("/classify", {"input": "a"}, use_activation="yes")
@@ -383,7 +458,8 @@ def test_errors_are_told_as_vllm_tells_them(error, status, kind):
 
 
 def test_the_list_of_models():
-    listed = models([RM, ModelInfo("callable", "function")])
+    listed = openai.models([RM, ModelInfo("callable", "function")], 17)
+    assert {m["created"] for m in listed["data"]} == {17}
     assert listed["object"] == "list"
     assert [(m["id"], m["root"], m["max_model_len"], m["object"]) for m in listed["data"]] == [
         ("rm", "org/rm", 512, "model"),
@@ -407,18 +483,18 @@ OPTIONS = [
 @pytest.mark.parametrize("path", FORMS)
 @settings(max_examples=60, deadline=None)
 @given(
-    samples=st.dictionaries(st.sampled_from(SAMPLES), TEXTS | JSON, max_size=3),
+    told=st.dictionaries(st.sampled_from(SAMPLES), TEXTS | JSON, max_size=3),
     options=st.dictionaries(st.sampled_from(OPTIONS), JSON, max_size=1),
 )
-def test_no_body_does_worse_than_be_refused(path, samples, options):
+def test_no_body_does_worse_than_be_refused(path, told, options):
     try:
-        read = FORMS[path].read(samples | options, {})
+        read = FORMS[path].read(told | options, {})
     except InvalidRequest:
         return
     assert read.request is not None
     scores = [Score(0.5)] * len(read.request)
     assert scores
-    assert forms.write(read.answer(replied(*scores), RM))
+    assert bodies.write(read.answer(replied(*scores), RM))
 
 
 @pytest.mark.parametrize("path", ["/classify", "/pooling", "/score", "/v1/embeddings", "/encode", "/predict"])

@@ -52,6 +52,10 @@ def test_texts_and_messages():
     conversation = [{"role": "user", "content": "hi"}]
     assert to_score_request(request(messages=[orjson.dumps(conversation).decode()]), INFO).messages == [conversation]
     raw = InferRequest({"": Tensor("", "BYTES", (1, 1), [b"raw"])})
+    for content in ({}, {"content": None}, {"content": 3}, {"content": [{"type": "text", "text": "x"}]}):
+        odd = [{"role": "assistant", **content}]
+        texts = [orjson.dumps(messages).decode() for messages in (conversation, odd)]
+        assert to_score_request(request(messages=texts), INFO).messages == [conversation, odd], "told in its row"
     assert to_score_request(raw, INFO).texts == ["raw"]
 
 
@@ -100,7 +104,7 @@ def test_hints_steps_and_parameters():
         ({"sentences": ["a"], "sequence_lengths": np.array([1])}, "goes with tokens"),
         ({"messages": ["{"]}, "row 0: not valid JSON"),
         ({"messages": ["[]"]}, "row 0: must be a JSON list"),
-        ({"messages": ['[{"role": "user"}]']}, "row 0: must be a JSON list"),
+        ({"messages": ['[{"content": "a"}]']}, "row 0: must be a JSON list of at least one object with role"),
         ({"sentences": ["a"], "group_ids": np.array([[1, 2]])}, r"'group_ids' must have shape \[1, 1\]"),
         ({"sentences": ["a"], "prompt_lengths": np.array([1, 2])}, r"'prompt_lengths' must have shape \[1, 1\]"),
         ({"sentences": ["a"], "step_positions": np.array([1])}, r"'step_positions' must have shape \[1, K\]"),

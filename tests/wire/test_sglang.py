@@ -9,9 +9,9 @@ import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, Overloaded, SampleFailed, UnknownModel
-from guerdon.wire import forms
-from guerdon.wire.pooling import FORMS
+from guerdon.wire import bodies, pooling, sglang
 
+FORMS = pooling.FORMS | sglang.FORMS
 RM = ModelInfo("rm", "sequence-classification")
 MANY = replace(RM, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief"))
 SUM = replace(MANY, kind="sum")
@@ -19,13 +19,13 @@ NATIVE = pytest.mark.parametrize("path", ["/classify", "/encode"])
 
 
 def asked(path: str, body, **query):
-    return FORMS[path].read(forms.parse(orjson.dumps(body)), query)
+    return FORMS[path].read(bodies.parse(orjson.dumps(body)), query)
 
 
 def answered(path: str, body, *results, info: ModelInfo = RM):
     lengths = list(range(3, 3 + len(results)))
     reply = ScoreReply(list(results), lengths, "v7", 0.25, 0.5)
-    return orjson.loads(forms.write(asked(path, body).answer(reply, info)))
+    return orjson.loads(bodies.write(asked(path, body).answer(reply, info)))
 
 
 @NATIVE

@@ -9,8 +9,8 @@ import pytest
 from guerdon import errors
 from guerdon.core import ModelInfo, Score, ScoreReply, Truncation
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
-from guerdon.wire import forms
-from guerdon.wire.pooling import FORMS
+from guerdon.wire import bodies
+from guerdon.wire.tei import FORMS
 
 RM = ModelInfo("rm", "sequence-classification")
 MANY = replace(RM, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief", "kind"))
@@ -18,12 +18,12 @@ SUM = replace(MANY, kind="sum", attribute_names=("helpful", "brief"))
 
 
 def asked(body, **query):
-    return FORMS["/predict"].read(forms.parse(orjson.dumps(body)), query)
+    return FORMS["/predict"].read(bodies.parse(orjson.dumps(body)), query)
 
 
 def answered(body, *results, info: ModelInfo = RM, **query):
     reply = ScoreReply(list(results), [3] * len(results), "v7", 0.25, 0.5)
-    return orjson.loads(forms.write(asked(body, **query).answer(reply, info)))
+    return orjson.loads(bodies.write(asked(body, **query).answer(reply, info)))
 
 
 def one(score: float) -> list[dict]:

@@ -7,7 +7,7 @@ import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
-from guerdon.wire import forms
+from guerdon.wire import bodies, forms, pooling
 from guerdon.wire.trainers import FORMS
 
 PLAIN = ModelInfo("rm", "test")
@@ -30,7 +30,7 @@ def answer(asked: forms.Asked, info: ModelInfo, *rewards: float, attributes=None
     """The body that these rewards are told by."""
     rows = attributes or [None] * len(rewards)
     results = [Score(r, None if a is None else np.array(a, np.float32)) for r, a in zip(rewards, rows, strict=True)]
-    return forms.write(asked.answer(ScoreReply(results, [1] * len(results), "v"), info)).decode()
+    return bodies.write(asked.answer(ScoreReply(results, [1] * len(results), "v"), info)).decode()
 
 
 @pytest.mark.parametrize("version", OPENRLHF)
@@ -58,6 +58,8 @@ def test_openrlhf_of_any_version(version):
         {"query": []},
         {"query": [], "prompts": [], "labels": []},
         {"query": [], "prompts": None, "labels": None},
+        {"query": [], "prompts": ["Q"], "labels": ["1"]},
+        {"query": [], "labels": "1"},
     ],
 )
 def test_openrlhfs_empty_lists(body):
@@ -105,9 +107,27 @@ def test_slimes_reward_key():
     told = json.loads(answer(read("/reward", body, key="score"), SUM, 1.5, attributes=[[0.5, 1]]))
     assert told == {"score": 1.5, "components": {"kind": 0.5, "short": 1}}
     assert answer(read("/reward", body), SUM, 1.5, attributes=[[0.5, 1]]) == "1.5"
-    assert json.loads(answer(read("/reward", body, key="components"), SUM, 1.5, attributes=[[1, 2]])) == {
-        "components": 1.5
-    }
+    assert answer(read("/reward", body, key=""), SUM, 1.5, attributes=[[0.5, 1]]) == "1.5"
+    with pytest.raises(InvalidRequest, match="key=components, where a sum's parts stand; name another key"):
+        read("/reward", body, key="components")
+
+
+def test_slimes_conversations_are_read_where_they_are_scored():
+    """Parts, missing contents and what is none at all are for the one rule that judges them for every form."""
+    parts = [{"type": "text", "text": "Q"}, {"type": "text", "text": "R"}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+    prompt = [{"role": "user", "content": parts}, call, {"role": "tool", "content": "4"}]
+    request = read("/reward", {"prompt": prompt, "response": "a"}).request
+    assert request.messages == [[*prompt, {"role": "assistant", "content": "a"}]]
+    lines = [{"role": "user", "content": "Q\nR"}, *prompt[1:]]
+    of_lines = read("/reward", {"prompt": lines, "response": "b"}).request
+    assert of_lines.groups.tolist() == request.groups.tolist()
+    of_vllm = pooling.FORMS["/classify"].read({"messages": request.messages[0]}, {}).request
+    assert of_vllm.groups.tolist() == request.groups.tolist()
+    for content in (None, 3, [{"type": "image_url"}], {"a": 1}):
+        wrong = read("/reward", {"prompt": [{"role": "user", "content": content}], "response": "a"}).request
+        assert wrong.messages[0][0]["content"] == content
+        assert wrong.groups is None
 
 
 BODIES = {"/get_reward": {"query": ["Q a"]}, "/reward": {"prompt": "Q", "response": " a"}}
@@ -133,7 +153,8 @@ def test_a_failed_sample_fails_the_request(path):
         with pytest.raises(SampleFailed, match="not a finite number of float32"):
             answer(asked, PLAIN, reward)
     with pytest.raises(InvalidRequest, match=r"^critic_infer gives values and no rewards; name another model$"):
-        answer(asked, CRITIC, float("nan"))
+        asked.check(CRITIC)
+    asked.check(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +165,14 @@ def test_a_failed_sample_fails_the_request(path):
         ("/get_reward", {}, "the body has no 'query'; send an object such as"),
         ("/get_reward", {"queries": ["a"]}, "the body has no 'query'"),
         ("/get_reward", {"prompt": "Q", "response": "a"}, "the body has no 'query'"),
-        ("/get_reward", {"query": None}, "query is null; send a list of strings"),
-        ("/get_reward", {"query": {"a": 1}}, "query is an object; send a list of strings"),
+        ("/get_reward", {"query": None}, "query is null; send a string, or a list of strings"),
+        ("/get_reward", {"query": {"a": 1}}, "query is an object; send a string, or a list"),
         ("/get_reward", {"query": ["a", 3]}, "query[1] is a number; send a list of strings"),
         ("/get_reward", {"query": ["a", ["b"]]}, "query[1] is a list; send a list of strings"),
         ("/get_reward", {"query": ["a"], "prompts": [None]}, "prompts[0] is null; send a list of strings"),
-        ("/get_reward", {"query": ["a"], "prompts": 7}, "prompts is a number; send a list of strings"),
+        ("/get_reward", {"query": ["a"], "prompts": 7}, "prompts is a number; send a string, or a list of strings"),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["Q"]}, "prompts has 1 entries, query 2; send one a text"),
         ("/get_reward", {"query": ["a"], "labels": ["1", "2"]}, "labels has 2 entries, query 1; send one a text"),
-        ("/get_reward", {"query": [], "labels": ["1"]}, "labels has 1 entries, query 0"),
         ("/get_reward", {"query": ["a"], "labels": "1"}, "labels is a string; send a list with one label a text"),
         ("/reward", 0.5, "the body is a number; send an object such as"),
         ("/reward", {"response": "a"}, "the body has no 'prompt'; send an object such as"),
@@ -160,9 +180,9 @@ def test_a_failed_sample_fails_the_request(path):
         ("/reward", {"query": ["a"]}, "the body has no 'prompt'"),
         ("/reward", {"prompt": "Q", "response": None}, "response is null; send a string"),
         ("/reward", {"prompt": None, "response": "a"}, "prompt is null; send a string, or a list of messages"),
-        ("/reward", {"prompt": [], "response": "a"}, "prompt has no messages; send at least one"),
-        ("/reward", {"prompt": ["Q"], "response": "a"}, "prompt[0] is no message; send an object with role and"),
-        ("/reward", {"prompt": [{"role": "user"}], "response": "a"}, "prompt[0] is no message"),
+        ("/reward", {"prompt": [], "response": "a"}, "prompt is an empty list; send a list of objects with role"),
+        ("/reward", {"prompt": ["Q"], "response": "a"}, "prompt[0] is a string; send an object with role and"),
+        ("/reward", {"prompt": [{"content": "Q"}], "response": "a"}, "prompt[0].role is null; send a string, such as"),
     ],
 )
 def test_what_is_wrong_is_named(path, body, text):

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import samples_of
-from guerdon.client import Scores
 from guerdon.client.clients import ScoreArgs
+from guerdon.errors import ConfigError
 
 SOON_S = 12.0
 """How long a blocking call may take, with all its tries: less than what AReaL calls 0."""
@@ -40,13 +40,16 @@ class RewardFunction:
 
         The data set's column `labels` is told to models that take labels. A call is given up after `timeout_s`.
         """
+        if send not in ("text", "tokens"):
+            raise ConfigError(f"send is {send!r}", "choose text or tokens")
         self._judge, self._send, self._labels = judge(url, model, timeout_s), send, labels
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """The reward. Raises SampleFailed where there is none, and GuerdonError where the server cannot be asked."""
-        return _reward(self._judge.score_in_queue(**self._asked(prompt, completions, prompt_ids, completion_ids, data)))
+        scores = self._judge.score_in_queue(**self._asked(prompt, completions, prompt_ids, completion_ids, data))
+        return float(scores.raise_for_failed().rewards[0])
 
     def _asked(
         self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
@@ -69,12 +72,8 @@ class AsyncRewardFunction(RewardFunction):
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """As `RewardFunction`'s."""
-        asked = self._asked(prompt, completions, prompt_ids, completion_ids, data)
-        return _reward(await self._judge.score_async(**asked))
+        scores = await self._judge.score_async(**self._asked(prompt, completions, prompt_ids, completion_ids, data))
+        return float(scores.raise_for_failed().rewards[0])
 
 
 reward_function, async_reward_function = RewardFunction, AsyncRewardFunction
-
-
-def _reward(scores: Scores) -> float:
-    return float(scores.raise_for_failed().rewards[0])

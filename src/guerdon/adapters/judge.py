@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -15,7 +14,6 @@ from guerdon.errors import DeadlineExceeded, Unavailable
 TIMEOUT_S = 600.0
 """How long a call may take, with all its tries, where nothing else is said."""
 
-
 _QUEUE_S = 1.0
 """How long a call that found no server speaks for those that waited behind it."""
 
@@ -25,7 +23,7 @@ class Judge:
 
     def __init__(self, url: str | tuple[str, ...], model: str, timeout_s: float) -> None:
         self._arguments = (url, model, timeout_s)
-        self._policy = RetryPolicy(timeout_s=timeout_s, tries=1_000_000)
+        self._policy = patient(timeout_s)
         self._client = RewardClient(url, model, policy=self._policy)
         self._by_loop: dict[asyncio.AbstractEventLoop, AsyncRewardClient] = {}
         self._lost_at, self._lost_why = -_QUEUE_S, ""
@@ -54,19 +52,25 @@ class Judge:
         if loop not in self._by_loop:
             for other in list(self._by_loop):
                 if other.is_closed():  # its client would hold it, and its sockets, for ever
-                    del self._by_loop[other]
+                    self._by_loop.pop(other, None)  # another thread may have seen it, too
             url, model, _ = self._arguments
             self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy)
         return await self._by_loop[loop].score(**samples)
 
 
+def patient(timeout_s: float) -> RetryPolicy:
+    """Waits until `timeout_s` for servers that restart, are full or have not started yet."""
+    return RetryPolicy(timeout_s=timeout_s, tries=1_000_000, wait_for_start=True)
+
+
 def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:
     """The one Judge of these arguments in this process; it can be pickled. Raises InvalidRequest for a malformed URL.
 
-    It connects at the first call. A server that was there and is away is tried again until `timeout_s` have gone by
+    It connects at the first call. Servers that are away or not up yet are tried again until `timeout_s` have gone by
     since the call.
     """
-    return _judge(url if isinstance(url, str) else tuple(url), model, timeout_s)
+    key = (url if isinstance(url, str) else tuple(url), model, timeout_s)
+    return _judges.get(key) or _judges.setdefault(key, Judge(*key))  # in one step: two threads get the same one
 
 
-_judge = functools.cache(Judge)
+_judges: dict[tuple[str | tuple[str, ...], str, float], Judge] = {}

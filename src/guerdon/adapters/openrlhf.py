@@ -15,8 +15,9 @@ from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import components_of
+from guerdon.client.clients import ScoreArgs
 from guerdon.errors import GuerdonError
-from guerdon.wire.forms import groups_of
+from guerdon.wire.rows import groups_of
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,16 @@ class RewardFunction:
     def __call__(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
         """The rewards of `queries`, each a prompt and its response with their special tokens, and their components'.
 
-        Models that take prompts and labels are told them. Raises SampleFailed where a sample has no reward, and
-        GuerdonError where the server cannot be asked.
+        Models that take prompts and labels are told them, unless these lists are empty. Raises SampleFailed where a
+        sample has no reward, and GuerdonError where the server cannot be asked.
         """
+        if not len(queries):
+            return {"rewards": [], "scores": [], "extra_logs": {}}
+        samples: ScoreArgs = {"texts": queries, "labels": labels if len(labels) else None}
+        if len(prompts):
+            samples |= {"prompts": prompts, "groups": groups_of(list(prompts))}
         try:
-            scores = self._judge.score(texts=queries, prompts=prompts, labels=labels, groups=groups_of(list(prompts)))
+            scores = self._judge.score(**samples)
             rewards = scores.raise_for_failed().rewards.tolist()
         except GuerdonError as e:
             log.error("no reward: %s", e)

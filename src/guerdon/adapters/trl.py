@@ -10,10 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import Prompt, components_of, none_for_nan, samples_of
+from guerdon.adapters.samples import Prompt, components_of, mean_of, none_for_nan, samples_of
 from guerdon.client import Scores
 from guerdon.client.clients import ScoreArgs
 
@@ -41,6 +39,7 @@ class RewardFunction:
         """
         self.__name__ = name or model
         self._judge, self._labels, self._suffix = judge(url, model, timeout_s), labels, suffix
+        self._components: list[str] = []
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         """One reward a completion, None where it has none. Raises GuerdonError where the server cannot be asked."""
@@ -54,11 +53,12 @@ class RewardFunction:
         failed = [error for error in scores.errors if error is not None]
         if failed:
             log.warning("%s: %d of %d samples have no reward: %s", self.__name__, len(failed), len(scores), failed[0])
-        for component, values in components_of(scores).items():
-            # TRL has these two since 1.0, its asynchronous trainers not.
-            if "log_metric" in columns:
-                columns["log_metric"](f"{self.__name__}/{component}", float(np.nanmean(values)))
-            if "log_extra" in columns:
+        # Before TRL 1.15 ranks that log other names than the rest hang, so that what failed is logged, too.
+        components = components_of(scores, self._components)
+        self._components = [*components]
+        for component, values in components.items():
+            if "log_metric" in columns:  # since 1.0, but not in TRL's asynchronous trainers
+                columns["log_metric"](f"{self.__name__}/{component}", mean_of(values))
                 columns["log_extra"](f"{self.__name__}/{component}", none_for_nan(values))
         return none_for_nan(scores.rewards)
 

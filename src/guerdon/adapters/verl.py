@@ -5,8 +5,7 @@
     +reward.custom_reward_function.reward_kwargs.url=http://host:5000
 
 verl tells a reward function the response but not its prompt, which is taken from the sample's `extra_info`. A sample
-without a reward raises, as verl has no word for one, and the run ends; but with the manager `rate_limited` it goes on
-with 0.0 for whatever raises or takes longer than its own time-out.
+without a reward raises and ends the run; only the manager `rate_limited` makes 0.0 of it, as of its own time-outs.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import Prompt, components_of, samples_of
+from guerdon.adapters.samples import Prompt, components_of, refuse_unknown, samples_of
 from guerdon.client import Scores
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import InvalidRequest
+
+_OF_VERL = {"reward_router_address", "reward_model_tokenizer"}  # about a reward model that verl itself runs
 
 
 def compute_score(
@@ -32,16 +33,15 @@ def compute_score(
     prompt_key: str = "prompt",
     suffix: str = "",
     timeout_s: float = TIMEOUT_S,
-    **_: Any,
+    **by_verl: Any,
 ) -> dict[str, float]:
     """`score`, the reward, and beside it each component's, of which verl keeps a column each.
 
-    The prompt is `extra_info[prompt_key]`: a text, after which the response stands with the `suffix` after it (as the
-    EOS, which verl strips), or messages, which the server formats. `ground_truth` is told to models that take labels.
-    Raises SampleFailed where the sample has no reward, and GuerdonError where the server cannot be asked within
-    `timeout_s`.
+    The prompt is `extra_info[prompt_key]`: a text, after which the response stands and the `suffix` (as the EOS, which
+    verl strips), or messages, which the server formats. `ground_truth` is told to models that take labels. Raises
+    SampleFailed where there is no reward, and GuerdonError where the server cannot be asked within `timeout_s`.
     """
-    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix)
+    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix, by_verl)
     return _told(judge(url, model, timeout_s).score(**asked))
 
 
@@ -56,20 +56,21 @@ async def compute_score_async(
     prompt_key: str = "prompt",
     suffix: str = "",
     timeout_s: float = TIMEOUT_S,
-    **_: Any,
+    **by_verl: Any,
 ) -> dict[str, float]:
     """`compute_score` without a thread for each sample under way."""
-    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix)
+    asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix, by_verl)
     return _told(await judge(url, model, timeout_s).score_async(**asked))
 
 
-def _asked(response: str, label: Any, extra_info: Mapping[str, Any], prompt_key: str, suffix: str) -> ScoreArgs:
-    if prompt_key not in extra_info:
+def _asked(response: str, label: Any, about: Mapping[str, Any], prompt_key: str, suffix: str, more: Any) -> ScoreArgs:
+    refuse_unknown(more.keys() - _OF_VERL, "reward_kwargs.", "url, model, prompt_key, suffix, timeout_s")
+    if prompt_key not in about:
         raise InvalidRequest(
-            f"extra_info has no {prompt_key!r}, only {', '.join(extra_info) or 'nothing'}: write the prompt there when "
+            f"extra_info has no {prompt_key!r}, only {', '.join(about) or 'nothing'}: write the prompt there when "
             "you make the data set, or say where it is by reward_kwargs.prompt_key"
         )
-    prompt = extra_info[prompt_key]
+    prompt = about[prompt_key]
     completion: Prompt = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
     return {**samples_of([prompt], [completion], suffix), "labels": [label]}
 

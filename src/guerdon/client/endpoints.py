@@ -39,6 +39,7 @@ class Endpoints:
         self._probe_s, self._max_probe_s = probe_s, max_probe_s
         self._lock = threading.Lock()
         self._num_taken = 0
+        self._has_waited = False
 
     def take(self, cost: int, now: float) -> Endpoint:
         """The server for a request of `cost` tokens; where all are down, the one whose probe comes first."""
@@ -86,6 +87,12 @@ class Endpoints:
         """Whether every server has failed and none has answered yet: the addresses are wrong, or nothing runs there."""
         with self._lock:
             return all(e.num_failures and not e.seen for e in self.all)
+
+    def is_first_wait(self) -> bool:
+        """Whether nobody has asked this before: of all calls that wait for the servers to start one says so."""
+        with self._lock:
+            is_first, self._has_waited = not self._has_waited, True
+            return is_first
 
     @staticmethod
     def _give_back(endpoint: Endpoint, cost: int) -> None:

@@ -41,6 +41,9 @@ class RetryPolicy:
     call with all its tries (a call's own `timeout_s` overrides it). A call is tried at most `tries` times, where a
     retry can help. The pauses between start at `backoff_s` and double up to `max_backoff_s`; each is shortened by
     a random part of up to `jitter` (0 to 1), and comes on top of a server's Retry-After.
+
+    A call for which none of the servers has ever answered fails at once, as the address may be wrong; with
+    `wait_for_start` it waits for them as for servers that restart, and the log says so.
     """
 
     connect_timeout_s: float = 5.0
@@ -49,6 +52,7 @@ class RetryPolicy:
     backoff_s: float = 0.25
     max_backoff_s: float = 10.0
     jitter: float = 0.5
+    wait_for_start: bool = False
 
     def next_delay(self, attempt: int, error: GuerdonError, rng: random.Random) -> float | None:
         """Seconds to wait after the failed try number `attempt` (from 1), or None to give up."""
@@ -255,8 +259,12 @@ class Caller:
             else:
                 endpoints.lost(endpoint, cost, self.clock(), spoke=not isinstance(error, Unreachable))
             if endpoints.none_ever_answered():
-                # Nothing runs at these addresses: trying on would only hide a mistyped port.
-                raise error if len(endpoints.all) == 1 else Unreachable(f"none of the servers answers; {error}")
+                if len(endpoints.all) > 1:
+                    error = Unreachable(f"none of the servers answers; {error}")
+                if not self.policy.wait_for_start:
+                    raise error  # nothing runs at these addresses: trying on would only hide a mistyped port
+                if endpoints.is_first_wait():
+                    log.warning("%s; waiting for it, up to %.0f s", error, deadline - started)
             delay_s = self.policy.next_delay(attempt, error, self.rng)
             if delay_s is not None and not isinstance(error, Overloaded) and endpoints.any_up(self.clock()):
                 delay_s = 0.0

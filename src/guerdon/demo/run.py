@@ -14,10 +14,11 @@ import yaml
 
 from guerdon.actor.settings import ReinforceRunConfig
 from guerdon.client import RewardClient
-from guerdon.config import from_mapping, read_yaml
+from guerdon.config import from_mapping
 from guerdon.demo import console, parts, plot
 from guerdon.demo.serving import served
 from guerdon.demo.story import KINDS
+from guerdon.yaml_files import read_yaml
 
 NUM_SHOWN = 5
 """Held-out prompts whose responses before and after are printed."""

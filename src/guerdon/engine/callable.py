@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import sys
 import threading
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from guerdon.config import ModelConfig
-from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.core import ModelInfo, Score, Sequence, Truncation
 from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
+
+log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 65_536
 """Default budget for a function whose cost is unknown."""
@@ -31,9 +34,10 @@ class FunctionScorer:
     """`module:function`: returns one number for each of its `texts`, `responses` or `tokens`.
 
     The name of its first parameter says what it takes: `texts: list[str]`; `responses: list[str]`, the texts without
-    the prompts that clients told, or the last message of each conversation; `tokens: list[int64 array]`. Where it has
-    parameters named `prompts` or `labels`, it gets what clients told of each sample: `list[str | None]`, and any JSON
-    value or None.
+    the prompts that clients told, or the assistant's message that ends each conversation; `tokens: list[int64 array]`.
+    Where it has parameters named `prompts` or `labels`, it gets what clients told of each sample: `list[str]`, and any
+    JSON value. One without a default is required, and a sample of which it was not told fails; with a default there is
+    None in its place.
     """
 
     encoder = None
@@ -41,12 +45,18 @@ class FunctionScorer:
     def __init__(self, config: ModelConfig) -> None:
         """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters."""
         self._function = _import(config.model)
+        if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
+            raise CheckpointError(
+                f"{config.model} is asynchronous, or a generator: calling it gives no numbers",
+                "make it a plain function that returns a list of numbers",
+            )
         parameters = inspect.signature(self._function).parameters
         takes = next(iter(parameters), "")
         if takes not in ("texts", "responses", "tokens"):
             raise CheckpointError(f"the first parameter of {config.model} is {takes or 'missing'}", f"name it {_READS}")
         self._takes = takes
         self._told = [name for name in _TOLD if name in parameters]
+        self._required = [name for name in self._told if parameters[name].default is inspect.Parameter.empty]
         for name, parameter in parameters.items():
             if name not in (takes, *self._told) and parameter.kind in _BY_NAME and parameter.default is parameter.empty:
                 raise CheckpointError(
@@ -68,17 +78,43 @@ class FunctionScorer:
             source=config.model,
         )
 
-    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """One result a sequence, in order; raises where the function returns another number of results."""
-        inputs = [self._read(s) for s in sequences]
-        told = {name: [getattr(s, _TOLD[name]) for s in sequences] for name in self._told}
-        return _as_scores(self._function(inputs, **told), len(sequences))
+    def score(self, sequences: list[Sequence]) -> list[Score | InvalidRequest | SampleFailed]:
+        """One result a sequence, in order; the function is called with those that have all that it reads."""
+        read = [self._read(s) for s in sequences]
+        fine = [i for i, sample in enumerate(read) if not isinstance(sample, InvalidRequest)]
+        told = {name: [getattr(sequences[i], _TOLD[name]) for i in fine] for name in self._told}
+        results = read
+        if fine:
+            scores = _as_scores(self._function([read[i] for i in fine], **told), len(fine), self.info.name)
+            for i, score in zip(fine, scores, strict=True):
+                results[i] = score
+        return results
 
     def _read(self, sequence: Sequence) -> Any:
+        """What the function gets of the sample, or what is missing for it."""
+        for name in self._required:
+            if getattr(sequence, _TOLD[name]) is None:
+                return InvalidRequest(
+                    f"{self.info.name} reads {name}, and this sample's {_TOLD[name]} was not told: send `{name}` "
+                    "beside the samples, as the page of the trainer or the protocol says"
+                )
         if self._takes == "tokens":
             return sequence.tokens
-        text = sequence.text or ""
-        return text.removeprefix(sequence.prompt or "") if self._takes == "responses" else text
+        text, prompt = sequence.text, sequence.prompt
+        assert text is not None
+        if self._takes == "texts" or sequence.is_response:
+            return text
+        if prompt is None:
+            return InvalidRequest(
+                f"{self.info.name} reads responses, and this text's prompt was not told: send `prompts` beside the "
+                "texts, or messages"
+            )
+        if not text.startswith(prompt):
+            return InvalidRequest(
+                f"{self.info.name} reads responses, and the text, {_shown(text)}, does not begin with its prompt, "
+                f"{_shown(prompt)}"
+            )
+        return text.removeprefix(prompt)
 
 
 class PaddedScorer:
@@ -115,8 +151,9 @@ class PaddedScorer:
             out = self._infer_fn(inputs=inputs)
         rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
         if rewards.size != count:
-            raise ValueError(f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward a row")
-        return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences))
+            returned = f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward a row"
+            return _refused(returned, len(sequences), self.info.name)
+        return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences), self.info.name)
 
 
 class FunctionEncoder:
@@ -126,7 +163,9 @@ class FunctionEncoder:
         self._tokenize = tokenize_func
         self._lock = threading.Lock()
 
-    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]:
         """The ids of each text, int64 `[T]`; which special tokens it adds is the function's own affair."""
         if add_special_tokens:
             refusal = "add_special_tokens: this server's own tokenize_func decides what is added; leave it out"
@@ -157,14 +196,33 @@ def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int)
     return tokens, lengths
 
 
-def _as_scores(values: Any, count: int) -> list[Score | SampleFailed]:
-    rewards = np.asarray(values, dtype=np.float32).reshape(-1)
-    if len(rewards) != count:
-        raise ValueError(f"the function returned {len(rewards)} rewards for {count} samples")
+def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
+    rewards = np.asarray(values, dtype=np.float32)
+    if rewards.ndim == 0 or rewards.size != count:
+        returned = "a single number" if rewards.ndim == 0 else f"{rewards.size} rewards"
+        returned = f"the function returned {returned} for {count} samples; return a list of one a sample"
+        return _refused(returned, count, name)
     return [
         Score(float(r)) if math.isfinite(r) else SampleFailed(f"the function returned {float(r)} for this sample")
-        for r in rewards
+        for r in rewards.reshape(-1)
     ]
+
+
+def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]:
+    """Every sample fails: raised, it would be called again with fewer, and might give numbers of another meaning."""
+    log.error("%s: %s", name, returned)
+    return [SampleFailed(returned) for _ in range(count)]
+
+
+def _is_deferred(function: Any) -> bool:
+    return any(
+        test(function)
+        for test in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
 def _import(name: str) -> Callable[..., Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as ListLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from guerdon.core import Message
+from guerdon.core import Message, Truncation
 from guerdon.errors import CheckpointError, InvalidRequest
+from guerdon.messages import plain
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -81,18 +83,21 @@ class TextEncoder:
         """The tokens of a step separator standing by itself, as TRL's PRM trainer appends them to each step."""
         return tuple(self._ids([text])[0])
 
-    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]:
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]:
         """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
 
         With `add_special_tokens` the tokenizer adds what it is configured to, save a second BOS before one that the
-        text has. A text that is not valid Unicode has the error in its place.
+        text has; `truncation`, which is for these alone, leaves room for it, as transformers does. A text that is not
+        valid Unicode has the error in its place, and so has one where there is no room for what is added.
         """
         made: list[Any] = [_not_unicode(text) for text in texts]
         fine = [i for i, error in enumerate(made) if error is None]
-        bos = self._tokenizer.bos_token_id
-        for i, ids in zip(fine, self._ids([texts[i] for i in fine], add_special_tokens), strict=True):
-            is_doubled = add_special_tokens and bos is not None and ids[:2] == [bos, bos]
-            made[i] = np.array(ids[is_doubled:], dtype=np.int64)
+        read = [texts[i] for i in fine]
+        rows = self._surrounded(read, truncation) if add_special_tokens else self._ids(read)
+        for i, ids in zip(fine, rows, strict=True):
+            made[i] = ids if isinstance(ids, InvalidRequest) else np.array(ids, dtype=np.int64)
         return made
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
@@ -122,11 +127,35 @@ class TextEncoder:
         with self._lock:
             return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
+    def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
+        """The ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
+        if truncation is None or truncation.max_tokens is None:
+            rows = self._ids(texts, add_special_tokens=True)
+        else:
+            bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
+            if bound < added:
+                refusal = f"truncation to {bound} tokens leaves no room for the {added} special tokens that are added"
+                return [InvalidRequest(refusal) for _ in texts]
+            rows = [self._cut(text, bound, bound - added, truncation.side) for text in texts]
+        bos = self._tokenizer.bos_token_id
+        return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in rows]
+
+    def _cut(self, text: str, bound: int, room: int, side: Literal["left", "right"]) -> list[int]:
+        """At most `bound` ids, of which `room` are the text's own."""
+        if self._fast is None:
+            with self._lock:
+                self._tokenizer.truncation_side = side
+                return self._tokenizer.encode(text, truncation=True, max_length=bound)
+        # Not by the tokenizer's own truncation, a setting that other threads may not see changed.
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        encoding.truncate(room, direction=side)
+        return self._fast.post_process(encoding, add_special_tokens=True).ids
+
     def _render(self, conversation: list[Message], is_prompt: bool = False) -> str | InvalidRequest:
         import jinja2
 
         try:
-            _check(conversation)
+            conversation = plain(conversation)
             if is_prompt and not self.takes_messages:
                 raise InvalidRequest("the tokenizer has no chat template")
             continues = is_prompt and conversation[-1]["role"] == "assistant"
@@ -139,7 +168,7 @@ class TextEncoder:
         except InvalidRequest as e:
             return e
         # A template is a program over the user's data: what it trips over is the data's shape.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as e:
             return InvalidRequest(f"the chat template refuses the messages: {e}")
 
 
@@ -151,15 +180,3 @@ def _not_unicode(text: str) -> InvalidRequest | None:
             f"the text is not valid Unicode (a lone surrogate at character {e.start}); send proper text"
         )
     return None
-
-
-def _check(conversation: list[Message]) -> None:
-    if not isinstance(conversation, list) or not conversation:
-        raise InvalidRequest("messages must be a non-empty list of objects with role and content")
-    for i, message in enumerate(conversation):
-        if not isinstance(message, dict):
-            raise InvalidRequest(f"message {i} is a {type(message).__name__}, not an object with role and content")
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"message {i} needs a role, such as user or assistant")
-        if not isinstance(message.get("content"), str | list | None) or "content" not in message:
-            raise InvalidRequest(f"message {i} needs a content that is text")

@@ -16,11 +16,17 @@ from guerdon.server.asgi import JSON, Reply, score_headers, unless_left
 from guerdon.server.body import off_loop, read_body
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
-from guerdon.wire import forms, pooling, trainers
+from guerdon.wire import bodies, pooling, sglang, tei, trainers
 from guerdon.wire.forms import Asked, Form
 
-FORMS: dict[str, Form] = trainers.FORMS | pooling.FORMS
+FORMS: dict[str, Form] = trainers.FORMS | pooling.FORMS | sglang.FORMS | tei.FORMS
 """All forms by the path at which they are served."""
+
+_READ_INLINE_BYTES = 65_536
+"""A larger body is read in a thread: ten thousand samples may stand in one."""
+
+_ROW_BYTES = 1024
+"""A row of an answer takes about as long as so many bytes of a body, however few it has itself."""
 
 
 class FormHandler:
@@ -34,7 +40,7 @@ class FormHandler:
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
         """The answer; of the model that the body names, else the URL's `?model=`, else the default one."""
-        service, query = self._service, dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        service, query = self._service, _query(scope)
         name = query.get("model", "")
         # Until the body tells of another model, the request is counted as one to this.
         with service.metrics.request(self._counted_as(name)) as counted, Place(self._gate) as place:
@@ -44,19 +50,23 @@ class FormHandler:
             size = len(body)
             read = functools.partial(self._read, body, query)
             del body
-            asked = await off_loop(read, size)
+            asked = await off_loop(read, size, _READ_INLINE_BYTES)
             del read
+            # A prompt before many responses makes more of them than came; what one body may have always fits.
+            place.reach(min(_num_characters(asked), self._body_limits[0]))
             name = asked.model or name
             counted.model = self._counted_as(name)
             info = service.scored_by(name)
+            asked.check(info)
             reply = ScoreReply([], [], info.weights_version)
             if asked.request is not None:
                 reply = await unless_left(service.score(info.name, asked.request), receive)
-            payload = await off_loop(functools.partial(_write, asked, reply, info), size)
+            write = functools.partial(_write, asked, reply, info)
+            payload = await off_loop(write, max(size, len(reply.results) * _ROW_BYTES))
         return 200, [*score_headers(reply), JSON], payload
 
     def _read(self, body: bytes, query: Mapping[str, str]) -> Asked:
-        return self._form.read(forms.parse(body), query)
+        return self._form.read(bodies.parse(body), query)
 
     def _counted_as(self, name: str) -> str:
         try:
@@ -66,4 +76,13 @@ class FormHandler:
 
 
 def _write(asked: Asked, reply: ScoreReply, info: ModelInfo) -> bytes:
-    return forms.write(asked.answer(reply, info))
+    return bodies.write(asked.answer(reply, info))
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    """What stands behind the URL's `?`, also what has no value: a misspelt name is refused either way."""
+    return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+
+def _num_characters(asked: Asked) -> int:
+    return sum(map(len, asked.request.texts or ())) if asked.request is not None else 0

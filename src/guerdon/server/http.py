@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
 from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate, Place
 from guerdon.server.service import Service
-from guerdon.wire import forms, kserve, operations, pooling, signature
+from guerdon.wire import bodies, forms, kserve, openai, operations, signature
 from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.http")
@@ -66,7 +67,8 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
         Route("/v2/repository/index", _Endpoint(post, front.index)),
         Route("/metrics", _Endpoint(get, front.metrics)),
         Route("/health", _Endpoint(get, front.health)),
-        Route("/v1/models", _Endpoint(get, front.models)),
+        Route("/v1/models", _Endpoint(get, front.models, openai.told)),
+        Route("/v1/models/{name:path}", _Endpoint(get, front.one_model, openai.told)),
     ]
     routes += [
         Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate), form.told))
@@ -90,6 +92,7 @@ class _Front:
         self._service = service
         self._body_limits = (config.max_body_mb << 20, config.request_timeout_s)
         self._gate = gate
+        self._created = int(time.time())
         self._names = {info.name for info in service.models()}
 
     async def infer(self, scope: Scope, receive: Receive) -> Reply:
@@ -140,7 +143,11 @@ class _Front:
         return 200 if self._service.is_ready() else 503, [], b""
 
     async def models(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(pooling.models([info for info in self._service.models() if isinstance(info, ModelInfo)]))
+        infos = [info for info in self._service.models() if isinstance(info, ModelInfo)]
+        return _json(openai.models(infos, self._created))
+
+    async def one_model(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(openai.model(self._service.scored_by(scope["path_params"]["name"]), self._created))
 
     async def server(self, scope: Scope, receive: Receive) -> Reply:
         return _json(about.server())
@@ -209,7 +216,7 @@ class _Errors:
         if refused:
             headers.append((b"connection", b"close"))
         status, told = scope.get(_TOLD, _told)(error)
-        await send_reply(send, (status, headers, forms.write(told)), more_body=refused)
+        await send_reply(send, (status, headers, bodies.write(told)), more_body=refused)
         if refused:
             await _linger(receive, send)
 

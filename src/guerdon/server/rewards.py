@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
@@ -11,20 +10,26 @@ import numpy as np
 
 from guerdon.config import ComponentConfig, RewardConfig
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, named
 
 
 class Running:
     """Mean and standard deviation (of the population, not an estimate) of all numbers that were added.
 
-    Both are kept as deviations, so that a large common offset costs no digits; of equal numbers the deviation is
-    exactly 0.
+    Both are kept as deviations from the first number, so that a large common offset costs no digits; of equal numbers
+    the deviation is exactly 0.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean = 0.0
+        self._first = 0.0
+        self._offset = 0.0
         self._squares = 0.0
+
+    @property
+    def mean(self) -> float:
+        """0 until a number was added."""
+        return self._first + self._offset
 
     @property
     def std(self) -> float:
@@ -35,12 +40,16 @@ class Running:
         """Adds finite numbers, float64 `[N]`; N may be 0."""
         if not len(values):
             return
-        mean = values[0] + np.mean(values - values[0])
-        squares = np.sum((values - mean) ** 2)
+        if not self.count:
+            self._first = float(values[0])
+        offsets = values - self._first
+        # From one of them, not from their mean, which may differ from equal numbers by its last digit.
+        middle = float(offsets[0] + np.mean(offsets - offsets[0]))
+        squares = float(np.sum((offsets - middle) ** 2))
         before, self.count = self.count, self.count + len(values)
-        step, share = float(mean) - self.mean, len(values) / self.count
-        self.mean += step * share
-        self._squares += float(squares) + step**2 * before * share
+        step, share = middle - self._offset, len(values) / self.count
+        self._offset += step * share
+        self._squares += squares + step**2 * before * share
 
 
 class Sum:
@@ -73,8 +82,8 @@ class Sum:
         if request.messages is not None and not info.takes_messages:
             without = ", ".join(part.name for part in self._infos if not part.takes_messages)
             raise InvalidRequest(
-                f"{info.name} takes no messages: there is no chat template for {without}; send sentences, formatted "
-                "for all its components"
+                f"{info.name} takes no messages: {without} cannot read them (a checkpoint needs a chat template, a "
+                "function a first parameter `responses`); send sentences, formatted for all its components"
             )
         if request.texts is not None and not info.takes_text:
             raise InvalidRequest(f"{info.name} takes no text: {_readings(self._infos)}; send tokens")
@@ -95,9 +104,13 @@ class Sum:
             seen.add(row[fine])
         totals = self._totals(rewards)
         attributes = rewards.T.astype(np.float32)
+        # Row by row only what is kept so: the event loop stands still meanwhile.
+        results: list[Score | GuerdonError] = list(map(Score, totals.tolist(), attributes))
+        for i in np.flatnonzero(~(fine & np.isfinite(totals))):
+            results[i] = self._failure(replies, i) or SampleFailed(f"the weighted sum of its rewards is {totals[i]}")
         return ScoreReply(
-            [self._failure(replies, i) or _score(totals[i], attributes[i]) for i in range(len(fine))],
-            [max(lengths) for lengths in zip(*(reply.lengths for reply in replies), strict=True)],
+            results,
+            np.max([reply.lengths for reply in replies], axis=0).tolist(),
             _version(self.components, [reply.weights_version for reply in replies]),
             max(reply.queue_s for reply in replies),
             sum(reply.compute_s for reply in replies),
@@ -125,13 +138,6 @@ class Sum:
         return None
 
 
-def named(component: str, error: GuerdonError) -> GuerdonError:
-    """The same error of that component; a new one, as others may be told of it, too."""
-    told = copy.copy(error)
-    told.args = (f"{component}: {error}",)
-    return told
-
-
 def _normalised(rewards: np.ndarray, config: ComponentConfig, seen: Running) -> np.ndarray:
     if config.normalize == "given":
         return (rewards - (config.mean or 0.0)) / (config.std or 1.0)
@@ -142,12 +148,6 @@ def _normalised(rewards: np.ndarray, config: ComponentConfig, seen: Running) -> 
 
 def _clipped(values: np.ndarray, clip: float | None) -> np.ndarray:
     return values if clip is None else np.clip(values, -clip, clip)
-
-
-def _score(reward: np.float32, attributes: np.ndarray) -> Score | SampleFailed:
-    if not np.isfinite(reward):
-        return SampleFailed(f"the weighted sum of its rewards is {reward}")
-    return Score(float(reward), attributes)
 
 
 def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:

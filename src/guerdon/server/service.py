@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -24,16 +23,25 @@ from guerdon.core import (
     Score,
     ScoreReply,
     ScoreRequest,
-    Sequence,
     TrainRequest,
     Truncation,
 )
-from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, Unavailable, UnknownModel
+from guerdon.errors import (
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    named,
+)
+from guerdon.messages import response
 from guerdon.metrics import Metrics
+from guerdon.server import samples
 from guerdon.server.critic import Coming, Critic
 from guerdon.server.critic import Result as Done
 from guerdon.server.loop import Group, Loop
-from guerdon.server.rewards import Sum, named
+from guerdon.server.rewards import Sum
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
 log = logging.getLogger(__name__)
@@ -42,7 +50,9 @@ log = logging.getLogger(__name__)
 class Encoder(Protocol):
     """Turns text into ids, or says in a text's place what is wrong with it; thread-safe."""
 
-    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray | InvalidRequest]: ...
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]: ...
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
@@ -124,16 +134,20 @@ class Service:
 
     def scored_by(self, name: str) -> ModelInfo:
         """The model that a protocol means which may leave the name out: then the first one, the one named in the
-        settings before all others, sums first. A checkpoint's own name will do, as its folder or hub id was given.
+        settings before all others, sums first. A checkpoint's own name will do, as its folder or hub id was given,
+        where it is no other model's name.
 
-        Raises UnknownModel.
+        Raises UnknownModel, also where several models were loaded from what is named.
         """
         infos = self._infos()
         if not name:
             return infos[0]
-        for info in infos:
-            if name in (info.name, info.source):
-                return info
+        found = [info for info in infos if info.name == name] or [info for info in infos if info.source == name]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(info.name for info in found)
+            raise UnknownModel(f"several models were loaded from {name!r}; ask for one by its name: {names}")
         raise UnknownModel(f"unknown model {name!r}; served here: {', '.join(info.name for info in infos)}")
 
     def is_ready(self, name: str | None = None) -> bool:
@@ -194,7 +208,10 @@ class Service:
 
         try:
             async with asyncio.TaskGroup() as group:
-                parts = [group.create_task(asked(component)) for component in made.components]
+                parts = []
+                for component in made.components:
+                    parts.append(group.create_task(asked(component)))
+                    await asyncio.sleep(0)  # what a large request is to all of them, others need not wait for
         except BaseExceptionGroup as e:
             raise e.exceptions[0] from None
         reply = made.combine([part.result() for part in parts])
@@ -217,15 +234,15 @@ class Service:
         info = served.info
         if self._critic is not None and self._critic.lane == name and (fault := self._critic.fault) is not None:
             raise fault
-        truncation = _truncation(request, model, info)
+        cut = samples.truncation(request, model, info)
         results: list[Result | None] = []
         sequences = []
-        for i, row in enumerate(await self._rows(name, served, request)):
-            s = _sequence(row, request, i)
-            if truncation is not None:
-                s = _truncated(s, truncation, info)
+        for i, row in enumerate(await self._rows(name, served, request, cut)):
+            s = samples.sequence(row, request, i)
+            if cut is not None:
+                s = samples.truncated(s, cut)
             sequences.append(s)
-            results.append(row if isinstance(row, InvalidRequest) else _wrong(s, info))
+            results.append(row if isinstance(row, InvalidRequest) else samples.wrong(s, info))
         accepted = [i for i, r in enumerate(results) if r is None]
         job = Job([sequences[i] for i in accepted], request.priority, started)
         if accepted:
@@ -268,7 +285,7 @@ class Service:
         self.ready = False
 
     async def _rows(
-        self, name: str, served: Served, request: ScoreRequest
+        self, name: str, served: Served, request: ScoreRequest, cut: Truncation | None
     ) -> ListLike[np.ndarray | str | InvalidRequest]:
         """What the scorer reads of each sample: its ids, or its text, or what is wrong with it."""
         info = served.info
@@ -279,24 +296,38 @@ class Service:
                 raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
             return request.tokens
         if request.messages is not None and not info.takes_messages:
-            raise InvalidRequest(f"{info.name} has no chat template; send sentences or tokens, formatted for it")
+            raise InvalidRequest(
+                f"{info.name} reads no messages"
+                + (
+                    ", but texts; name the function's first parameter `responses`, or "
+                    if info.kind == "function"
+                    else ": it has no chat template; "
+                )
+                + "send sentences or tokens, formatted for it"
+            )
         if request.texts is not None and not info.takes_text:
             raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
         if served.encoder is None:
-            return request.texts or [_last_text(conversation) for conversation in request.messages or ()]
+            if request.add_special_tokens or request.truncation is not None:
+                raise InvalidRequest(
+                    f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "
+                    "leave these options out"
+                )
+            return request.texts or [_response(conversation) for conversation in request.messages or ()]
         self._loop.check_room(name, len(request))  # before work is spent on it
         run = asyncio.get_running_loop().run_in_executor
         if request.texts is not None:
-            return await run(self._tokenisers, served.encoder.encode, request.texts, request.add_special_tokens)
+            added = request.add_special_tokens
+            return await run(self._tokenisers, served.encoder.encode, request.texts, added, cut if added else None)
         return await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
 
 
-def _last_text(conversation: list[Message]) -> str | InvalidRequest:
-    """What a function reads of a conversation: its last message."""
-    content = conversation[-1].get("content") if conversation else None
-    if not isinstance(content, str):
-        return InvalidRequest(f"the last message's content is a {type(content).__name__}, and not text")
-    return content
+def _response(conversation: list[Message]) -> str | InvalidRequest:
+    """What a function reads of a conversation."""
+    try:
+        return response(conversation)
+    except InvalidRequest as e:
+        return e
 
 
 def _limits(model: ModelConfig, served: Served) -> Limits:
@@ -306,70 +337,6 @@ def _limits(model: ModelConfig, served: Served) -> Limits:
         max_queue_sequences=model.max_queue_sequences,
         shares=served.info.path == "packed+shared",
     )
-
-
-def _sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
-    return Sequence(
-        row if isinstance(row, np.ndarray) else np.empty(0, dtype=np.int64),
-        row if isinstance(row, str) else None,
-        None if request.groups is None else int(request.groups[i]),
-        None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
-        None if request.steps is None else request.steps[i],
-        request.wants_rewards,
-        None if request.prompts is None else request.prompts[i],
-        None if request.labels is None else request.labels[i],
-    )
-
-
-def _truncation(request: ScoreRequest, model: ModelConfig, info: ModelInfo) -> Truncation | None:
-    """What is cut off of samples that are too long: as the request says, else as the server's setting does."""
-    if request.truncation is None:
-        return None if model.truncation == "error" else Truncation(None, model.truncation)
-    if {"values", "step_rewards"} & {*info.outputs}:
-        raise InvalidRequest(
-            f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
-            "shorter samples"
-        )
-    return request.truncation
-
-
-def _truncated(s: Sequence, truncation: Truncation, info: ModelInfo) -> Sequence:
-    """The sequence without its surplus at that side."""
-    bounds = [bound for bound in (truncation.max_tokens, info.max_length) if bound is not None]
-    max_length = min(bounds, default=len(s.tokens))
-    surplus = len(s.tokens) - max_length
-    if surplus <= 0:
-        return s
-    first = surplus if truncation.side == "left" else 0
-    prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
-    return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
-
-
-def _wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
-    """What is wrong with one sequence, if anything."""
-    if s.text is not None:
-        return None
-    tokens = s.tokens
-    if not len(tokens):
-        return InvalidRequest("the sample has no tokens; send at least one")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0:
-        return InvalidRequest(f"token id {low} is negative; send padding only beyond a row's length")
-    if info.vocab_size is not None and high >= info.vocab_size:
-        return InvalidRequest(
-            f"token id {high} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}); was it "
-            "tokenised for another model?"
-        )
-    if s.steps is not None and len(s.steps) and (s.steps.min() < 0 or s.steps.max() >= len(tokens)):
-        return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
-    if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
-        return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
-    if info.max_length is not None and len(tokens) > info.max_length:
-        return InvalidRequest(
-            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it, or "
-            "start the server with --truncation left or right"
-        )
-    return None
 
 
 def _resolve(jobs: list[Job]) -> None:

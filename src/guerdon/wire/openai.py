@@ -1,11 +1,12 @@
-"""What vLLM's and SGLang's forms have of OpenAI's API: how errors are told, tokens counted and ids made."""
+"""What vLLM's and SGLang's forms have of OpenAI's API: how errors are told, models, tokens counted and ids made."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
-from guerdon.core import ScoreReply
+from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import GuerdonError, InvalidRequest, UnknownModel
 
 _TYPES = {
@@ -31,6 +32,25 @@ def told_flat(error: GuerdonError) -> tuple[int, Any]:
     """An error as SGLang's OpenAI routes tell it."""
     status, content = _told(error)
     return status, {"object": "error", **content}
+
+
+def models(infos: Iterable[ModelInfo], created: int) -> dict[str, Any]:
+    """The body of `/v1/models`: what is served, in the order given, since `created` in seconds of the epoch."""
+    return {"object": "list", "data": [model(info, created) for info in infos]}
+
+
+def model(info: ModelInfo, created: int) -> dict[str, Any]:
+    """The body of `/v1/models/NAME`, which is an entry of the list, too."""
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "guerdon",
+        "root": info.source or info.name,
+        "parent": None,
+        "max_model_len": info.max_length,
+        "permission": [],
+    }
 
 
 def usage(reply: ScoreReply) -> dict[str, Any]:

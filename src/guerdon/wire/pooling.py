@@ -1,20 +1,33 @@
-"""vLLM's forms `/classify`, `/pooling` and `/score`; and all scoring servers' forms by their paths."""
+"""vLLM's forms `/classify`, `/pooling` and `/score`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.wire import sglang, tei
-from guerdon.wire.forms import Asked, Form, model_of, number, object_of, rewarded, scores_of
+from guerdon.wire import sglang
+from guerdon.wire.bodies import check_url, model_of, object_of
+from guerdon.wire.forms import Asked, Form, check_rewards, number
 from guerdon.wire.labels import Activation, activated, components_of, in_base64, labels_of, more_of, numbers_of
 from guerdon.wire.openai import request_id, told, usage
-from guerdon.wire.samples import choice, flag, integer, joined, read_input, read_messages, read_text_or_parts, refuse
+from guerdon.wire.rows import scores_of
+from guerdon.wire.samples import (
+    choice,
+    conversed,
+    flag,
+    integer,
+    joined,
+    read_input,
+    read_messages,
+    read_text_or_parts,
+    refuse,
+    with_special_tokens,
+)
 
 _CLASSIFY = '{"input": ["a prompt and its response"], "use_activation": false}'
 _SCORE = '{"text_1": "a prompt", "text_2": ["a response", "another one"]}'
@@ -33,6 +46,10 @@ _REFUSED_PAIRS = {
     "instruction": "put it into the prompts",
     "chat_template_kwargs": "prompt and response are joined without a template",
 }
+_ACTIVATIONS = ("use_activation", "softmax", "activation")
+"""What asks for an activation, the newest name first."""
+
+_IN_URL = ("add_special_tokens", *_ACTIVATIONS)
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -46,6 +63,7 @@ def read_classify(body: Any, query: Mapping[str, str]) -> Asked:
         if any(body.get(name) is not None for name in ("input", "messages")):
             raise InvalidRequest("the body has keys of vLLM's form and of SGLang's; send input or messages, else text")
         return sglang.read_native(body, query)
+    check_url(query, *_IN_URL)
     request, activation, answer_id = _samples(body, query), _activation(body, query), request_id(body, "request_id")
 
     def answer(reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
@@ -56,7 +74,7 @@ def read_classify(body: Any, query: Mapping[str, str]) -> Asked:
             label = labels[int(probs.argmax())]
             return {"index": index, "label": label, "probs": probs, "num_classes": len(probs), **more_of(score, info)}
 
-        rows = [row(i, score) for i, score in enumerate(rewarded(reply, info))]
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
         return _listed(f"classify-{answer_id}", rows, reply, info)
 
     return Asked(model_of(body), request, answer)
@@ -68,27 +86,36 @@ def read_pooling(body: Any, query: Mapping[str, str]) -> Asked:
     Without a task it is the model's own. A step's numbers are its probabilities of being wrong and of being right.
     """
     body = object_of(body, _CLASSIFY)
+    check_url(query, *_IN_URL)
     request, activation, answer_id = _samples(body, query), _activation(body, query), request_id(body, "request_id")
     task, encode = choice(body, "task", "classify", "token_classify"), _encoder(body)
     wants_raw = _is_activated(body, query) is False
     request.wants_rewards = task != "token_classify"
 
+    def is_by_token(info: ModelInfo) -> bool:
+        return task == "token_classify" or (task is None and _has_tokens(info))
+
+    def check(info: ModelInfo) -> None:
+        if not is_by_token(info):
+            check_rewards(info)
+        elif not _has_tokens(info):
+            raise InvalidRequest(f"{info.name} gives no numbers for single tokens; send the task classify")
+        elif wants_raw and "step_rewards" in info.outputs:
+            raise InvalidRequest("step rewards are probabilities, there are no raw numbers: leave use_activation out")
+
     def answer(reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
-        by_token = task == "token_classify" or (task is None and bool({"values", "step_rewards"} & {*info.outputs}))
+        by_token = is_by_token(info)
 
         def row(index: int, score: Score) -> dict[str, Any]:
-            if not by_token:
-                data, more = numbers_of(score, info, activation), more_of(score, info)
-            elif score.steps is not None:
-                data, more = _of_steps(score.steps, wants_raw), {}
-            else:
-                data, more = _of_values(score, info, activation), {}
-            return {"index": index, "object": "pooling", "data": encode(data), **more}
+            if by_token:
+                return {"index": index, "object": "pooling", "data": encode(_by_token(score, activation))}
+            numbers = encode(numbers_of(score, info, activation))
+            return {"index": index, "object": "pooling", "data": numbers, **more_of(score, info)}
 
-        scores = scores_of(reply) if by_token else rewarded(reply, info)
-        return _listed(f"pooling-{answer_id}", [row(i, score) for i, score in enumerate(scores)], reply, info)
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        return _listed(f"pooling-{answer_id}", rows, reply, info)
 
-    return Asked(model_of(body), request, answer)
+    return Asked(model_of(body), request, answer, check)
 
 
 def read_score(body: Any, query: Mapping[str, str]) -> Asked:
@@ -97,6 +124,7 @@ def read_score(body: Any, query: Mapping[str, str]) -> Asked:
     Each pair is joined; the answer has one number a pair as `score`.
     """
     body = object_of(body, _SCORE)
+    check_url(query, *_IN_URL)
     refuse(body, _REFUSED_PAIRS)
     prompts, responses = _pairs(body)
     request, activation = _with_options(joined(prompts, responses), body, query), _activation(body, query)
@@ -107,31 +135,10 @@ def read_score(body: Any, query: Mapping[str, str]) -> Asked:
             (told_score,) = activated(np.array([number(score.reward)]), activation)
             return {"index": index, "object": "score", "score": told_score, **components_of(score, info)}
 
-        rows = [row(i, score) for i, score in enumerate(rewarded(reply, info))]
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
         return _listed(f"score-{answer_id}", rows, reply, info)
 
     return Asked(model_of(body), request, answer)
-
-
-def models(infos: Iterable[ModelInfo]) -> dict[str, Any]:
-    """The body of `/v1/models`, as vLLM and SGLang have it: what is served, in the order given."""
-    now = int(time.time())
-    return {
-        "object": "list",
-        "data": [
-            {
-                "id": info.name,
-                "object": "model",
-                "created": now,
-                "owned_by": "guerdon",
-                "root": info.source or info.name,
-                "parent": None,
-                "max_model_len": info.max_length,
-                "permission": [],
-            }
-            for info in infos
-        ],
-    }
 
 
 FORMS: dict[str, Form] = {
@@ -139,10 +146,8 @@ FORMS: dict[str, Form] = {
     "/pooling": Form(read_pooling, told),
     "/score": Form(read_score, told),
     "/v1/score": Form(read_score, told),
-    **sglang.FORMS,
-    **tei.FORMS,
 }
-"""The forms of vLLM, SGLang and TEI by the paths at which they are served."""
+"""vLLM's forms by their paths; at `/classify` it has SGLang's, too."""
 
 
 def _samples(body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
@@ -153,7 +158,7 @@ def _samples(body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
         raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {_CLASSIFY}")
     if names == ["input"]:
         return _with_options(read_input(body["input"], "input"), body, query)
-    request = _with_options(read_messages(body["messages"]), body, query)
+    request = _with_options(conversed(read_messages(body["messages"], "messages")), body, query)
     if body.get("add_special_tokens"):
         raise InvalidRequest("add_special_tokens is true beside messages, whose template writes them; leave it out")
     return request
@@ -161,8 +166,7 @@ def _samples(body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
 
 def _with_options(request: ScoreRequest, body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
     choice(body, "padding", "do_not_pad")
-    # Token ids are taken as they are, also by vLLM.
-    request.add_special_tokens = bool(flag(body, query, "add_special_tokens")) and request.texts is not None
+    with_special_tokens(request, body, query)
     # vLLM's lower numbers go first.
     request.priority = -(integer(body, "priority") or 0)
     max_tokens = integer(body, "truncate_prompt_tokens")
@@ -176,7 +180,7 @@ def _with_options(request: ScoreRequest, body: dict[str, Any], query: Mapping[st
 
 
 def _pairs(body: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The prompts and as many responses, under whichever of their names."""
+    """One prompt or as many as there are responses, and these, under whichever of their names."""
     present = [names for names in _PAIRS if all(body.get(name) is not None for name in names)]
     if len(present) != 1:
         ways = ", ".join(" and ".join(names) for names in _PAIRS)
@@ -187,12 +191,12 @@ def _pairs(body: dict[str, Any]) -> tuple[list[str], list[str]]:
         raise InvalidRequest(
             f"{first} has {len(prompts)} entries, {second} {len(responses)}; send one {first}, or one for each"
         )
-    return (prompts * len(responses) if len(prompts) == 1 else prompts), responses
+    return prompts, responses
 
 
 def _is_activated(body: dict[str, Any], query: Mapping[str, str]) -> bool | None:
-    """What `use_activation`, or as older versions call it `softmax` or `activation`, asks for."""
-    asked = [flag(body, query, name) for name in ("use_activation", "softmax", "activation")]
+    """What `use_activation` asks for, or what older versions call it."""
+    asked = [flag(body, query, name) for name in _ACTIVATIONS]
     return next((wanted for wanted in asked if wanted is not None), None)
 
 
@@ -208,17 +212,16 @@ def _encoder(body: dict[str, Any]) -> Callable[[np.ndarray], Any]:
     return (lambda numbers: in_base64(numbers, dtype)) if encoding == "base64" else (lambda numbers: numbers)
 
 
-def _of_steps(steps: np.ndarray, wants_raw: bool) -> np.ndarray:
-    """Float32 `[K, 2]` of the steps' probabilities of being right."""
-    if wants_raw:
-        raise InvalidRequest("step rewards are probabilities, there are no raw numbers: leave use_activation out")
-    return np.stack([1 - steps, steps], axis=1)
+def _has_tokens(info: ModelInfo) -> bool:
+    """Whether the model answers for single tokens or steps."""
+    return bool({"values", "step_rewards"} & {*info.outputs})
 
 
-def _of_values(score: Score, info: ModelInfo, activation: Activation | None) -> np.ndarray:
-    """Float32 `[T, 1]` of the tokens' values."""
-    if score.values is None:
-        raise InvalidRequest(f"{info.name} gives no numbers for single tokens; send the task classify")
+def _by_token(score: Score, activation: Activation | None) -> np.ndarray:
+    """Float32 `[K, 2]` of the steps' probabilities of being wrong and right, else `[T, 1]` of the tokens' values."""
+    if score.steps is not None:
+        return np.stack([1 - score.steps, score.steps], axis=1)
+    assert score.values is not None
     return activated(score.values.reshape(-1, 1), activation)
 
 

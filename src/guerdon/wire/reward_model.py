@@ -9,8 +9,8 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.wire.forms import scores_of
 from guerdon.wire.kserve import InferReply, InferRequest, count, timeout_s
+from guerdon.wire.rows import scores_of
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
 from guerdon.wire.tensors import Tensor, integers
 
@@ -126,7 +126,7 @@ def _conversation(row: int, text: str) -> list[Message]:
     if (
         not isinstance(messages, list)
         or not messages
-        or not all(isinstance(message, dict) and "role" in message and "content" in message for message in messages)
+        or not all(isinstance(message, dict) and "role" in message for message in messages)
     ):
         raise InvalidRequest(
             f"input 'messages', row {row}: must be a JSON list of at least one object with role and content"

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import orjson
 
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms import groups_of, kind_of
+from guerdon.messages import plain
+from guerdon.wire.bodies import kind_of
+from guerdon.wire.rows import groups_of
+
+MAX_JOINED = 1 << 24
+"""More characters than one prompt comes to with all its responses: the body itself is much smaller then."""
 
 _KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
 
@@ -53,24 +57,23 @@ def is_single(value: Any) -> bool:
     return isinstance(value, str) or not isinstance(value[0], str | list)
 
 
-def read_messages(value: Any) -> ScoreRequest:
-    """One conversation; of a content in parts the texts are put on lines of their own, as vLLM does."""
-    conversation: list[Message] = []
-    for i, message in enumerate(_entries(value, "messages", "a list of objects with role and content")):
+def read_messages(value: Any, name: str) -> list[Message]:
+    """One conversation, as far as its form goes: its contents are judged, and read, where it is scored."""
+    for i, message in enumerate(_entries(value, name, "a list of objects with role and content")):
         if not isinstance(message, dict):
-            raise InvalidRequest(f"messages[{i}] is {kind_of(message)}; send an object with role and content")
+            raise InvalidRequest(f"{name}[{i}] is {kind_of(message)}; send an object with role and content")
         if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{i}].role is {kind_of(message.get('role'))}; send a string, such as user")
-        if "content" not in message:
-            raise InvalidRequest(f"messages[{i}] has no content; send an object with role and content")
-        content = message["content"]
-        if isinstance(content, list):
-            content = _joined(content, f"messages[{i}].content")
-        if not isinstance(content, str | None):  # a call of a tool may have null
-            raise InvalidRequest(f"messages[{i}].content is {kind_of(content)}; send a string, or a list of text parts")
-        conversation.append({**message, "content": content})
+            raise InvalidRequest(f"{name}[{i}].role is {kind_of(message.get('role'))}; send a string, such as user")
+    return value
+
+
+def conversed(conversation: list[Message]) -> ScoreRequest:
+    """One conversation as a sample; those that differ in the assistant's last message alone are of one group."""
     prompt = conversation[:-1] if conversation[-1]["role"] == "assistant" else conversation
-    told = orjson.dumps([(message["role"], message["content"]) for message in prompt]).decode()
+    try:
+        told = repr([(message["role"], message["content"]) for message in plain(prompt)])
+    except InvalidRequest:  # of the sample itself, in whose place it will be told
+        return ScoreRequest(messages=[conversation])
     return ScoreRequest(messages=[conversation], groups=groups_of([told]))
 
 
@@ -83,9 +86,26 @@ def read_text_or_parts(value: Any, name: str) -> list[str]:
 
 
 def joined(prompts: list[str], responses: list[str]) -> ScoreRequest:
-    """Each response right behind its prompt, with nothing between them."""
+    """Each response right behind its prompt, with nothing between them; one prompt goes before all responses.
+
+    Raises InvalidRequest where that one makes far more text of them than was sent.
+    """
+    if len(prompts) == 1:
+        num_characters = len(prompts[0]) * len(responses) + sum(map(len, responses))
+        if num_characters > MAX_JOINED:
+            raise InvalidRequest(
+                f"one prompt of {len(prompts[0]):,} characters before each of {len(responses):,} responses makes "
+                f"{num_characters:,} characters, at most {MAX_JOINED:,} are taken; send fewer responses in a request"
+            )
+        prompts = prompts * len(responses)
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     return ScoreRequest(texts=texts, prompts=prompts, groups=groups_of(prompts))
+
+
+def with_special_tokens(request: ScoreRequest, body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
+    """The request with those in its texts where body or URL ask for them; token ids are taken as they are."""
+    request.add_special_tokens = bool(flag(body, query, "add_special_tokens")) and request.texts is not None
+    return request
 
 
 def flag(body: dict[str, Any], query: Mapping[str, str], name: str) -> bool | None:

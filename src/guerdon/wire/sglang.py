@@ -8,10 +8,21 @@ from typing import Any
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms import Asked, Form, kind_of, model_of, object_of, rewarded
+from guerdon.wire.bodies import check_url, kind_of, model_of, object_of
+from guerdon.wire.forms import Asked, Form
 from guerdon.wire.labels import in_base64, more_of, numbers_of
 from guerdon.wire.openai import told, told_flat, usage
-from guerdon.wire.samples import choice, flag, integer, is_single, read_ids, read_input, read_texts, refuse
+from guerdon.wire.rows import scores_of
+from guerdon.wire.samples import (
+    choice,
+    integer,
+    is_single,
+    read_ids,
+    read_input,
+    read_texts,
+    refuse,
+    with_special_tokens,
+)
 
 _NATIVE = '{"text": ["a prompt and its response"]}'
 _EMBEDDINGS = '{"input": ["a prompt and its response"]}'
@@ -42,6 +53,7 @@ def read_native(body: Any, query: Mapping[str, str]) -> Asked:
     The answer has the raw numbers as `embedding`; one sample by itself has no list around it.
     """
     body = object_of(body, _NATIVE)
+    check_url(query, "add_special_tokens")
     refuse(body, _REFUSED)
     names = [name for name in ("text", "input_ids") if body.get(name) is not None]
     if len(names) != 1:
@@ -55,7 +67,7 @@ def read_native(body: Any, query: Mapping[str, str]) -> Asked:
     ids = _ids(body.get("rid"), len(asked), single)
 
     def answer(reply: ScoreReply, info: ModelInfo) -> Any:
-        scores = rewarded(reply, info)
+        scores = scores_of(reply)
         rows = [
             {"embedding": numbers_of(score, info), **more_of(score, info), "meta_info": _meta(rid, length, reply)}
             for rid, length, score in zip(ids, reply.lengths, scores, strict=True)
@@ -68,6 +80,7 @@ def read_native(body: Any, query: Mapping[str, str]) -> Asked:
 def read_embeddings(body: Any, query: Mapping[str, str]) -> Asked:
     """What `/v1/embeddings` is asked: `input`, texts or token ids. The answer has the raw numbers as `embedding`."""
     body = object_of(body, _EMBEDDINGS)
+    check_url(query, "add_special_tokens")
     refuse(body, _REFUSED)
     if "input" not in body:
         raise InvalidRequest(f"the body has no 'input'; send an object such as {_EMBEDDINGS}")
@@ -76,7 +89,7 @@ def read_embeddings(body: Any, query: Mapping[str, str]) -> Asked:
 
     def answer(reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
         rows = []
-        for i, score in enumerate(rewarded(reply, info)):
+        for i, score in enumerate(scores_of(reply)):
             numbers = numbers_of(score, info)
             embedding = in_base64(numbers) if encodes else numbers
             rows.append({"object": "embedding", "index": i, "embedding": embedding, **more_of(score, info)})
@@ -95,9 +108,8 @@ def _model(body: dict[str, Any]) -> str:
 
 
 def _with_options(asked: ScoreRequest, body: dict[str, Any], query: Mapping[str, str]) -> ScoreRequest:
-    asked.add_special_tokens = bool(flag(body, query, "add_special_tokens")) and asked.texts is not None
     asked.priority = integer(body, "priority") or 0
-    return asked
+    return with_special_tokens(asked, body, query)
 
 
 def _ids(value: Any, num: int, single: bool) -> list[str]:

@@ -17,9 +17,11 @@ from guerdon.errors import (
     Unavailable,
     UnknownModel,
 )
-from guerdon.wire.forms import Asked, Form, groups_of, kind_of, model_of, object_of, rewarded
+from guerdon.wire.bodies import check_url, kind_of, model_of, object_of
+from guerdon.wire.forms import Asked, Form
 from guerdon.wire.labels import Activation, components_of, labels_of, numbers_of
-from guerdon.wire.samples import choice, flag
+from guerdon.wire.rows import groups_of, scores_of
+from guerdon.wire.samples import choice, flag, with_special_tokens
 
 _EXAMPLE = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
 _SHAPES = 'a string, ["text"], a pair ["prompt", "response"], or a list of such lists'
@@ -42,21 +44,21 @@ def read_predict(body: Any, query: Mapping[str, str]) -> Asked:
     it. `raw_scores` false is what asks for an activation; TEI's own default is left to be asked for.
     """
     body = object_of(body, _EXAMPLE)
+    check_url(query, "add_special_tokens", "raw_scores", "truncate")
     if "inputs" not in body:
         raise InvalidRequest(f"the body has no 'inputs'; send an object such as {_EXAMPLE}")
     rows, single = _rows(body["inputs"])
     texts, prompts = ["".join(row) for row in rows], [row[0] for row in rows]
-    asked = ScoreRequest(texts=texts)
+    asked = with_special_tokens(ScoreRequest(texts=texts), body, query)
     if all(len(row) == 2 for row in rows):
         asked.prompts, asked.groups = prompts, groups_of(prompts)
-    asked.add_special_tokens = bool(flag(body, query, "add_special_tokens"))
     side = choice(body, "truncation_direction", "left", "right", "Left", "Right")
     if flag(body, query, "truncate"):
         asked.truncation = Truncation(None, "left" if side in ("left", "Left") else "right")
     activation = _activation(body, query)
 
     def answer(reply: ScoreReply, info: ModelInfo) -> Any:
-        labelled = [_labelled(score, info, activation) for score in rewarded(reply, info)]
+        labelled = [_labelled(score, info, activation) for score in scores_of(reply)]
         return labelled[0] if single else labelled
 
     return Asked(model_of(body), asked, answer)

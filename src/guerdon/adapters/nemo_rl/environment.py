@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import samples_of
-from guerdon.errors import ConfigError
+from guerdon.adapters.judge import judge
+from guerdon.adapters.nemo_rl.settings import Log, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Log = list[dict[str, Any]]
 
 
 class EnvironmentReturn(NamedTuple):
@@ -39,13 +36,9 @@ class RewardEnvironment:
         template put around them, as NeMo-RL's own processors do. `labels` is the key of each sample's metadata that
         goes to models that take labels. Raises ConfigError for settings that do not hold.
         """
-        if "url" not in cfg:
-            raise ConfigError("the environment has no url", "give env.NAME.url, such as http://10.0.0.1:5555")
-        if cfg.get("send", "messages") not in ("messages", "texts"):
-            raise ConfigError(f"the environment's send is {cfg['send']!r}", "choose messages or texts")
-        self._cfg = cfg
-        urls = cfg["url"] if isinstance(cfg["url"], str) else list(cfg["url"])
-        self._judge = judge(urls, cfg.get("model", "reward_model"), cfg.get("timeout_s", TIMEOUT_S))
+        self._settings = Settings.of(cfg)
+        self._judge = judge(self._settings.url, self._settings.model, self._settings.timeout_s)
+        self._has_looked = False
 
     def step(
         self, message_log_batch: Sequence[Log], metadata: Sequence[Any], return_extracted_answer: bool = False
@@ -53,13 +46,10 @@ class RewardEnvironment:
         """Rewards float32 `[B]`; raises SampleFailed where a sample got none, and what the server raised."""
         import torch  # NeMo-RL has it
 
-        prompts: list[Any] = [[{key: m[key] for key in ("role", "content")} for m in log] for log in message_log_batch]
-        completions: list[Any] = [[messages.pop()] for messages in prompts]
-        if self._cfg.get("send") == "texts":
-            prompts, completions = (["".join(m["content"] for m in part) for part in x] for x in (prompts, completions))
-        samples = samples_of(prompts, completions, self._cfg.get("suffix", ""))
-        if (key := self._cfg.get("labels")) is not None:
-            samples["labels"] = [entry[key] for entry in metadata]
+        if not self._has_looked:
+            self._has_looked = True
+            self._settings.warn_of_templates(message_log_batch[0])
+        samples = self._settings.samples(message_log_batch, metadata)
         rewards = self._judge.score(**samples).raise_for_failed().rewards
         nothing = [None] * len(rewards)
         return EnvironmentReturn(
@@ -76,3 +66,6 @@ class RewardEnvironment:
         rewards = np.asarray(batch["rewards"], np.float64)
         names = ("mean", "std", "min", "max")
         return batch, {f"guerdon/{name}_reward": float(getattr(rewards, name)()) for name in names}
+
+    def shutdown(self) -> None:
+        """Nothing is left to do at the end of a run, where NeMo-RL asks for it."""

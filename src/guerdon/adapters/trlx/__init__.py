@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from guerdon.adapters.judge import TIMEOUT_S
+from guerdon.adapters.judge import TIMEOUT_S, patient
 from guerdon.adapters.trlx.function import RewardFunction
 from guerdon.adapters.trlx.input_ids import InputIdsClient
 from guerdon.adapters.trlx.scoring import Scoring
-from guerdon.client import RetryPolicy
 from guerdon.errors import ConfigError
 
 __all__ = ["RewardFunction", "create_reward_fn"]
@@ -40,8 +39,8 @@ def create_reward_fn(
     on `device` (default: the last GPU, as in trlX's example) in `dtype` (default: float16 on a GPU). `tokenizer` is
     the reward model's, or its name (default: that of `model`); each sample gets its EOS at the end, and is scored at
     the first. With `max_length` samples lose tokens at the left beyond it; without it too long ones are refused. A
-    request has `batch_size` rows at most; a model loaded here makes batches of its own. A server that was there and
-    is away is tried again until `timeout_s` have gone by.
+    request has `batch_size` rows at most; a model loaded here makes batches of its own. A server that is away or not
+    up yet is tried again until `timeout_s` have gone by.
 
     `delta_reward`: less the reward of the data set's `original_output`. `dense`: a list of rewards a sample, one for
     each token of its output, from a model that gives values. Raises ConfigError for settings that do not go together.
@@ -63,8 +62,7 @@ def create_reward_fn(
         address, slash, name = host.partition("/")
         if not slash or not name or "/" in name:
             raise ConfigError(f"TRITON_HOST is {host!r}", "give host:port/model, such as 10.0.0.1:5557/reward_model")
-        policy = RetryPolicy(timeout_s=timeout_s, tries=1_000_000)
-        client: Any = InputIdsClient(f"grpc://{address}", name, policy=policy)
+        client: Any = InputIdsClient(f"grpc://{address}", name, policy=patient(timeout_s))
     else:
         import torch  # trlX has it
 

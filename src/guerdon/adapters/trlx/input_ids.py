@@ -41,7 +41,8 @@ class InputIdsClient(RewardClient):
                 e.add_note(f"asked for {min(batch_size, len(rows) - start)} samples; row 0 is sample {start}")
                 raise
         rewards = np.concatenate([part.rewards for part in parts])
-        return Scores(rewards, [None] * len(rows), weights_version=parts[-1].weights_version)
+        versions = sorted({part.weights_version for part in parts})  # several while the server takes new weights
+        return Scores(rewards, [None] * len(rows), weights_version=" ".join(versions))
 
 
 def _scoring(model: str, table: np.ndarray) -> Errand[Scores]:

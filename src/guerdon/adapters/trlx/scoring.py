@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from guerdon.adapters.trlx.input_ids import InputIdsClient
+from guerdon.client import Scores
 from guerdon.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from guerdon.local import LocalRewardModel
-
-_MOST_ORIGINALS = 100_000
-"""Rewards of originals that are kept; a prompt comes again with every epoch."""
 
 
 class Scoring:
@@ -26,33 +21,15 @@ class Scoring:
     ) -> None:
         self.client = client
         self._tokenizer, self._max_length, self._batch_size = tokenizer, max_length, batch_size
-        self._originals: OrderedDict[str, np.float32] = OrderedDict()
-        self._weights_version: str | None = None
 
-    def of_samples(self, samples: Sequence[str]) -> np.ndarray:
-        """Rewards float32 `[B]` of the samples with an EOS behind them, each at its first EOS."""
+    def of_samples(self, samples: Sequence[str]) -> Scores:
+        """Scores of the samples with an EOS behind them, each at its first EOS; raises where one has none."""
         eos = self._tokenizer.eos_token_id
         rows = self._rows([sample + self._tokenizer.eos_token for sample in samples])
         if isinstance(self.client, InputIdsClient):
-            scores = self.client.score_input_ids(rows, eos, self._batch_size)
-        else:  # which looks for no EOS, as it is told the lengths
-            scores = self.client.score(tokens=[row[: row.index(eos) + 1] for row in rows]).raise_for_failed()
-        if scores.weights_version != self._weights_version:
-            self._originals.clear()
-            self._weights_version = scores.weights_version
-        return scores.rewards
-
-    def of_originals(self, texts: list[str]) -> np.ndarray:
-        """Rewards float32 `[B]` of texts that come again; asked for once under the same weights."""
-        known = self._originals
-        while missing := [text for text in dict.fromkeys(texts) if text not in known]:
-            known.update(zip(missing, self.of_samples(missing), strict=True))
-        rewards = np.array([known[text] for text in texts], np.float32)
-        for text in texts:
-            known.move_to_end(text)
-        while len(known) > _MOST_ORIGINALS:
-            known.popitem(last=False)
-        return rewards
+            return self.client.score_input_ids(rows, eos, self._batch_size)
+        # A model that is loaded here looks for no EOS: it is told the lengths.
+        return self.client.score(tokens=[row[: row.index(eos) + 1] for row in rows]).raise_for_failed()
 
     def of_tokens(self, prompts: Sequence[str], outputs: Sequence[str], tokenizer: Any) -> list[list[float]]:
         """The values of each output's tokens, which must be the same ones to the trainer's `tokenizer`."""

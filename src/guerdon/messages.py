@@ -1,0 +1,57 @@
+"""The one rule for conversations: whichever way one comes in, the same text is read of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guerdon.core import Message
+from guerdon.errors import InvalidRequest
+
+
+def plain(conversation: Any) -> list[Message]:
+    """The conversation with every content as one text; all else in its messages stays as it is.
+
+    A content is a text, or a list of text parts, which are put on lines of their own; beside calls of tools it may be
+    null or missing, and is then empty. Raises InvalidRequest, which names the message and the part.
+    """
+    if not isinstance(conversation, list) or not conversation:
+        raise InvalidRequest("messages must be a non-empty list of objects with role and content")
+    return [_plain(message, f"message {i}") for i, message in enumerate(conversation)]
+
+
+def response(conversation: Any) -> str:
+    """The assistant's message that ends the conversation; raises InvalidRequest where there is none."""
+    last = plain(conversation)[-1]
+    if last["role"] != "assistant":
+        raise InvalidRequest(
+            f"the last message is the {last['role']}'s, not the assistant's: there is no response to score"
+        )
+    return last["content"]
+
+
+def _plain(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} is a {type(message).__name__}, not an object with role and content")
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where} needs a role, such as user or assistant")
+    return {**message, "content": _text(message, where)}
+
+
+def _text(message: Message, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part, f"{where}, part {i}") for i, part in enumerate(content))
+    if content is None and message.get("tool_calls"):
+        return ""
+    raise InvalidRequest(
+        f"{where} needs a content that is text, or a list of text parts; only beside tool_calls it may be missing"
+    )
+
+
+def _part(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise InvalidRequest(f'{where} is no text; send parts such as {{"type": "text", "text": "..."}} only')
+    return text

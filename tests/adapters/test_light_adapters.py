@@ -1,0 +1,41 @@
+"""Adapters load nothing that trainers may not have, or have already in a version of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guerdon import adapters
+from processes import environment
+
+FOLDER = Path(adapters.__file__).parent
+MODULES = sorted(
+    "guerdon.adapters." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in [*FOLDER.glob("*.py"), *FOLDER.glob("*/*.py")]
+    if path.name != "__init__.py" or path.parent != FOLDER
+)
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "ray", "grpc", "yaml", "nemo_rl", "rewardbench", "trl",
+         "guerdon.local", "guerdon.server", "guerdon.engine", "guerdon.assembly")  # fmt: skip
+
+
+def test_importing_adapters_loads_none_of_it() -> None:
+    code = f"""
+import importlib, sys
+for module in {MODULES}:
+    before = set(sys.modules)
+    importlib.import_module(module.removesuffix(".__init__"))
+    for heavy in {HEAVY}:
+        if heavy in sys.modules and heavy not in before:
+            print(module, "loads", heavy)
+"""
+    assert "guerdon.adapters.nemo_rl.__init__" in MODULES and len(MODULES) > 15
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("module", ["trlx", "nemo_rl"])
+def test_whole_packages_are_among_them(module: str) -> None:
+    assert {path.stem for path in (FOLDER / module).glob("*.py")} <= {name.rpartition(".")[2] for name in MODULES}

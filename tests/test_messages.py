@@ -1,0 +1,111 @@
+"""One rule for conversations, and one score for the same words whichever way they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import serving
+from guerdon import LocalRewardModel, RewardClient
+from guerdon.adapters import trl
+from guerdon.errors import InvalidRequest
+from guerdon.messages import plain, response
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "a"}, "a"),
+        ({"content": ""}, ""),
+        ({"content": [{"type": "text", "text": "a"}, {"text": "b"}, "c"]}, "a\nb\nc"),
+        ({"content": []}, ""),
+        ({"content": None, "tool_calls": [CALL]}, ""),
+        ({"tool_calls": [CALL]}, ""),
+    ],
+)
+def test_a_content_is_one_text(message: dict[str, Any], text: str) -> None:
+    given = [{"role": "user", "content": "x", "name": "me"}, {"role": "assistant", **message}]
+    assert plain(given) == [given[0], {"role": "assistant", **message, "content": text}]
+    assert given[1] == {"role": "assistant", **message}  # as it was
+    assert response(given) == text
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("x", "message 1 is a str, not an object"),
+        ({"content": "x"}, "message 1 needs a role"),
+        ({"role": "user"}, "message 1 needs a content"),
+        ({"role": "user", "content": None}, "message 1 needs a content"),
+        ({"role": "assistant", "tool_calls": []}, "message 1 needs a content"),
+        ({"role": "user", "content": 3, "tool_calls": [CALL]}, "message 1 needs a content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "message 1, part 0 is no text"),
+        ({"role": "user", "content": ["a", {"type": "image_url", "text": "x"}]}, "message 1, part 1 is no text"),
+    ],
+)
+def test_what_is_wrong_is_named(message: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        plain([{"role": "user", "content": "x"}, message])
+
+
+@pytest.mark.parametrize("conversation", [[], None, {"role": "user", "content": "x"}, "x"])
+def test_what_is_no_conversation(conversation: Any) -> None:
+    with pytest.raises(InvalidRequest, match="non-empty list"):
+        plain(conversation)
+
+
+def test_only_an_assistant_responds() -> None:
+    with pytest.raises(InvalidRequest, match="the last message is the user's"):
+        response([{"role": "user", "content": "x"}])
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving.plain(tmp_path_factory.mktemp("messages")) as server:
+        yield server.http_url
+
+
+def chat(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": "r"}]
+
+
+def by_kserve(url: str, content: Any) -> float:
+    with RewardClient(url) as client:
+        return float(client.score(messages=[chat(content)]).raise_for_failed().rewards[0])
+
+
+def by_classify(url: str, content: Any) -> float:
+    answer = httpx.post(url + "/classify", json={"messages": chat(content)}).raise_for_status()
+    return float(answer.json()["data"][0]["probs"][0])
+
+
+def by_reward(url: str, content: Any) -> float:
+    body = {"prompt": chat(content)[:1], "response": "r"}
+    return float(httpx.post(url + "/reward", json=body).raise_for_status().json())
+
+
+def by_trl(url: str, content: Any) -> float:
+    (reward,) = trl.reward_function(url)(prompts=[chat(content)[:1]], completions=[chat(content)[1:]])
+    assert reward is not None
+    return float(reward)
+
+
+def test_parts_have_the_score_of_their_text_whichever_way_they_come_in(url: str) -> None:
+    expected = np.float32(by_kserve(url, "x\ny"))
+    assert expected != np.float32(by_kserve(url, "x"))
+    for ask in (by_kserve, by_classify, by_reward, by_trl):
+        parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+        assert [np.float32(ask(url, content)) for content in ("x\ny", parts)] == [expected] * 2, ask.__name__
+
+
+def test_parts_in_this_process(tmp_path: Path) -> None:
+    with LocalRewardModel(serving.reward_model(tmp_path), device="cpu") as model:
+        one, parts = model.score(messages=[chat("x"), chat([{"type": "text", "text": "x"}])]).raise_for_failed()
+    assert one == parts
