@@ -220,3 +220,11 @@ def test_a_failed_row_fails_the_request_unless_errors_are_asked_for():
     assert found["errors"].shape == (2, 1)
     assert found["values"].data[0].tolist() == [1, 2, 3, 0]
     assert np.isnan(found["values"].data[1]).all()
+
+
+def test_attributes_of_rows_that_all_failed_keep_their_names():
+    failed = ScoreReply([SampleFailed("no"), SampleFailed("no")], [3, 2], "1")
+    asked = request(["rewards", "attributes", "errors"], tokens=TOKENS, sequence_lengths=LENGTHS)
+    reply = to_infer_reply(failed, asked, RICH)
+    assert reply.parameters["attribute_names"] == "a,b"
+    assert np.isnan(outputs_of(reply)["attributes"].data).all() and outputs_of(reply)["attributes"].shape == (2, 2)

@@ -42,13 +42,13 @@ def samples_of(prompts: Sequence[Prompt], completions: Sequence[Prompt], suffix:
     return {"messages": [[*prompt, *completion] for prompt, completion in pairs], "groups": groups}
 
 
-def components_of(scores: Scores, known: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def components_of(scores: Scores) -> dict[str, np.ndarray]:
     """Each attribute, or each component of a sum, by its name: float32 `[B]`, NaN where the sample failed.
 
-    Attributes that the server does not name are left out. `known` are the names where it gives none, as all failed.
+    Attributes that the server does not name are left out.
     """
     if scores.attributes is None or not scores.attribute_names:
-        return {name: np.full(len(scores), np.nan, np.float32) for name in known}
+        return {}
     return dict(zip(scores.attribute_names, scores.attributes.T, strict=True))
 
 

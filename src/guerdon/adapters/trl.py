@@ -39,7 +39,6 @@ class RewardFunction:
         """
         self.__name__ = name or model
         self._judge, self._labels, self._suffix = judge(url, model, timeout_s), labels, suffix
-        self._components: list[str] = []
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         """One reward a completion, None where it has none. Raises GuerdonError where the server cannot be asked."""
@@ -54,9 +53,7 @@ class RewardFunction:
         if failed:
             log.warning("%s: %d of %d samples have no reward: %s", self.__name__, len(failed), len(scores), failed[0])
         # Before TRL 1.15 ranks that log other names than the rest hang, so that what failed is logged, too.
-        components = components_of(scores, self._components)
-        self._components = [*components]
-        for component, values in components.items():
+        for component, values in components_of(scores).items():
             if "log_metric" in columns:  # since 1.0, but not in TRL's asynchronous trainers
                 columns["log_metric"](f"{self.__name__}/{component}", mean_of(values))
                 columns["log_extra"](f"{self.__name__}/{component}", none_for_nan(values))

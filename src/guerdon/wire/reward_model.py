@@ -81,7 +81,7 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
         scores_of(reply)
     outputs: list[Tensor] = []
     for name in requested or (*info.outputs, "exceeded"):
-        outputs += _output(name, reply, request)
+        outputs += _output(name, reply, request) or _unknown(name, len(reply.results), info)
         if name == "step_rewards" and requested is None:
             outputs += _output("step_counts", reply, request)
     parameters = {"weights_version": reply.weights_version}
@@ -213,6 +213,13 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
         elif isinstance(result, GuerdonError):
             out[:] = np.nan
     return [Tensor.of(name, table)]
+
+
+def _unknown(name: str, num_rows: int, info: ModelInfo) -> list[Tensor]:
+    """The attributes of rows that all failed: NaN under the names that others have."""
+    if name != "attributes" or not info.attribute_names:
+        return []
+    return [Tensor.of(name, np.full((num_rows, len(info.attribute_names)), np.nan, np.float32))]
 
 
 def _rows(results: list[Score | GuerdonError], attribute: str) -> list[np.ndarray | None]:
