@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-import serving
+import served
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.adapters import trl
 from guerdon.errors import InvalidRequest
@@ -68,7 +68,7 @@ def test_only_an_assistant_responds() -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.plain(tmp_path_factory.mktemp("messages")) as server:
+    with served.plain(tmp_path_factory.mktemp("messages")) as server:
         yield server.http_url
 
 
@@ -106,6 +106,6 @@ def test_parts_have_the_score_of_their_text_whichever_way_they_come_in(url: str)
 
 
 def test_parts_in_this_process(tmp_path: Path) -> None:
-    with LocalRewardModel(serving.reward_model(tmp_path), device="cpu") as model:
+    with LocalRewardModel(served.reward_model(tmp_path), device="cpu") as model:
         one, parts = model.score(messages=[chat("x"), chat([{"type": "text", "text": "x"}])]).raise_for_failed()
     assert one == parts

@@ -18,15 +18,15 @@ from huggingface_hub import InferenceClient
 from pytriton.client import ModelClient
 from transformers import AutoTokenizer
 
-import serving
+import served
 import zoo
 from guerdon import AsyncRewardClient, LocalRewardModel, RewardClient
 from guerdon.adapters import areal, nemo_rl, openrlhf, rewardbench, trl, trlx, verl
 from guerdon.adapters.judge import judge
 from guerdon.server.runtime import RunningServer
 
-SAMPLES = serving.samples(64)
-TEXTS = serving.texts(SAMPLES)
+SAMPLES = served.samples(64)
+TEXTS = served.texts(SAMPLES)
 PROMPTS, RESPONSES = [s["prompt"] for s in SAMPLES], [s["response"] for s in SAMPLES]
 RAW = {"use_activation": False}
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    with serving.plain(folder) as running:
+    with served.plain(folder) as running:
         yield running
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import serving
+import served
 from client.echo_server import EchoProcess
 from guerdon.adapters import areal, openrlhf, trl, verl
 from guerdon.adapters.judge import Judge, judge
@@ -72,7 +72,7 @@ def errors(asked: dict[str, Future[Any]]) -> list[GuerdonError]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of a server whose model has no score for some texts."""
-    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model="serving:flaky", name="reward_model")])
+    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model="served:flaky", name="reward_model")])
     with RunningServer(build_service(config), config) as server:
         yield server.http_url
 
@@ -94,16 +94,16 @@ def test_failed_sample_is_none_for_trl_and_raises_elsewhere(name: str, url: str)
     function = FORMS[name](url)
     assert ask(name, function, "12345") == 5.0
     if name.startswith("trl"):
-        assert ask(name, function, serving.FAILS) is None
+        assert ask(name, function, served.FAILS) is None
     else:
         with pytest.raises(SampleFailed, match=r"row 0: the function returned nan"):
-            ask(name, function, serving.FAILS)
+            ask(name, function, served.FAILS)
 
 
 def test_first_call_waits_for_a_server_that_starts_late(
     on_one_loop: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ports = [serving.free_port(), serving.free_port()]
+    ports = [served.free_port(), served.free_port()]
     url = f"http://127.0.0.1:{ports[0]}"
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, url, on_one_loop, timeout_s=40)
@@ -117,7 +117,7 @@ def test_first_call_waits_for_a_server_that_starts_late(
 
 def test_where_nothing_listens_they_raise_when_their_time_is_over() -> None:
     started = time.monotonic()
-    for error in errors(ask_all(f"http://127.0.0.1:{serving.free_port()}", timeout_s=0.6)):
+    for error in errors(ask_all(f"http://127.0.0.1:{served.free_port()}", timeout_s=0.6)):
         assert isinstance(error, Unreachable) and "is the server running there?" in str(error)
     assert 0.1 < time.monotonic() - started < 2
 

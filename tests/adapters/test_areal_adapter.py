@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-import serving
+import served
 from client.echo_server import EchoProcess
 from guerdon import RewardClient
 from guerdon.adapters.areal import async_reward_function, reward_function
@@ -27,7 +27,7 @@ DATA = {"messages": [{"role": "user", "content": "What is 2+2?"}], "answer": "4"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.sums(tmp_path_factory.mktemp("sums")) as server:
+    with served.sums(tmp_path_factory.mktemp("sums")) as server:
         yield server.http_url
 
 

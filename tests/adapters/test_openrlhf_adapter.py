@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import serving
+import served
 from guerdon import RewardClient
 from guerdon.adapters.openrlhf import reward_function
 from guerdon.errors import InvalidRequest, SampleFailed
@@ -29,7 +29,7 @@ reward_func = reward_function("URL", "total")
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.sums(tmp_path_factory.mktemp("sums")) as server:
+    with served.sums(tmp_path_factory.mktemp("sums")) as server:
         yield server.http_url
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_a_sum_has_no_components(url: str) -> None:
 
 def test_what_is_raised_is_also_logged_for_openrlhf_swallows_it(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SampleFailed):
-        reward_function(url, "flaky")(["12", serving.FAILS], ["1", "2"], [None, None])
+        reward_function(url, "flaky")(["12", served.FAILS], ["1", "2"], [None, None])
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "no reward: 1 of 2 samples failed; row 1: the function returned nan" in caplog.text
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import serving
+import served
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
 from guerdon.assembly import build_service
@@ -31,7 +31,7 @@ ANSWERS = [[{"role": "assistant", "content": completion}] for completion in COMP
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.sums(tmp_path_factory.mktemp("sums")) as server:
+    with served.sums(tmp_path_factory.mktemp("sums")) as server:
         yield server.http_url
 
 
@@ -57,7 +57,7 @@ def test_rewards_are_the_servers_own(make: Any, url: str) -> None:
 @pytest.mark.parametrize("make", [reward_function, async_reward_function])
 def test_failed_sample_is_none_and_the_others_are_scored(make: Any, url: str, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
-    completions = [" fine", f" {serving.FAILS}", ""]
+    completions = [" fine", f" {served.FAILS}", ""]
     got = ask(make(url, "flaky"), PROMPTS, completions)
     assert got == [len(PROMPTS[0]) + 5, None, len(PROMPTS[2])] and type(got[0]) is float
     assert "flaky: 1 of 3 samples have no reward: the function returned nan" in caplog.text
@@ -78,7 +78,7 @@ def test_components_of_a_sum_are_logged_and_labels_are_told(make: Any, url: str)
 
 
 def test_components_of_a_failed_sample_are_none_and_not_in_the_mean() -> None:
-    models = [ModelConfig(model=f"serving:{name}", name=name) for name in ("flaky", "agreement")]
+    models = [ModelConfig(model=f"served:{name}", name=name) for name in ("flaky", "agreement")]
     total = RewardConfig(components=[ComponentConfig(model=model.name) for model in models])
     config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])
     metrics: dict[str, float] = {}
@@ -86,11 +86,11 @@ def test_components_of_a_failed_sample_are_none_and_not_in_the_mean() -> None:
     logs = {"log_metric": metrics.__setitem__, "log_extra": extras.__setitem__}
     with RunningServer(build_service(config), config) as server:
         function = reward_function(server.http_url, labels="answer")
-        assert ask(function, ["a", "b"], ["bc", serving.FAILS], answer=["b", "c"], **logs) == [4.0, None]
+        assert ask(function, ["a", "b"], ["bc", served.FAILS], answer=["b", "c"], **logs) == [4.0, None]
         assert metrics == {"reward_model/flaky": 3.0, "reward_model/agreement": 1.0}
         assert extras == {"reward_model/flaky": [3.0, None], "reward_model/agreement": [1.0, None]}
         # All ranks must log the same names, and this one may be the only one where all failed.
-        assert ask(function, ["a"], [serving.FAILS], answer=["b"], **logs) == [None]
+        assert ask(function, ["a"], [served.FAILS], answer=["b"], **logs) == [None]
         assert metrics == pytest.approx({"reward_model/flaky": np.nan, "reward_model/agreement": np.nan}, nan_ok=True)
         assert extras == {"reward_model/flaky": [None], "reward_model/agreement": [None]}
 

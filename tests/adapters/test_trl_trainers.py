@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import serving
+import served
 import zoo
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
@@ -32,7 +32,7 @@ def picky(texts: list[str]) -> list[float]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     models = [
-        ModelConfig(model=str(serving.reward_model(tmp_path_factory.mktemp("rm"))), name="helpful", deterministic=True),
+        ModelConfig(model=str(served.reward_model(tmp_path_factory.mktemp("rm"))), name="helpful", deterministic=True),
         ModelConfig(model="adapters.test_trl_trainers:picky", name="picky"),
     ]
     total = RewardConfig(components=[ComponentConfig(model="helpful"), ComponentConfig(model="picky", weight=0.1)])

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_client
 from transformers import AutoTokenizer
 from tritonclient.grpc import service_pb2 as pb
 
-import serving
+import served
 import zoo
 from adapters import pytriton_input_ids
 from client import pytriton_server
@@ -324,7 +324,7 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_the_first_call_waits_for_a_server_that_starts_late() -> None:
-    ports = [serving.free_port(), serving.free_port()]
+    ports = [served.free_port(), served.free_port()]
     reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=40)
     with futures.ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(reward_fn, ["6"])

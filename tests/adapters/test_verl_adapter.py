@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import serving
+import served
 from guerdon import RewardClient
 from guerdon.adapters.verl import compute_score, compute_score_async
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
@@ -25,7 +25,7 @@ QUESTION = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.sums(tmp_path_factory.mktemp("sums")) as server:
+    with served.sums(tmp_path_factory.mktemp("sums")) as server:
         yield server.http_url
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-import serving
+import served
 import zoo
 from guerdon import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
@@ -26,20 +26,20 @@ from trainers import environments
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
-SAMPLES = serving.samples(64)
+SAMPLES = served.samples(64)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One reward model, computed sequence by sequence: a score is the same to the last digit whoever asks."""
-    with serving.plain(tmp_path_factory.mktemp("plain")) as running:
+    with served.plain(tmp_path_factory.mktemp("plain")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A sum of that model and a function, and beside them one that fails for texts with a certain word."""
-    with serving.sums(tmp_path_factory.mktemp("sums")) as running:
+    with served.sums(tmp_path_factory.mktemp("sums")) as running:
         yield running
 
 
@@ -52,7 +52,7 @@ def expected(server: RunningServer) -> np.ndarray:
 def rewards_of(running: RunningServer, model: str, samples: list[dict[str, Any]]) -> np.ndarray:
     labels = [s["label"] for s in samples]
     with RewardClient(running.http_url, model) as client:
-        scores = client.score(texts=serving.texts(samples), prompts=[s["prompt"] for s in samples], labels=labels)
+        scores = client.score(texts=served.texts(samples), prompts=[s["prompt"] for s in samples], labels=labels)
     return scores.raise_for_failed().rewards
 
 
@@ -113,14 +113,14 @@ def test_openrlhf_logs_the_components_of_a_sum(sums: RunningServer, tmp_path: Pa
 
 
 def test_openrlhf_gets_no_number_for_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
-    asked = [SAMPLES[0], {**SAMPLES[1], "response": f" {serving.FAILS}"}]
+    asked = [SAMPLES[0], {**SAMPLES[1], "response": f" {served.FAILS}"}]
     url = f"{sums.http_url}/get_reward?model=flaky"
     told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=asked, tmp=tmp_path)
     assert isinstance(told["rewards"][0], float) and told["rewards"][1] is None
 
 
 def test_openrlhf_gets_no_number_where_nothing_answers(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{serving.free_port()}/get_reward"
+    url = f"http://127.0.0.1:{served.free_port()}/get_reward"
     told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=SAMPLES[:2], tmp=tmp_path)
     assert told["rewards"] == [None, None]
 
@@ -147,7 +147,7 @@ def test_verl_with_an_async_function(sums: RunningServer, tmp_path: Path) -> Non
 
 
 def drive_verl(manager: str, kwargs: dict[str, Any], name: str, tmp: Path) -> Any:
-    path = str(Path(serving.__file__).parents[1] / "src/guerdon/adapters/verl.py")
+    path = str(Path(served.__file__).parents[1] / "src/guerdon/adapters/verl.py")
     return drive("verl", "drive_verl.py", manager, path, "SAMPLES", json.dumps(kwargs), name, tmp=tmp)
 
 
@@ -211,7 +211,7 @@ def test_nemo_aligners_reinforce_actor(server: RunningServer, tmp_path: Path) ->
 
 
 def test_nemo_aligners_ppo_actor(tmp_path: Path) -> None:
-    with serving.critic(tmp_path) as running:
+    with served.critic(tmp_path) as running:
         at = {"ip": "127.0.0.1", "port": int(running.http_url.rpartition(":")[2])}
         names = {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"}
         section = {
@@ -231,11 +231,11 @@ def test_nemo_aligners_ppo_actor(tmp_path: Path) -> None:
             assert state.step == 1 and len(state.checkpoints) == 1 and state.num_unsaved == 0
 
 
-FAILING = [SAMPLES[0], {**SAMPLES[1], "response": f" {serving.FAILS}"}]
+FAILING = [SAMPLES[0], {**SAMPLES[1], "response": f" {served.FAILS}"}]
 
 
 def test_verl_ends_with_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
-    path = str(Path(serving.__file__).parents[1] / "src/guerdon/adapters/verl.py")
+    path = str(Path(served.__file__).parents[1] / "src/guerdon/adapters/verl.py")
     kwargs = json.dumps({"url": sums.http_url, "model": "flaky"})
     for manager, function in (("loop", "compute_score_async"), ("classic", "compute_score")):
         arguments = (manager, path, "SAMPLES", kwargs, function)

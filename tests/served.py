@@ -66,8 +66,8 @@ def sums(folder: Path) -> Iterator[RunningServer]:
     """The same model as `helpful`, the functions `agreement` and `flaky`, and `total`, a sum of the first two."""
     models = [
         ModelConfig(model=str(reward_model(folder / "rm")), name="helpful", deterministic=True),
-        ModelConfig(model="serving:agreement", name="agreement"),
-        ModelConfig(model="serving:flaky", name="flaky"),
+        ModelConfig(model="served:agreement", name="agreement"),
+        ModelConfig(model="served:flaky", name="flaky"),
     ]
     parts = [ComponentConfig(model="helpful"), ComponentConfig(model="agreement", weight=0.5, clip=3.0)]
     total = RewardConfig(name="total", components=parts)
