@@ -29,6 +29,14 @@ def response(conversation: Any) -> str:
     return last["content"]
 
 
+def part_text(part: Any, where: str) -> str:
+    """The text of one part of a content; raises InvalidRequest, which names `where` it stands, for any other part."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise InvalidRequest(f'{where} is no text; send parts such as {{"type": "text", "text": "..."}} only')
+    return text
+
+
 def _plain(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} is a {type(message).__name__}, not an object with role and content")
@@ -42,16 +50,9 @@ def _text(message: Message, where: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part(part, f"{where}, part {i}") for i, part in enumerate(content))
+        return "\n".join(part_text(part, f"{where}, part {i}") for i, part in enumerate(content))
     if content is None and message.get("tool_calls"):
         return ""
     raise InvalidRequest(
         f"{where} needs a content that is text, or a list of text parts; only beside tool_calls it may be missing"
     )
-
-
-def _part(part: Any, where: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-    if not isinstance(text, str):
-        raise InvalidRequest(f'{where} is no text; send parts such as {{"type": "text", "text": "..."}} only')
-    return text

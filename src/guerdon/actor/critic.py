@@ -18,12 +18,11 @@ from guerdon.actor.rewards import (
     fail,
     fitting,
     groups_of,
-    patient,
     token_samples_of,
 )
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.settings import CriticNames, RemoteCriticConfig
-from guerdon.client import CriticClient, CriticScores
+from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.futures import TrainFuture
 from guerdon.core import CheckpointInfo, CriticState, TrainReport
 from guerdon.errors import ConfigError, GuerdonError
@@ -47,7 +46,7 @@ class RemoteCritic:
         self._config = config
         self._url = server.url or f"http://{server.ip}:{server.port}"
         with addressed("critic.url, ip or port"):
-            self._client = CriticClient(self._url, _name(server.name), policy=patient(config.timeout_s))
+            self._client = CriticClient(self._url, _name(server.name), policy=RetryPolicy.patient(config.timeout_s))
         self._rewards = None if config.combine_rm_and_critic_server else RemoteRewards(config)
         self._pending: Pending[CriticScores] = Pending()
 

@@ -37,7 +37,9 @@ class RemoteRewards:
         self._config = config
         self._urls = urls_of(config.reward_model)
         with addressed("reward_model.urls, ip or port"):
-            self._client = RewardClient(self._urls, config.reward_model.name, policy=patient(config.timeout_s))
+            self._client = RewardClient(
+                self._urls, config.reward_model.name, policy=RetryPolicy.patient(config.timeout_s)
+            )
         self._pending: Pending[Scores] = Pending()
         self._weights_seen: list[str] = []
 
@@ -147,11 +149,6 @@ def addressed(settings: str) -> Iterator[None]:
 def urls_of(server: RewardModelServer) -> list[str]:
     """The addresses of a reward model's server."""
     return server.urls or [f"http://{server.ip}:{server.port}"]
-
-
-def patient(timeout_s: float) -> RetryPolicy:
-    """Tries until the time is over: a server that is started again loads its model first, which takes minutes."""
-    return RetryPolicy(timeout_s=timeout_s, tries=1_000_000)
 
 
 def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, Any]:

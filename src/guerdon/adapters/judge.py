@@ -23,7 +23,7 @@ class Judge:
 
     def __init__(self, url: str | tuple[str, ...], model: str, timeout_s: float) -> None:
         self._arguments = (url, model, timeout_s)
-        self._policy = patient(timeout_s)
+        self._policy = RetryPolicy.patient(timeout_s, wait_for_start=True)
         self._client = RewardClient(url, model, policy=self._policy)
         self._by_loop: dict[asyncio.AbstractEventLoop, AsyncRewardClient] = {}
         self._lost_at, self._lost_why = -_QUEUE_S, ""
@@ -56,11 +56,6 @@ class Judge:
             url, model, _ = self._arguments
             self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy)
         return await self._by_loop[loop].score(**samples)
-
-
-def patient(timeout_s: float) -> RetryPolicy:
-    """Waits until `timeout_s` for servers that restart, are full or have not started yet."""
-    return RetryPolicy(timeout_s=timeout_s, tries=1_000_000, wait_for_start=True)
 
 
 def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:

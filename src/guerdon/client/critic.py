@@ -24,7 +24,7 @@ from guerdon.errors import Cancelled
 T = TypeVar("T")
 AnySession = OrderedSession | AsyncOrderedSession
 
-_PATIENT = RetryPolicy(timeout_s=21_600.0, tries=1_000_000)
+_PATIENT = RetryPolicy.patient(21_600.0)
 """A server that comes back loads its checkpoint and trains again on its journal first, which takes minutes."""
 
 

@@ -54,6 +54,11 @@ class RetryPolicy:
     jitter: float = 0.5
     wait_for_start: bool = False
 
+    @classmethod
+    def patient(cls, timeout_s: float, *, wait_for_start: bool = False) -> RetryPolicy:
+        """Tries until the time is over: a server that is started again loads its model first, which takes minutes."""
+        return cls(timeout_s=timeout_s, tries=1_000_000, wait_for_start=wait_for_start)
+
     def next_delay(self, attempt: int, error: GuerdonError, rng: random.Random) -> float | None:
         """Seconds to wait after the failed try number `attempt` (from 1), or None to give up."""
         if not error.retryable or attempt >= self.tries:

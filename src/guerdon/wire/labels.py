@@ -26,11 +26,16 @@ def numbers_of(score: Score, info: ModelInfo, activation: Activation | None = No
     return activated(numbers, activation)
 
 
+def attributes_of(score: Score, info: ModelInfo) -> dict[str, np.float32]:
+    """A checkpoint's attributes, or the rewards that a sum is made of, by their names; none where there is but one."""
+    return (
+        {} if score.attributes is None else dict(zip(info.attribute_names, map(number, score.attributes), strict=True))
+    )
+
+
 def components_of(score: Score, info: ModelInfo) -> dict[str, Any]:
     """The rewards that a sum is made of, by their names, under the key `components`; nothing for any other model."""
-    if info.kind != "sum" or score.attributes is None:
-        return {}
-    return {"components": dict(zip(info.attribute_names, map(number, score.attributes), strict=True))}
+    return {"components": attributes_of(score, info)} if info.kind == "sum" else {}
 
 
 def more_of(score: Score, info: ModelInfo) -> dict[str, Any]:

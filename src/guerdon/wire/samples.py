@@ -9,7 +9,7 @@ import numpy as np
 
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.messages import plain
+from guerdon.messages import part_text, plain
 from guerdon.wire.bodies import kind_of
 from guerdon.wire.rows import groups_of
 
@@ -169,17 +169,7 @@ def _ids(values: list[Any], name: str) -> np.ndarray:
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, dict) and isinstance(value.get("content"), list):
-        return _joined(value["content"], f"{name}.content")
+        return "\n".join(part_text(part, f"{name}.content[{i}]") for i, part in enumerate(value["content"]))
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} is {kind_of(value)}; send a string")
     return value
-
-
-def _joined(parts: list[Any], name: str) -> str:
-    texts: list[str] = []
-    for i, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise InvalidRequest(f'{name}[{i}] is no text; send parts such as {{"type": "text", "text": "..."}} only')
-        texts.append(text)
-    return "\n".join(texts)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire.bodies import check_url, kind_of, model_of, object_of
 from guerdon.wire.forms import Asked, Form, number, told_plainly
+from guerdon.wire.labels import attributes_of
 from guerdon.wire.rows import groups_of, scores_of
 from guerdon.wire.samples import conversed, flag, joined, read_messages, read_texts
 
@@ -33,8 +32,8 @@ def read_openrlhf(body: Any, query: Mapping[str, str]) -> Asked:
     def answer(reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
         scores = scores_of(reply)
         rewards = [number(score.reward) for score in scores]
-        names = info.attribute_names if scores and wants_logs else ()
-        logs = {name: [_component(score, i) for score in scores] for i, name in enumerate(names)}
+        told = [attributes_of(score, info) for score in scores] if wants_logs else []
+        logs = {name: [one[name] for one in told] for name in (told[0] if told else ())}
         return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
 
     # Without texts whatever else stands there is told of none.
@@ -71,7 +70,7 @@ def read_slime(body: Any, query: Mapping[str, str]) -> Asked:
         reward = number(score.reward)
         if not key:
             return reward
-        components = {name: _component(score, i) for i, name in enumerate(info.attribute_names)}
+        components = attributes_of(score, info)
         return {"components": components, key: reward} if components else {key: reward}
 
     return Asked(model_of(body), request, answer)
@@ -96,8 +95,3 @@ def _openrlhfs(body: dict[str, Any]) -> ScoreRequest:
     return ScoreRequest(
         texts=texts, groups=groups_of(prompts) if prompts else None, prompts=prompts, labels=labels or None
     )
-
-
-def _component(score: Score, index: int) -> np.float32:
-    assert score.attributes is not None
-    return number(score.attributes[index])

@@ -36,4 +36,4 @@ def address(server: Any) -> str:
 
 def policy(cfg: Any) -> RetryPolicy:
     """Tries until `timeout_s` is over."""
-    return RetryPolicy(timeout_s=setting(cfg, "timeout_s", ANSWER_S), tries=1_000_000)
+    return RetryPolicy.patient(setting(cfg, "timeout_s", ANSWER_S))

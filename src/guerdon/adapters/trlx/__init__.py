@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from guerdon.adapters.judge import TIMEOUT_S, patient
+from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.adapters.trlx.function import RewardFunction
 from guerdon.adapters.trlx.input_ids import InputIdsClient
 from guerdon.adapters.trlx.scoring import Scoring
+from guerdon.client import RetryPolicy
 from guerdon.errors import ConfigError
 
 __all__ = ["RewardFunction", "create_reward_fn"]
@@ -62,7 +63,8 @@ def create_reward_fn(
         address, slash, name = host.partition("/")
         if not slash or not name or "/" in name:
             raise ConfigError(f"TRITON_HOST is {host!r}", "give host:port/model, such as 10.0.0.1:5557/reward_model")
-        client: Any = InputIdsClient(f"grpc://{address}", name, policy=patient(timeout_s))
+        policy = RetryPolicy.patient(timeout_s, wait_for_start=True)
+        client: Any = InputIdsClient(f"grpc://{address}", name, policy=policy)
     else:
         import torch  # trlX has it
 
