@@ -10,7 +10,7 @@ OUT    ?= out/demo
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all trainers check format bench clean
+.PHONY: help demo test test-all trainers ray check format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test-all: $(VENV)/.dev  ## every test
 trainers: $(VENV)/.dev  ## try the real trainers, each in an environment of its own (gigabytes, once)
 	$(BIN)/python tests/trainers/environments.py --missing
 	$(BIN)/python -m pytest -q tests/trainers $(ARGS)
+
+ray: $(VENV)/.dev  ## install Ray too (300 MB, once), and try the service as a Ray Serve deployment
+	$(PIP) install -c constraints.txt -e '.[dev,ray]'
+	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, and who may import whom
 	$(BIN)/ruff format --check .

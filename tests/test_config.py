@@ -16,9 +16,9 @@ from guerdon.config import (
     RewardConfig,
     ServerConfig,
     check,
-    from_mapping,
 )
 from guerdon.errors import ConfigError
+from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
 
 
@@ -31,7 +31,7 @@ def test_a_mapping_becomes_nested_settings() -> None:
 @pytest.mark.parametrize(
     ("data", "message", "help_text"),
     [
-        ({"prot": 1}, "unknown setting prot", "known here: critic, grpc_port, host"),
+        ({"prot": 1}, "unknown setting prot", "known here: critic, fsdp, grpc_port, host"),
         ({"models": [{"model": "m"}, {"nmae": "x"}]}, "unknown setting models[1].nmae", "attribute_weights"),
         ({"port": "5555"}, "port is '5555'", "type int"),
         ({"port": True}, "port is True", "type int"),

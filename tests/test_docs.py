@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed.run as torchrun
 import yaml
 
 from guerdon import cli
@@ -20,6 +21,7 @@ from guerdon.metrics import TABLE
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAINERS = sorted((ROOT / "docs/trainers").glob("*.md"))
+DEPLOY = sorted((ROOT / "docs/deploy").glob("*.md"))
 COLLECTED = {"guerdon_queue_sequences", "guerdon_queue_tokens", "guerdon_model_info"}
 
 
@@ -45,7 +47,7 @@ def test_the_critics_settings_stand_in_its_page() -> None:
             assert yaml.safe_load(told[name]) == default or float(told[name]) == default, name
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TRAINERS], ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", [*PAGES, *TRAINERS, *DEPLOY], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
@@ -58,8 +60,8 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def helps() -> list[str]:
-    """The help of each command."""
-    texts = [cli.make_parser().format_help()]
+    """The help of each command, and torchrun's."""
+    texts = [cli.make_parser().format_help(), torchrun.get_args_parser().format_help()]
     for action in cli.make_parser()._subparsers._group_actions:  # type: ignore[union-attr]
         texts += [parser.format_help() for parser in action.choices.values()]  # type: ignore[union-attr]
     return texts

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.config import from_mapping
+from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
 from processes import environment
 

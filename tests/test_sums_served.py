@@ -24,7 +24,7 @@ import zoo
 from guerdon import cli
 from guerdon.assembly import build_service
 from guerdon.client import RetryPolicy, RewardClient
-from guerdon.config import ModelConfig, ServerConfig, from_mapping
+from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import (
     CheckpointError,
@@ -36,6 +36,7 @@ from guerdon.errors import (
     SampleFailed,
     UnknownModel,
 )
+from guerdon.fields import from_mapping
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from server.helpers import outcomes, wait_until

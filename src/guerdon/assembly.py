@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
+from guerdon.core import Command
 from guerdon.distributed.group import Group
+from guerdon.distributed.pulse import EXIT_STATUS, Pulse
+from guerdon.distributed.ranks import ALONE, Ranks, start
+from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
-from guerdon.errors import ConfigError, StartError
+from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
+from guerdon.server import runtime
 from guerdon.server.critic import Critic
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
 
+log = logging.getLogger(__name__)
 
-def build_scorer(config: ModelConfig) -> Any:
+_GRACE_S = 20.0
+"""As runtime.GRACE_S, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
+_LAST_WORDS_S = 5.0
+"""How long a server that has lost a rank may take to say so to its clients."""
+
+
+def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
     """The scorer for one configured model: a checkpoint's Engine, or the user's function `module:function`."""
     if ":" in config.model and not Path(config.model).exists():
         from guerdon.engine.callable import FunctionScorer
@@ -25,10 +43,10 @@ def build_scorer(config: ModelConfig) -> Any:
     from guerdon.engine.engine import Engine
     from guerdon.engine.loading import load
 
-    return Engine(load(config))
+    return Engine(load(config, ranks=ranks))
 
 
-def build_trainer(config: CriticConfig) -> Any:
+def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
     """The critic that learns, and beside it the reward model where the config names one.
 
     Raises StartError where the settings contradict each other, or memory does not suffice.
@@ -43,8 +61,8 @@ def build_trainer(config: CriticConfig) -> Any:
 
     check(config)
     try:
-        loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config))
-        trainer = CriticTrainer(loaded, config)
+        loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config), ranks=ranks)
+        trainer = CriticTrainer(loaded, config, ranks)
         if config.reward_model is None:
             return trainer
         reward_model = dataclasses.replace(
@@ -55,40 +73,182 @@ def build_trainer(config: CriticConfig) -> Any:
             mean=config.reward_mean,
             std=config.reward_std,
         )
-        return CriticWithReward(trainer, lambda: build_scorer(reward_model), config.reward_model_memory)
+        return CriticWithReward(trainer, lambda: build_scorer(reward_model, ranks), config.reward_model_memory, ranks)
     except torch.OutOfMemoryError as e:
         raise StartError(f"{config.model} leaves no memory to train it: {e}", SMALLER_TRAINING) from e
 
 
-def build_service(
-    config: ServerConfig,
-    *,
-    scorer: Callable[[ModelConfig], Any] = build_scorer,
-    trainer: Callable[[CriticConfig], Any] = build_trainer,
-    critic: Callable[[CriticConfig, Any], Critic] = Critic,
-    limits: dict[str, Limits] | None = None,
-) -> Service:
+@dataclass(frozen=True)
+class Parts:
+    """What a server is made of beside its settings; `limits` override, by model name, those of the settings."""
+
+    scorer: Callable[[ModelConfig, Ranks], Any] = build_scorer
+    trainer: Callable[[CriticConfig, Ranks], Any] = build_trainer
+    critic: Callable[[CriticConfig, Any], Critic] = Critic
+    limits: dict[str, Limits] | None = None
+
+
+PLAIN = Parts()
+
+
+@dataclass(frozen=True)
+class _Models:
+    """What one rank has loaded."""
+
+    served: list[tuple[ModelConfig, Any]]
+    learner: Any = None
+
+    def worker(self, config: ServerConfig, ranks: Ranks) -> Worker:
+        scorers = {model.name: scorer for model, scorer in self.served}
+        return Worker(scorers, {config.critic.name: self.learner} if config.critic else {}, ranks)
+
+
+def build_service(config: ServerConfig, parts: Parts = PLAIN) -> Service:
     """Loads every configured model and puts a service before them; raises StartError where one cannot be served.
 
-    A critic with a folder for checkpoints is brought to where it was when its last server ended.
+    A critic with a folder for checkpoints is brought to where it was when its last server ended. All is this process's
+    own, also where it is one of several.
+    """
+    models = _load(config, parts, ALONE)
+    return _service(config, parts, models, Group(models.worker(config, ALONE)), ALONE)
+
+
+def run(
+    config: ServerConfig,
+    parts: Parts = PLAIN,
+    *,
+    device: str | None = None,
+    on_loaded: Callable[[Service], None] | None = None,
+    on_started: runtime.OnStarted | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
+
+    Where this process is one of several, as torchrun starts them, rank 0 serves and calls `on_loaded` and `on_started`,
+    and the others follow it until it ends; `device` is as `ranks.start` has it. Where one of them is lost, all end with
+    EXIT_STATUS; where one cannot start, all of them raise what is wrong.
     """
     check(config)
-    models = [*config.models, *([_infer_config(config.critic)] if config.critic else [])]
-    if not models:
-        raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
-    scorers = {m.name: scorer(m) for m in config.models}
-    if config.critic is None:
-        return Service(Group(Worker(scorers)), [(m, scorers[m.name]) for m in models], config, limits)
-    learner = trainer(config.critic)
-    scorers[models[-1].name] = learner
-    group = Group(Worker(scorers, {config.critic.name: learner}))
-    operations = critic(config.critic, learner)
+    ranks = start(config, device)
+    if ranks.size == 1:
+        runtime.check_addresses(config)  # before models are loaded, which may take minutes
+        service = build_service(config, parts)
+        if on_loaded is not None:
+            on_loaded(service)
+        runtime.run(service, config, on_started=on_started)
+        return
+    pulse = Pulse(ranks)
+    pulse.start()  # already now: loading may take minutes
     try:
-        operations.restore(group)
-        return Service(group, [(m, scorers[m.name]) for m in models], config, limits, operations)
-    except BaseException:
-        operations.close()
+        if not ranks.is_leader:
+            _follow(config, parts, ranks, pulse)
+        else:
+            _lead(config, parts, ranks, pulse, on_loaded, on_started)
+    except RanksLost:
+        # The log has been told of it. Python's own end would wait for threads that may be inside a collective.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
+    pulse.stop()
+
+
+def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
+    ranks.agree()
+    models, error = _loaded(config, parts, ranks)
+    with asking(pulse.ask_to_stop):  # before rank 0 can be ready
+        ranks.agree(error)
+        assert models is not None
+        worker = models.worker(config, ranks)
+        worker.watch(pulse.tick)
+        runtime.settle()
+        Group(worker, ranks, pulse).follow()
+
+
+def _lead(
+    config: ServerConfig,
+    parts: Parts,
+    ranks: Ranks,
+    pulse: Pulse,
+    on_loaded: Callable[[Service], None] | None,
+    on_started: runtime.OnStarted | None,
+) -> None:
+    ranks.agree(_failure(lambda: runtime.check_addresses(config)))
+    models, error = _loaded(config, parts, ranks)
+    ranks.agree(error)
+    assert models is not None
+    worker = models.worker(config, ranks)
+    worker.watch(pulse.tick)
+    group = Group(worker, ranks, pulse)
+    try:
+        service = _service(config, parts, models, group, ranks)
+
+        def on_lost(lost: RanksLost) -> None:
+            threading.Thread(target=service.lost, args=(lost,), name="guerdon-lost", daemon=True).start()
+            time.sleep(_LAST_WORDS_S)  # as a rule the main thread ends the process before
+
+        pulse.on_stop, pulse.on_lost = service.end, on_lost
+        if on_loaded is not None:
+            on_loaded(service)
+        runtime.run(service, config, on_started=on_started, grace_s=_GRACE_S)
+    except RanksLost:
         raise
+    except Exception as e:
+        group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
+        raise
+    if not group.has_ended:
+        log.error("what was accepted is not done within %g s of the signal: this server ends amid it", _GRACE_S)
+        raise RanksLost("rank 0 ends amid a command")
+
+
+def _loaded(config: ServerConfig, parts: Parts, ranks: Ranks) -> tuple[_Models | None, BaseException | None]:
+    """As `_load`, with what it raises, of which all ranks must hear."""
+    try:
+        return _load(config, parts, ranks), None
+    except BaseException as e:
+        return None, e
+
+
+def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
+    check(config)
+    if not config.models and config.critic is None:
+        raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
+    served = [(model, parts.scorer(model, ranks)) for model in config.models]
+    if config.critic is None:
+        return _Models(served)
+    learner = parts.trainer(config.critic, ranks)
+    return _Models([*served, (_infer_config(config.critic), learner)], learner)
+
+
+def _service(config: ServerConfig, parts: Parts, models: _Models, group: Group, ranks: Ranks) -> Service:
+    """The service before what every rank has loaded; the others must follow already."""
+    if config.critic is None:
+        service = Service(group, models.served, config, parts.limits, num_parts=ranks.data_size)
+    else:
+        operations = parts.critic(config.critic, models.learner)
+        try:
+            operations.restore(group)
+            service = Service(group, models.served, config, parts.limits, operations, num_parts=ranks.data_size)
+        except BaseException:
+            operations.close()
+            raise
+    if ranks.size > 1:
+        metrics = service.metrics
+        metrics.set("guerdon_ranks", ranks.data_size, "data")
+        metrics.set("guerdon_ranks", ranks.tensor_size, "tensor")
+
+        def on_done(command: Command, broadcast_s: float, gather_s: float) -> None:
+            metrics.observe("guerdon_broadcast_seconds", broadcast_s, command.signal.name.lower())
+            metrics.observe("guerdon_gather_seconds", gather_s, command.signal.name.lower())
+
+        group.on_done = on_done
+    return service
+
+
+def _failure(work: Callable[[], None]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as e:
+        return e
+    return None
 
 
 def _infer_config(config: CriticConfig) -> ModelConfig:

@@ -217,20 +217,29 @@ def _serve(config: ServerConfig) -> None:
         named.append(critic.reward_model)
     _say(f"loading {', '.join(named)}" if named else "no models")
     from guerdon import assembly
-    from guerdon.server import runtime
+    from guerdon.server.service import Service
 
-    runtime.check_addresses(config)  # before models are loaded, which may take minutes
-    service = assembly.build_service(config)
-    for info in service.models():
-        if isinstance(info, ModelInfo):
-            _say(_described(info))
-    if critic:
-        _say(f"{critic.name} learns; " + _kept(critic))
+    def on_loaded(service: Service) -> None:
+        for info in service.models():
+            if isinstance(info, ModelInfo):
+                _say(_described(info))
+        if critic:
+            _say(f"{critic.name} learns; " + _kept(critic))
 
     def on_started(http_url: str, grpc_url: str | None) -> None:
         _say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
 
-    runtime.run(service, config, on_started=on_started)
+    assembly.run(config, device=_device(config), on_loaded=on_loaded, on_started=on_started)
+
+
+def _device(config: ServerConfig) -> str:
+    """The device of every model; raises ConfigError where ranks would have several."""
+    devices = sorted({model.device for model in [*config.models, *([config.critic] if config.critic else [])]})
+    if len(devices) > 1 and _world_size() > 1:
+        raise ConfigError(
+            f"the models' devices are {' and '.join(devices)}, and each rank has one", "give all models the same"
+        )
+    return devices[0] if devices else "auto"
 
 
 def run_score(args: argparse.Namespace) -> int:
@@ -238,6 +247,7 @@ def run_score(args: argparse.Namespace) -> int:
 
     Returns 1 where samples failed.
     """
+    _check_alone("score")
     from guerdon.client import RewardClient
     from guerdon.client.files import score_file
 
@@ -272,29 +282,31 @@ def run_reinforce(args: argparse.Namespace) -> int:
     """`guerdon reinforce`: see guerdon.actor.reinforce."""
     config = sectioned_config(args, ReinforceRunConfig)
     _prepare_actor(config)
-    from guerdon.actor import reinforce
+    from guerdon.actor import launch, reinforce
 
-    return reinforce.train(config).exit_status
+    return launch.run(config, reinforce.train)
 
 
 def run_ppo(args: argparse.Namespace) -> int:
     """`guerdon ppo`: see guerdon.actor.ppo."""
     config = sectioned_config(args, PPORunConfig)
     _prepare_actor(config)
-    from guerdon.actor import ppo
+    from guerdon.actor import launch, ppo
 
-    return ppo.train(config).exit_status
+    return launch.run(config, ppo.train)
 
 
 def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     """Checks the settings and the installation before anything is loaded."""
-    check_actor(config)
+    if _world_size() == 1:  # of several the first one checks them, when it has the others' ear
+        check_actor(config)
     _set_up("info")
     _need("torch", "tensorboard", "matplotlib")
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """`guerdon demo`: see guerdon.demo."""
+    _check_alone("demo")
     _need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
     if args.data:
         from guerdon.demo import scoring
@@ -359,8 +371,25 @@ def _need(*modules: str) -> None:
         raise StartError(f"{', '.join(missing)} is not installed", f"pip install 'guerdon[{extra}]'")
 
 
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_alone(command: str) -> None:
+    if _world_size() > 1:
+        raise ConfigError(
+            f"guerdon {command} is one process, and torchrun has started {_world_size()}",
+            "run it without torchrun (or with WORLD_SIZE unset); `guerdon serve` shares a model between processes",
+        )
+
+
 def _set_up(log_level: str) -> None:
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    rank, level = "", log_level.upper()
+    if _world_size() > 1:
+        rank = f" rank {os.environ.get('RANK', '?')}"
+        if not _is_first("RANK") and level in ("DEBUG", "INFO"):
+            level = "WARNING"  # the others do what rank 0 does, which says it
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
     for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # A scorer given as module:function is looked for where the command is run, as `python -m` would.
@@ -368,11 +397,19 @@ def _set_up(log_level: str) -> None:
         sys.path.insert(0, os.getcwd())
 
 
+def _is_first(rank: str) -> bool:
+    """Whether this process is the one that speaks, of all that torchrun has started, or of this host's (LOCAL_RANK)."""
+    return os.environ.get(rank, "0") == "0"
+
+
 def _say(text: str) -> None:
-    print(f"guerdon: {text}", flush=True)
+    if _is_first("RANK"):
+        print(f"guerdon: {text}", flush=True)
 
 
 def _fail(what: object, help_text: str | None, status: int) -> int:
+    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, and a file may be missing on one host alone
+        return status
     print(f"guerdon: {what}", file=sys.stderr)
     for note in getattr(what, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)

@@ -5,37 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from guerdon.core import Operation
 from guerdon.errors import ConfigError
-
-
-def setting(
-    default: Any,
-    help: str,  # noqa: A002 - the word argparse uses
-    *,
-    flag: bool = True,
-    auto: bool = False,
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values.
-
-    Where `auto`, that word may be written for a value that is found out at start; the field is then None.
-    """
-    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help, "flag": flag, "auto": auto, "least": least, "most": most}, **factory)
-
-
-def section(cls: type, help: str) -> Any:  # noqa: A002 - as above
-    """A dataclass field that holds settings of the dataclass `cls`, of which a part may be given."""
-    return field(
-        metadata={"help": help, "flag": False, "auto": False, "least": None, "most": None}, default_factory=cls
-    )
+from guerdon.fields import convert, setting
 
 
 @dataclass
@@ -56,6 +32,21 @@ class ForwardConfig:
     require_packed: bool = setting(False, "refuse to start where the packed forward does not match the plain one")
     deterministic: bool = setting(
         False, "compute each sequence by itself: its score is bitwise the same whatever shares its batch"
+    )
+
+
+@dataclass
+class ParallelConfig:
+    """How many processes, which torchrun starts, share one model; one process needs none of it."""
+
+    tensor_parallel: int = setting(
+        1, "ranks that share each layer's weights; the others of a launch are data parallel", least=1
+    )
+    fsdp: bool = setting(
+        False, "shard what is trained, its gradients and its optimiser over the data-parallel ranks (FSDP2)"
+    )
+    rank_timeout_s: float = setting(
+        30.0, "seconds without a sign of life after which a rank is given up, and all others end", least=2
     )
 
 
@@ -195,7 +186,7 @@ class RewardConfig:
 
 
 @dataclass
-class ServerConfig:
+class ServerConfig(ParallelConfig):
     """One server: its sockets, its limits and its models."""
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -217,23 +208,6 @@ class ServerConfig:
     critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)
 
 
-def from_mapping(cls: type, data: Any, where: str = "") -> Any:
-    """Builds the dataclass `cls` from parsed YAML; raises ConfigError naming the key that is unknown or mistyped."""
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"{where or 'the file'} must be a mapping, not {type(data).__name__}", "write `key: value` lines"
-        )
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(data) - set(hints), key=str)
-    if unknown:
-        raise ConfigError(
-            f"unknown setting {where}{'.' if where else ''}{unknown[0]}", f"known here: {', '.join(sorted(hints))}"
-        )
-    automatic = {f.name for f in dataclasses.fields(cls) if f.metadata["auto"]}
-    given = {k: None if v == "auto" and k in automatic else v for k, v in data.items()}
-    return cls(**{k: _convert(hints[k], v, f"{where}{'.' if where else ''}{k}") for k, v in given.items()})
-
-
 def check(settings: Any, where: str = "") -> None:
     """Raises ConfigError for the first setting of the dataclass that is out of its bounds or contradicts another.
 
@@ -247,7 +221,7 @@ def check(settings: Any, where: str = "") -> None:
             check(value, f"{path}.")
             continue
         if typing.get_origin(hints[item.name]) is Literal:
-            _convert(hints[item.name], value, path)
+            convert(hints[item.name], value, path)
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
             raise ConfigError(f"{path} is {value}", "give a finite number")
@@ -263,6 +237,11 @@ def check(settings: Any, where: str = "") -> None:
         _check_critic(settings)
     if isinstance(settings, ServerConfig):
         _check_names(settings)
+        if settings.fsdp and settings.critic is None:
+            raise ConfigError(
+                "fsdp is on, and there is no critic: it shards what is trained",
+                "leave it out; a model too large for one device is split by tensor_parallel",
+            )
         for i, reward in enumerate(settings.rewards):
             _check_reward(reward, f"rewards[{i}]", [model.name for model in settings.models])
 
@@ -362,31 +341,3 @@ def _check_clip(clip: float | None, where: str) -> None:
         raise ConfigError(
             f"{where}.clip is {clip:g}", "give a number above 0, or leave it out: then nothing is bounded"
         )
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _convert(next(a for a in args if a is not type(None)), value, where)
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{where} is {value!r}", f"choose one of {', '.join(map(str, args))}")
-        return value
-    if origin is list:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list", "write `- item` lines or [a, b]")
-        return [_convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if dataclasses.is_dataclass(hint):
-        return from_mapping(typing.cast(type, hint), value, where)
-    # YAML 1.1 reads 9e-6 as text: there a number has a point.
-    if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, (bool, int, float)):
-        raise ConfigError(
-            f"{where} is {value!r}, and not text", "write it in quotes: YAML reads 1:30:00 as a number, too"
-        )
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}", f"give a value of type {hint.__name__}")
-    return value

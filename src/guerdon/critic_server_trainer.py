@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.assembly import build_service
+from guerdon.assembly import Parts, build_service, run
 from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
 from guerdon.engine.callable import FunctionEncoder
 from guerdon.errors import ConfigError
-from guerdon.server import runtime
 from guerdon.server.critic import Critic
 from guerdon.server.loop import Group
 from guerdon.server.scheduler import Limits
@@ -135,15 +134,21 @@ class CriticServerTrainer:
         self.critic.begin(int(state_dict["step"]))
 
     def run_server(self) -> None:
-        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns."""
-        runtime.run(self.build_service(), self.config)
+        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
+
+        Where this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank
+        0 serves, and everything is done on every rank with the same inputs; what rank 0 returns counts.
+        """
+        run(self.config, self._parts())
 
     def build_service(self) -> Service:
-        """The service that `run_server` runs, for an event loop of your own."""
+        """The service that `run_server` runs, for an event loop of your own; this process's alone."""
+        return build_service(self.config, self._parts())
+
+    def _parts(self) -> Parts:
         limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
-        return build_service(
-            self.config,
-            trainer=lambda _: self.critic,
+        return Parts(
+            trainer=lambda *_: self.critic,
             critic=functools.partial(_Operations, operations=_OPERATIONS),
             limits={self.critic.info.name: limits},
         )

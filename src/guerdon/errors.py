@@ -13,6 +13,7 @@ GuerdonError
 ├── Unsupported             501 UNIMPLEMENTED        the protocol has it, this server does not
 ├── Unavailable             503 UNAVAILABLE          retry: not ready, stopping, or unreachable
 │   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
+│   ├── RanksLost           503 UNAVAILABLE          retry: a rank was lost; the server ends, and may come back
 │   ├── Offloaded           503 UNAVAILABLE          no retry: the weights are off the device until `onload`
 │   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
 ├── StorageFailed           507 RESOURCE_EXHAUSTED   the disk cannot take it; the text says what was not done
@@ -130,6 +131,10 @@ class Overloaded(Unavailable):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RanksLost(Unavailable):
+    """A process that holds a part of the model has died or hangs: this server ends, and may be started again."""
 
 
 class Offloaded(Unavailable):

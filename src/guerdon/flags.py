@@ -10,8 +10,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check, from_mapping
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
 from guerdon.errors import ConfigError
+from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}

@@ -15,9 +15,10 @@ from guerdon.assembly import build_service
 from guerdon.client.calls import ModelSignature, make_request, scoring
 from guerdon.client.clients import ScoreArgs
 from guerdon.client.results import Scores
-from guerdon.config import ModelConfig, ServerConfig, check, from_mapping
+from guerdon.config import ModelConfig, ServerConfig, check
 from guerdon.core import ModelInfo, ScoreRequest
 from guerdon.errors import Cancelled, GuerdonError
+from guerdon.fields import from_mapping
 from guerdon.server.service import Service
 from guerdon.wire import reward_model, signature
 

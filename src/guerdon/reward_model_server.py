@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.assembly import build_service
+from guerdon.assembly import Parts, build_service, run
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.engine.callable import FunctionEncoder, PaddedScorer
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
-from guerdon.server import runtime
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
 
@@ -75,11 +74,17 @@ class RewardModelServer:
         return {"rewards": np.array(rewards, dtype=np.float32)[:, None]}
 
     def run_server(self) -> None:
-        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns."""
-        runtime.run(self.build_service(), self.config)
+        """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
+
+        Where this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank
+        0 serves, and `infer_fn` is called on every rank with the same inputs; rank 0's rewards count.
+        """
+        run(self.config, self._parts())
 
     def build_service(self) -> Service:
-        """The service that `run_server` runs, for an event loop of your own."""
+        """The service that `run_server` runs, for an event loop of your own; this process's alone."""
+        return build_service(self.config, self._parts())
+
+    def _parts(self) -> Parts:
         limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
-        name = self.scorer.info.name
-        return build_service(self.config, scorer=lambda _: self.scorer, limits={name: limits})
+        return Parts(scorer=lambda *_: self.scorer, limits={self.scorer.info.name: limits})

@@ -46,7 +46,7 @@ def loss_of(experience: Experience, config: AlgorithmConfig, batch: list[int], *
     aggregation = Aggregation(config.loss_aggregation, GlobalCounts.of(experience.mask[batch]), 8)
     advantages = torch.tensor(ADVANTAGES)[:, None] * experience.mask
     settings = {"weights": None, "is_on_policy": False, "kl_in_loss": False, **more}
-    return PolicyLoss(experience, advantages, batch=members, aggregation=aggregation, config=config, **settings)
+    return PolicyLoss.of(experience, advantages, batch=members, aggregation=aggregation, config=config, **settings)
 
 
 @pytest.mark.parametrize("on_policy", [True, False])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from guerdon import errors
+from guerdon.client.endpoints import Endpoint
+from guerdon.client.http import Call
+from guerdon.client.retry import Describe
 from guerdon.client.statuses import error_of
 
 BY_STATUS = (
@@ -58,3 +62,15 @@ def test_statuses_that_others_send() -> None:
     assert type(error_of(401, "x")) is errors.InvalidRequest
     assert type(error_of(507, "x")) is errors.StorageFailed
     assert type(error_of(599, "x")) is errors.ServerFault
+
+
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [(b"Internal Server Error", errors.Unavailable), (b'{"error": "a bug"}', errors.ServerFault)],
+)
+def test_a_500_without_json_is_a_proxys_that_has_lost_its_server(body: bytes, raised: type) -> None:
+    call = Call(Describe(Endpoint("http://proxy"), "m", 1.0))
+    with pytest.raises(errors.GuerdonError) as told:
+        call.result(httpx.Response(500, content=body, request=httpx.Request("GET", call.url)))
+    assert type(told.value) is raised
+    assert told.value.retryable is (raised is errors.Unavailable)

@@ -71,6 +71,7 @@ class ArithmeticTrainer:
     """Scores and learns by arithmetic; a text is its characters. Everything is as the worker wants a real trainer."""
 
     max_batch_tokens = 1_000_000
+    takes_all = False
 
     def __init__(self, config: CriticConfig, *, with_rewards: bool = False) -> None:
         self.info = ModelInfo(

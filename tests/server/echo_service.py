@@ -43,6 +43,7 @@ class EchoScorer:
 
     encoder: EchoScorer
     max_batch_tokens = 1_000_000
+    takes_all = False
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.actor.settings import RolloutConfig
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.generating import Decoder, DecoderChoice
 from guerdon.engine.language import LanguageEngine
 from guerdon.engine.policies import LoadedPolicy
@@ -65,9 +66,18 @@ class TransformersGenerator:
     A finished rollout leaves the batch, and where the model allows it the next prompts join it half empty.
     """
 
-    def __init__(self, policy: LoadedPolicy, engine: LanguageEngine, max_batch_rollouts: int | None = None) -> None:
-        """Raises CheckpointError where the model cannot generate token by token."""
-        self._policy, self._engine = policy, engine
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        engine: LanguageEngine,
+        max_batch_rollouts: int | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """Raises CheckpointError where the model cannot generate token by token.
+
+        The tensor-parallel `ranks` of one part must all be given the same to generate, and draw the same.
+        """
+        self._policy, self._engine, self._ranks = policy, engine, ranks
         self._most = max_batch_rollouts or MAX_BATCH_ROLLOUTS
         self._choice = DecoderChoice(policy, engine)
 
@@ -85,13 +95,28 @@ class TransformersGenerator:
         Also where the model's rotary frequencies would change within a response (longrope, dynamic): what is drawn
         would not be what the trainer's log-probs, of whole sequences, are about.
         """
-        work = _Work(self._policy, self._choice.make(), self._engine, config, seed, num, greedy, self._most)
-        work.add(prompts)
+        work = self.begin(enumerate(prompts), num=num, config=config, seed=seed, greedy=greedy)
         while work.is_left:
-            # Nothing stays set between two groups, for the caller may use the model then.
-            with torch.inference_mode(), work.decoder.running():
-                groups = work.run()
-            yield from groups
+            yield from work.run()
+
+    def begin(
+        self,
+        prompts: Iterable[tuple[int, Prompt]],
+        *,
+        num: int,
+        config: RolloutConfig,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Generation:
+        """What `generate` does, to be done bit by bit; each prompt comes with the number of its group.
+
+        Of what one process would generate a part may be given, and becomes the same. Raises as `generate`.
+        """
+        work = Generation(
+            self._policy, self._choice.make(), self._engine, config, seed, num, greedy, self._most, self._ranks
+        )
+        work.add(prompts)
+        return work
 
     def sync(self) -> None:
         """Nothing: the weights are in place."""
@@ -128,7 +153,7 @@ class _Row:
         return self.is_end or len(self.tokens) == self.limit
 
 
-class _Work:
+class Generation:
     """What one call of `generate` has to do, and the batch that is under way."""
 
     def __init__(
@@ -141,9 +166,10 @@ class _Work:
         num: int,
         greedy: bool,
         most: int,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.decoder = decoder
-        self._policy, self._engine, self._config = policy, engine, config
+        self._policy, self._decoder, self._engine, self._config = policy, decoder, engine, config
+        self._ranks = ranks
         self._seed, self._num, self._most = seed, num, most
         self._eos = frozenset(policy.eos_token_ids)
         self._sample = Sampler(config, policy.eos_token_ids, greedy=greedy)
@@ -155,9 +181,9 @@ class _Work:
         self._idle = 0
         self._finished: dict[int, list[Rollout]] = {}
 
-    def add(self, prompts: Sequence[Prompt]) -> None:
+    def add(self, prompts: Iterable[tuple[int, Prompt]]) -> None:
         """Lets the prompts wait; raises ConfigError where there is no room for a response to one."""
-        for group, prompt in enumerate(prompts):
+        for group, prompt in prompts:
             room = room_of(prompt, self._config, self._policy.max_length)
             if not self._engine.in_one_class(len(prompt.tokens), len(prompt.tokens) + room):
                 raise ConfigError(
@@ -174,24 +200,31 @@ class _Work:
         """Whether a group is not finished yet."""
         return bool(self._waiting) or not all(row.is_done for row in self._rows)
 
-    def run(self) -> list[list[Rollout]]:
-        """Goes on until groups are finished, which are returned."""
+    def run(self, steps: int | None = None) -> list[list[Rollout]]:
+        """Goes on until groups are finished, or for so many tokens of each row; the groups that are finished then."""
         groups: list[list[Rollout]] = []
-        while self.is_left and not groups:
-            self._leave()
-            if items := self._next():
-                counts = [len(item) for item in items]
-                logits = self.decoder.begin([item[0].prompt.tokens for item in items], counts)
-                fresh = [row for item in items for row in item]
-                self._see(fresh, logits.shape[-1])
-                self._rows += fresh
-                groups = self._take(fresh, logits)
-            else:
-                assert self._newest is not None
-                logits = self.decoder.step(self._newest)
-                self._newest = None
-                groups = self._take(self._rows, logits)
+        done = 0
+        # Nothing stays set between two calls, for the caller may use the model then.
+        with self._engine.no_gradients(), self._decoder.running():
+            while self.is_left and (not groups if steps is None else done < steps):
+                groups += self._step()
+                done += 1
         return groups
+
+    def _step(self) -> list[list[Rollout]]:
+        """The next token of every row, or the first of new ones; the groups that are finished with it."""
+        self._leave()
+        if items := self._next():
+            counts = [len(item) for item in items]
+            logits = self._decoder.begin([item[0].prompt.tokens for item in items], counts)
+            fresh = [row for item in items for row in item]
+            self._see(fresh, logits.shape[-1])
+            self._rows += fresh
+            return self._take(fresh, logits)
+        assert self._newest is not None
+        logits = self._decoder.step(self._newest)
+        self._newest = None
+        return self._take(self._rows, logits)
 
     def _leave(self) -> None:
         """Lets the rows that are done leave once they have cost as much as their leaving does.
@@ -200,10 +233,10 @@ class _Work:
         """
         alive = np.array([i for i, row in enumerate(self._rows) if not row.is_done], dtype=np.int64)
         self._idle += len(self._rows) - len(alive)
-        makes_room = self._waiting and self.decoder.joins and len(alive) <= self._most // 2
+        makes_room = self._waiting and self._decoder.joins and len(alive) <= self._most // 2
         if len(alive) == len(self._rows) or (self._idle < len(alive) and not makes_room):
             return
-        self.decoder.keep(alive)
+        self._decoder.keep(alive)
         self._rows = [self._rows[i] for i in alive]
         chosen = self._engine.index(alive)
         self._newest = None if self._newest is None else self._newest[chosen]
@@ -212,7 +245,7 @@ class _Work:
 
     def _next(self) -> list[list[_Row]]:
         """The rows, prompt by prompt, that begin now; none as long as those under way fill half of the batch."""
-        if self._rows and (not self.decoder.joins or len(self._rows) > self._most // 2):
+        if self._rows and (not self._decoder.joins or len(self._rows) > self._most // 2):
             return []
         room, count = self._most - len(self._rows), 0
         while count < len(self._waiting) and len(self._waiting[count]) <= room:
@@ -220,7 +253,7 @@ class _Work:
             count += 1
         if not count:
             return []
-        count = self.decoder.together([len(self._waiting[i][0].prompt.tokens) for i in range(count)])
+        count = self._decoder.together([len(self._waiting[i][0].prompt.tokens) for i in range(count)])
         # Side by side, prompts of like length need little padding.
         return sorted((self._waiting.popleft() for _ in range(count)), key=lambda rows: len(rows[0].prompt.tokens))
 
@@ -242,6 +275,9 @@ class _Work:
         tokens, logprobs = self._sample(
             logits, self._engine.index(np.array(numbers)), self._engine.index(np.array(counts)), seen
         )
+        if self._ranks.tensor_size > 1:
+            # Were the last bits of their logits not the same, the ranks would go on with other rows, and wait for good.
+            distributed.broadcast(tokens, group=self._ranks.tensor_group, group_src=0)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         self._newest = tokens if self._newest is None else torch.cat([self._newest, tokens])

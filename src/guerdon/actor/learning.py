@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from guerdon.actor.experience import Experience, advantage_metrics, global_batches, prompt_lengths
+from guerdon.actor.policy import Policy
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.settings import AlgorithmConfig, RolloutConfig
 from guerdon.algorithms.kl import kl_per_token
@@ -23,7 +24,7 @@ from guerdon.algorithms.policy_losses import (
     reinforce_loss,
     truncated_importance_weights,
 )
-from guerdon.training.policy import PolicyTrainer, StepReport
+from guerdon.training.policy import StepReport
 
 VLLM_IMPORTANCE_CAP = 2.0  # that of Yao et al., 2025
 
@@ -37,7 +38,7 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 
 def measure(
-    policy: PolicyTrainer, rollouts: list[Rollout], temperature: float, kl_estimator: str, metrics: dict[str, float]
+    policy: Policy, rollouts: list[Rollout], temperature: float, kl_estimator: str, metrics: dict[str, float]
 ) -> Experience:
     """What the policy and its reference make of the responses, before the step's first update.
 
@@ -54,7 +55,7 @@ def measure(
 
 
 def update(
-    policy: PolicyTrainer,
+    policy: Policy,
     experience: Experience,
     advantages: Tensor,
     config: AlgorithmConfig,
@@ -76,7 +77,7 @@ def update(
             for members in batches:
                 counts = GlobalCounts.of(experience.mask[torch.from_numpy(members)])
                 aggregation = Aggregation(config.loss_aggregation, counts, sampling.max_new_tokens)
-                loss = PolicyLoss(
+                loss = PolicyLoss.of(
                     experience, advantages, weights, members, aggregation, config, is_on_policy, kl_in_loss
                 )
                 reports.append(
@@ -96,36 +97,62 @@ def update(
 class PolicyLoss:
     """The loss of one global batch, as `PolicyTrainer.step` asks for it, a micro-batch at a time.
 
-    `advantages` and `weights` are float32 `[B, R]` as the tables of `experience`, of which `batch` numbers the rows
-    that are in this batch; `aggregation` divides by the counts of all of them. `is_on_policy` is True where this is the
-    only update on the experience.
+    Nothing but data, so that it can be sent to other ranks: float32 `[B, R]` tables of the batch's rows, those None
+    that this loss does not read. `aggregation` divides by the counts of all the rows. Without `old_logprobs` this is
+    the only update on the experience; with `ref_logprobs` the loss has the KL's cost.
     """
 
-    experience: Experience
+    mask: Tensor
     advantages: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
     weights: Tensor | None
-    batch: np.ndarray
     aggregation: Aggregation
     config: AlgorithmConfig
-    is_on_policy: bool
-    kl_in_loss: bool
+
+    @classmethod
+    def of(
+        cls,
+        experience: Experience,
+        advantages: Tensor,
+        weights: Tensor | None,
+        batch: np.ndarray,
+        aggregation: Aggregation,
+        config: AlgorithmConfig,
+        is_on_policy: bool,
+        kl_in_loss: bool,
+    ) -> PolicyLoss:
+        """Of the rows `batch`, int64, of tables that are like those of `experience`.
+
+        `is_on_policy` is True where this is the only update on the experience.
+        """
+        at, has_kl = torch.from_numpy(batch), kl_in_loss and config.kl_coefficient > 0
+        return cls(
+            mask=experience.mask[at],
+            advantages=advantages[at],
+            old_logprobs=None if is_on_policy else experience.logprobs[at],
+            ref_logprobs=experience.ref_logprobs[at] if has_kl else None,
+            weights=None if weights is None else weights[at],
+            aggregation=aggregation,
+            config=config,
+        )
 
     def __call__(
         self, logprobs: Tensor, entropies: Tensor | None, members: np.ndarray
     ) -> tuple[Tensor, PolicyLossStats]:
         """The micro-batch's share of the loss, and its sums; `members` are its rows' numbers in the global batch."""
-        at, width = torch.from_numpy(self.batch[members]), logprobs.shape[1]
+        at, width = torch.from_numpy(members), logprobs.shape[1]
 
         def part(of: Tensor) -> Tensor:
             return of[at, :width].to(logprobs.device)
 
-        config, mask = self.config, part(self.experience.mask)
+        config, mask, advantages = self.config, part(self.mask), part(self.advantages)
         weights = None if self.weights is None else part(self.weights)
         entropy_coefficient = config.entropy_coefficient
-        if self.is_on_policy:
+        if self.old_logprobs is None:
             loss, stats = reinforce_loss(
                 logprobs,
-                part(self.advantages),
+                advantages,
                 mask,
                 self.aggregation,
                 weights=weights,
@@ -135,8 +162,8 @@ class PolicyLoss:
         else:
             loss, stats = ppo_loss(
                 logprobs,
-                part(self.experience.logprobs),
-                part(self.advantages),
+                part(self.old_logprobs),
+                advantages,
                 mask,
                 self.aggregation,
                 clip_low=config.clip_low,
@@ -145,8 +172,8 @@ class PolicyLoss:
                 entropies=entropies,
                 entropy_coefficient=entropy_coefficient,
             )
-        if self.kl_in_loss and config.kl_coefficient > 0:
-            kl = kl_per_token(logprobs, part(self.experience.ref_logprobs), mask, config.kl_estimator)
+        if self.ref_logprobs is not None:
+            kl = kl_per_token(logprobs, part(self.ref_logprobs), mask, config.kl_estimator)
             loss = loss + config.kl_coefficient * self.aggregation(kl, mask)
             stats = replace(stats, loss=loss.item())
         return loss, stats

@@ -8,23 +8,25 @@ from guerdon.actor.learning import measure, timed, update
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
 from guerdon.actor.settings import PPORunConfig, check_actor
+from guerdon.actor.shared import SharedPolicy
 from guerdon.actor.stopping import Stopping
 from guerdon.algorithms.advantages import Moments
 from guerdon.core import TrainReport
 
 
-def train(config: PPORunConfig) -> RunSummary:
+def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummary:
     """Trains the policy, and the critic on its server; goes on from the newest pair of checkpoints.
 
-    Raises ConfigError, CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards
-    fail, and what the critic's server raises where it cannot train.
+    On rank 0 of several `shared` is the policy, and leads the others; see `launch`. Raises ConfigError,
+    CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards fail, and what the
+    critic's server raises where it cannot train.
     """
     check_actor(config)
     stopping = Stopping(config.run.time_limit)
     algorithm, sampling = config.ppo, config.rollouts
     with RemoteCritic(config.remote_critic_rm) as critic:
         critic.wait_ready(stopping.left_s())
-        with Run(config, score=critic.score, critic=critic, stopping=stopping) as run:
+        with Run(config, score=critic.score, critic=critic, stopping=stopping, shared=shared) as run:
             critic.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}

@@ -8,21 +8,23 @@ from guerdon.actor.rewards import RemoteRewards
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
 from guerdon.actor.settings import ReinforceRunConfig, check_actor
+from guerdon.actor.shared import SharedPolicy
 from guerdon.actor.stopping import Stopping
 from guerdon.algorithms.advantages import RunningMean
 
 
-def train(config: ReinforceRunConfig) -> RunSummary:
+def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> RunSummary:
     """Trains the policy against the reward model's server; goes on from the newest checkpoint in the output folder.
 
-    Raises ConfigError, CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards fail.
+    On rank 0 of several `shared` is the policy, and leads the others; see `launch`. Raises ConfigError,
+    CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards fail.
     """
     check_actor(config)
     stopping = Stopping(config.run.time_limit)
     algorithm, sampling = config.reinforce, config.rollouts
     with RemoteRewards(config.remote_rm) as rewards:
         rewards.wait_ready(stopping.left_s())
-        with Run(config, score=rewards.score, stopping=stopping) as run:
+        with Run(config, score=rewards.score, stopping=stopping, shared=shared) as run:
             rewards.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}

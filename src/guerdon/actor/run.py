@@ -21,19 +21,16 @@ import yaml
 from guerdon.actor import curves, trackers
 from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
 from guerdon.actor.data import Prompts, check_sendable
-from guerdon.actor.generation import Generator, make_generator
 from guerdon.actor.measures import METRICS, rollout_metrics
 from guerdon.actor.pairing import PairedCritic, load_critic, pairable
 from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.saving import Saving
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
+from guerdon.actor.shared import SharedPolicy, opened
 from guerdon.actor.stopping import TIME_IS_UP, Left, Stopping, heeding
 from guerdon.durable import locked
-from guerdon.engine.policies import load_policy
 from guerdon.errors import ConfigError, RewardsFailed
-from guerdon.training.optimiser import moment_bytes
-from guerdon.training.policy import PolicyTrainer
 
 T = TypeVar("T")
 
@@ -89,10 +86,11 @@ class Run:
                 run.finish(step, metrics, rollouts)
         return run.summary()
 
-    `policy` is the PolicyTrainer, `generator` what generates with it, `data` the Prompts. `id` names the run, and is
-    the same after a resume; `step` counts the steps done. `memory` is a dict of JSON values that goes into each
-    checkpoint and comes back at a resume: what a loop must remember from step to step. Like the weights it may change
-    only when the step's rollouts are all there, since a stop amid them saves what is then, and ends the `with` block.
+    `policy` is the PolicyTrainer, or where there are several ranks the SharedPolicy, `generator` what generates with
+    it, `data` the Prompts. `id` names the run, and is the same after a resume; `step` counts the steps done. `memory`
+    is a dict of JSON values that goes into each checkpoint and comes back at a resume: what a loop must remember from
+    step to step. Like the weights it may change only when the step's rollouts are all there, since a stop amid them
+    saves what is then, and ends the `with` block.
     """
 
     def __init__(
@@ -102,18 +100,20 @@ class Run:
         score: Score,
         critic: PairedCritic | None = None,
         stopping: Stopping | None = None,
+        shared: SharedPolicy | None = None,
     ) -> None:
         """Loads everything, and goes on from the newest checkpoint in output_dir where there is one.
 
         `score` sets `reward` or `error` of each of these rollouts (of several groups), and returns when all are there;
         while it waits it calls what it is given, now and then. Validation asks it. A `critic`, which must be reachable,
-        is brought to the same step. `stopping` counts the time limit from when it was made. Raises ConfigError and
-        CheckpointError.
+        is brought to the same step. `stopping` counts the time limit from when it was made. `shared` is
+        the policy where it is on several ranks. Raises ConfigError and CheckpointError.
         """
         self.config = config
         self._score = score
         self._critic = critic
         self._stopping = stopping or Stopping(config.run.time_limit)
+        self._shared = shared
         self._stopped: str | None = None
         self._metrics: dict[str, float] = {}
         self._folder = Path(config.run.output_dir)
@@ -138,8 +138,9 @@ class Run:
         critic = None if self._critic is None else pairable(self._critic.state(), found)
 
         started = time.monotonic()
-        policy = scheduled(config)
-        loaded = load_policy(policy, moment_bytes=moment_bytes(policy))
+        exits.callback(self._stopping.close)
+        self.policy, self.generator = opened(scheduled(config), config.rollouts, run.seed, self._shared, self._stopping)
+        loaded = self.policy.policy
         self.data = Prompts(
             config.data,
             loaded.tokenizer,
@@ -156,8 +157,6 @@ class Run:
         }
         if found is not None:
             check_settings(found.state, self._decisive, found.folder)
-        self.policy = PolicyTrainer(loaded, policy, seed=run.seed)
-        self.generator: Generator = make_generator(self.policy, config.rollouts)
 
         self.id, self.step, self.memory = secrets.token_hex(4), 0, {}
         if found is not None:
@@ -284,7 +283,6 @@ class Run:
 
     def __enter__(self) -> Run:
         self._stopping.listen()
-        self._exits.callback(self._stopping.close)
         return self
 
     def __exit__(

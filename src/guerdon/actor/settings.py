@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from guerdon.actor import stopping
-from guerdon.config import LanguageModelConfig, LearningConfig, check, section, setting
+from guerdon.config import LanguageModelConfig, LearningConfig, ParallelConfig, check
 from guerdon.errors import ConfigError
+from guerdon.fields import section, setting
 
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr_grpo"]
@@ -188,6 +189,7 @@ class ActorConfig:
     data: DataConfig = section(DataConfig, "prompts")
     rollouts: RolloutConfig = section(RolloutConfig, "sampling")
     run: RunConfig = section(RunConfig, "the run")
+    parallel: ParallelConfig = section(ParallelConfig, "the ranks that torchrun starts")
 
 
 @dataclass

@@ -75,8 +75,8 @@ class Stopping:
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Takes the signals over."""
-        if threading.current_thread() is threading.main_thread():
+        """Takes the signals over, once."""
+        if threading.current_thread() is threading.main_thread() and not self._handlers:
             self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
 
     def close(self) -> None:
@@ -84,6 +84,11 @@ class Stopping:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+    def ask(self) -> None:
+        """Asks the run to leave as SIGTERM does; from any thread."""
+        if self._signal is None:
+            self._signal = signal.SIGTERM
 
     def left_s(self) -> float:
         """Seconds until the time is up; infinity where there is no limit."""

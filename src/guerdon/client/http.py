@@ -103,6 +103,9 @@ class Call:
             message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
             if status == 404:
                 return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
+            if status == 500 and body is None:
+                # Every server of the protocol tells its own faults as JSON: this is a proxy's whose server was lost.
+                return Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)
         retry_after_s = _number(response.headers, "Retry-After", None)

@@ -14,10 +14,10 @@ import yaml
 
 from guerdon.actor.settings import ReinforceRunConfig
 from guerdon.client import RewardClient
-from guerdon.config import from_mapping
 from guerdon.demo import console, parts, plot
 from guerdon.demo.serving import served
 from guerdon.demo.story import KINDS
+from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
 
 NUM_SHOWN = 5

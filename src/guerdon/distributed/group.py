@@ -1,17 +1,168 @@
-"""The ranks that hold one set of models: rank 0 leads, the others follow. Here: one process."""
+"""The ranks that hold one set of models: rank 0 leads, the others follow, one command at a time.
+
+A command goes to every rank, each does its part, and all of them say how it went before rank 0 answers. Whatever can
+fail for the command itself was checked before it was sent.
+"""
 
 from __future__ import annotations
 
-from guerdon.core import Command, Scored, TrainReport
-from guerdon.distributed.worker import Worker
+import contextlib
+import functools
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from guerdon.core import Command, Signal
+from guerdon.distributed.pulse import Pulse
+from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.errors import GuerdonError
+
+
+class Worker(Protocol):
+    """What every rank does with a command, and what rank 0 makes of all that came of it."""
+
+    def execute(self, command: Any) -> Any:
+        """This rank's part."""
+
+    def merge(self, command: Any, parts: list[Any]) -> Any:
+        """The result, from every rank's part in the order of the ranks."""
+
+    def is_watched(self, command: Any) -> bool:
+        """Whether the command ticks the pulse while it gets on, so that one that does not is seen."""
 
 
 class Group:
-    """A group of one: the leader's own worker is all there is."""
+    """The leader's hand on every rank; `follow` is the others'. A group of one is its own worker alone.
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    `on_done(command, seconds of sending it, seconds of gathering what came of it)` is called after each command where
+    there are other ranks. `has_ended` says whether all were told of the end.
+    """
 
-    def lead(self, command: Command) -> Scored | TrainReport | None:
-        """Executes the command on every rank and returns this rank's result."""
-        return self._worker.execute(command)
+    on_done: Callable[[Any, float, float], None] | None = None
+
+    def __init__(self, worker: Worker, ranks: Ranks = ALONE, pulse: Pulse | None = None) -> None:
+        self._worker, self._ranks, self._pulse = worker, ranks, pulse
+        self.has_ended = False
+
+    def lead(self, command: Any) -> Any:
+        """Executes the command on every rank and returns what all of it makes.
+
+        Raises what the worker raises, of another rank named by it; RanksLost where one is not there any more.
+        """
+        if self._ranks.size == 1:
+            return self._worker.merge(command, [self._worker.execute(command)])
+        started = time.monotonic()
+        self._send(command)
+        sent = time.monotonic()
+        error, part = self._attempt(command)
+        executed = time.monotonic()
+        outcomes = self._gather((error, part))
+        gathered = time.monotonic()
+        if _is_end(command):
+            self._leave()
+            return None
+        if self.on_done is not None:
+            self.on_done(command, sent - started, gathered - executed)
+        for other, _ in outcomes:
+            if other is not None:
+                raise other
+        return self._worker.merge(command, [part for _, part in outcomes])
+
+    def end(self, error: GuerdonError | None = None) -> None:
+        """Ends it for all ranks: the others' `follow` returns, or raises the error; nothing where it has ended."""
+        if self._ranks.size > 1 and not self.has_ended:
+            self.lead(error or Command(Signal.EXIT))
+
+    def follow(self) -> None:
+        """Does what the leader says, until it says that this is the end; raises RanksLost where it is not there.
+
+        Raises the error with which the leader ends.
+        """
+        while True:
+            # What cannot be read, on a host with other code, is this command's failure.
+            error, command = _attempted(functools.partial(pickle.loads, self._receive()))
+            part = None
+            if error is None:
+                error, part = self._attempt(command)
+            self._tell(error, part)
+            if _is_end(command):
+                self._leave()
+                if isinstance(command, GuerdonError):
+                    raise command
+                return
+
+    def _attempt(self, command: Any) -> tuple[BaseException | None, Any]:
+        assert self._pulse is not None
+        if _is_end(command):
+            return None, None
+        with self._pulse.executing(self._worker.is_watched(command)):
+            return _attempted(lambda: self._worker.execute(command))
+
+    def _send(self, command: Any) -> None:
+        from guerdon.distributed import frames
+
+        assert self._pulse is not None and self._ranks.control is not None
+        if self._pulse.lost is not None:
+            raise self._pulse.lost
+        data = pickle.dumps(command, _PROTOCOL)
+        with self._told():
+            frames.send_to_all(data, self._ranks.control)
+
+    def _receive(self) -> bytes:
+        from guerdon.distributed import frames
+
+        assert self._ranks.control is not None
+        with self._told():
+            return frames.receive(self._ranks.control)
+
+    def _tell(self, error: BaseException | None, part: Any) -> None:
+        """Tells rank 0 what came of a command."""
+        from guerdon.distributed import frames
+
+        ranks = self._ranks
+        assert ranks.control is not None
+        failure, data = _attempted(lambda: pickle.dumps((error and ranks.portable(error), part), _PROTOCOL))
+        if failure is not None:  # what is no object for another process
+            data = pickle.dumps((ranks.portable(failure), None), _PROTOCOL)
+        with self._told():
+            frames.send_to_leader(data, ranks.control)
+
+    def _gather(self, own: tuple[BaseException | None, Any]) -> list[tuple[BaseException | None, Any]]:
+        """What came of it on every rank, by rank."""
+        from guerdon.distributed import frames
+
+        assert self._ranks.control is not None
+        with self._told():
+            _, *others = frames.gather(self._ranks.control)
+        return [own, *map(pickle.loads, others)]
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Says who is lost, where a connection breaks."""
+        assert self._pulse is not None
+        try:
+            yield
+        except RuntimeError as e:
+            raise self._pulse.verdict(e) from e
+
+    def _leave(self) -> None:
+        assert self._pulse is not None
+        self.has_ended = True
+        self._pulse.stop()
+
+
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+
+def _attempted(work: Callable[[], Any]) -> tuple[BaseException | None, Any]:
+    """What befell it, and what it returned."""
+    try:
+        return None, work()
+    # SystemExit, too: what a user's function raises must not leave the other ranks waiting.
+    except BaseException as e:
+        return e, None
+
+
+def _is_end(command: Any) -> bool:
+    return isinstance(command, GuerdonError) or (isinstance(command, Command) and command.signal is Signal.EXIT)

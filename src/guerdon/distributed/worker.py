@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any, Protocol
 
 from guerdon.core import Command, ModelInfo, Score, Scored, Sequence, Signal, TrainReport, TrainRequest
-from guerdon.errors import GuerdonError
+from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.distributed.shards import shards
+from guerdon.errors import GuerdonError, ServerFault
 
 
 class Scorer(Protocol):
-    """A model, or a user's function, that scores sequences."""
+    """A model, or a user's function, that scores sequences.
+
+    One that `takes_all` is given all of them on every rank, whose parts it knows itself, and rank 0's results count.
+    """
 
     info: ModelInfo
+    takes_all: bool
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """Calls `tick`, with any arguments, whenever a layer has run; False where nothing of the kind is known."""
 
     def score(self, sequences: list[Sequence]) -> ListLike[Score | GuerdonError]: ...
 
@@ -28,6 +38,9 @@ class Trainer(Protocol):
     """
 
     info: ModelInfo
+    takes_all: bool
+
+    def watch(self, tick: Callable[..., None]) -> bool: ...
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport: ...
 
@@ -45,20 +58,38 @@ class Trainer(Protocol):
 
 
 class Worker:
-    """Holds this rank's scorers and trainers by name and executes one command at a time."""
+    """Holds this rank's scorers and trainers by name and executes one command at a time.
 
-    def __init__(self, scorers: dict[str, Scorer], trainers: dict[str, Trainer] | None = None) -> None:
+    A FORWARD's sequences are split over the data-parallel ranks, but for a scorer that `takes_all`. What a trainer is
+    given it splits itself, global batch by global batch.
+    """
+
+    def __init__(
+        self, scorers: dict[str, Scorer], trainers: dict[str, Trainer] | None = None, ranks: Ranks = ALONE
+    ) -> None:
         self._scorers = scorers
         self._trainers = trainers or {}
+        self._ranks = ranks
+        self._ticking: set[str] = set()
+
+    def watch(self, tick: Callable[..., None]) -> None:
+        """Has `tick` called while its models compute, where they can tell."""
+        models: list[tuple[str, Scorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
+        self._ticking = {name for name, model in models if model.watch(tick)}
 
     def execute(self, command: Command) -> Scored | TrainReport | None:
-        """Does what the command says: FORWARD is answered by Scored, TRAIN and VALIDATE by a TrainReport."""
+        """Does this rank's part: of FORWARD a Scored, of TRAIN and VALIDATE a TrainReport."""
         if command.signal is Signal.EXIT:
             return None
         if command.signal is Signal.FORWARD:
             scorer = self._scorers[command.model]
-            results = list(scorer.score(command.sequences))
-            return Scored(results, scorer.info.weights_version)
+            own = command.sequences
+            if not scorer.takes_all:
+                own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
+            results = list(scorer.score(own)) if own or self._ranks.in_step else []
+            if len(results) != len(own):
+                raise ServerFault(f"{command.model} gave {len(results)} results for {len(own)} samples")
+            return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
         trainer = self._trainers[command.model]
         match command.signal:
             case Signal.TRAIN:
@@ -76,3 +107,24 @@ class Worker:
             case Signal.ONLOAD:
                 trainer.onload()
         return None
+
+    def merge(self, command: Command, parts: list[Any]) -> Scored | TrainReport | None:
+        """The results in the sequences' order; of all else every rank has the same, and the first counts."""
+        if command.signal is not Signal.FORWARD or self._scorers[command.model].takes_all:
+            return parts[0]
+        results: list[Any] = [None] * len(command.sequences)
+        for numbers, scored in zip(self._parts(command), parts[:: self._ranks.tensor_size], strict=True):
+            for number, result in zip(numbers, scored.results, strict=True):
+                results[number] = result
+        return Scored(results, parts[0].weights_version)
+
+    def is_watched(self, command: Command) -> bool:
+        """Whether it runs through a model's layers, which tick."""
+        signals = (Signal.FORWARD, Signal.TRAIN, Signal.VALIDATE)
+        return command.signal in signals and command.model in self._ticking
+
+    def _parts(self, command: Command) -> list[list[int]]:
+        sequences, count = command.sequences, self._ranks.data_size
+        reads_text = any(s.text is not None for s in sequences)
+        lengths = [s.num_tokens for s in sequences] if reads_text else None
+        return shards([s.tokens for s in sequences], count, lengths)

@@ -41,6 +41,7 @@ class FunctionScorer:
     """
 
     encoder = None
+    takes_all = False
 
     def __init__(self, config: ModelConfig) -> None:
         """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters."""
@@ -77,6 +78,10 @@ class FunctionScorer:
             why=config.model,
             source=config.model,
         )
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """False: how far the function has got is not known."""
+        return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | InvalidRequest | SampleFailed]:
         """One result a sequence, in order; the function is called with those that have all that it reads."""
@@ -132,7 +137,9 @@ class PaddedScorer:
         encoder: Any = None,
         forward_batch_size: int = 1,
         strip_to_multiple: int | None = None,
+        takes_all: bool = True,
     ) -> None:
+        """With `takes_all` the function is called on every rank, with all samples, and knows its own part of them."""
         # Imported here and not above: a FunctionScorer needs no torch. Not in `score`: it takes a second.
         self._torch = importlib.import_module("torch")
         self._infer_fn = infer_fn
@@ -141,6 +148,11 @@ class PaddedScorer:
         self.encoder = encoder
         self.info = info
         self.max_batch_tokens = MAX_BATCH_TOKENS
+        self.takes_all = takes_all
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """False: how far the function has got is not known."""
+        return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order."""

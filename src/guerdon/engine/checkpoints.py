@@ -35,6 +35,10 @@ class StoredTensor:
         tensor: torch.Tensor = self.source[index].clone()
         return tensor
 
+    def get_shape(self) -> list[int]:
+        """The shape, as transformers asks for it where it reads a part."""
+        return list(self.shape)
+
 
 @dataclass(frozen=True)
 class Checkpoint:

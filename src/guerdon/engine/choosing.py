@@ -26,7 +26,7 @@ GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 
 
 def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, str]:
-    """The first path that agrees with the plain forward, and why not a better one."""
+    """The first path that agrees with the plain forward on all ranks, and why not a better one."""
     rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), engine.pad_token_id)
     candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
     if engine.device.type != "cpu":
@@ -34,18 +34,10 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
     probe = _Probe(engine, rows, gradients)
     reasons = []
     for path in candidates:
-        try:
-            attention.register()
-            engine.use(path)
-            if path.startswith("packed") and engine.trunk.config._attn_implementation != attention.NAME:
-                raise NotImplementedError("its attention is not in transformers' registry")
-            states, slopes = probe.differences(path)
-        except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
-            reasons.append(f"{path}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
-            continue
-        finally:
-            engine.use("single")
-        if states > TOLERANCE.get(engine.dtype, 5e-2):
+        states, slopes, refusal = probe.verdict(path)
+        if refusal:
+            reasons.append(f"{path}: {refusal}")
+        elif states > TOLERANCE.get(engine.dtype, 5e-2):
             reasons.append(f"{path}: differs from the plain forward by {states:.1e}")
         elif slopes is not None and slopes > GRADIENT_TOLERANCE.get(engine.dtype, 1e-1):
             reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
@@ -60,7 +52,7 @@ class _Probe:
 
     def __init__(self, engine: Forward, rows: list[np.ndarray], gradients: bool) -> None:
         self._engine, self._rows = engine, rows
-        with torch.inference_mode():
+        with engine.no_gradients():
             self._states = {x.rows[0]: x for x in self._run("single")}
         # Any numbers will do that make every element of every hidden state count by itself.
         random = torch.Generator().manual_seed(0)
@@ -68,9 +60,29 @@ class _Probe:
         self._counts = [torch.randn(len(row), width, generator=random).to(engine.device) for row in rows]
         self._gradients = {x.rows[0]: x.hidden for x in self._gradients_by("single")} if gradients else None
 
+    def verdict(self, path: str) -> tuple[float, float | None, str]:
+        """`differences` and an empty text, or why the path cannot be run; of all ranks the worst."""
+        engine = self._engine
+        states, slopes, refusal = 0.0, None, ""
+        try:
+            attention.register()
+            engine.use(path)
+            if path.startswith("packed") and engine.trunk.config._attn_implementation != attention.NAME:
+                raise NotImplementedError("its attention is not in transformers' registry")
+            states, slopes = self.differences(path)
+        except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
+            refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
+        finally:
+            engine.use("single")
+            engine.forget_broken()
+        told = engine.ranks.tell_all((states, slopes, refusal))
+        refusals = [other for *_, other in told if other]
+        all_slopes = None if slopes is None else max(other for _, other, _ in told if other is not None)
+        return max(other for other, *_ in told), all_slopes, refusals[0] if refusals else ""
+
     def differences(self, path: str) -> tuple[float, float | None]:
         """Largest relative root-mean-square difference of a sequence's readable states, and of its gradients."""
-        with torch.inference_mode():
+        with self._engine.no_gradients():
             states = max(self._states_differ(layout) for layout in self._run(path))
         if self._gradients is None:
             return states, None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from guerdon.config import ModelConfig
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.heads import Head
 from guerdon.engine.loading import LoadedModel, load
 from guerdon.errors import CheckpointError
@@ -18,7 +19,11 @@ STARTS = "start the critic from a decoder with a scalar reward head, or from a c
 
 
 def load_critic(
-    config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None
+    config: ModelConfig,
+    device: torch.device | None = None,
+    *,
+    moment_bytes: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Loads what `load` loads, as a model that gives one value a token and can be trained.
 
@@ -28,7 +33,7 @@ def load_critic(
     """
     if ":" in config.model and not Path(config.model).exists():
         raise CheckpointError(f"{config.model} is a function, and has no weights to train", STARTS)
-    loaded = load(config, device, moment_bytes=moment_bytes)
+    loaded = load(config, device, moment_bytes=moment_bytes, ranks=ranks, trains=True)
     if not loaded.causal:
         raise CheckpointError(
             f"{config.model} is an encoder: the value of a token would be made from the tokens behind it", STARTS

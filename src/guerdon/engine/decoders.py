@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING
 
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
 from guerdon.engine.weights import Parts, check_labels_per_token, fill
 from guerdon.errors import CheckpointError
@@ -48,11 +49,11 @@ class HeadLayout:
         return name.startswith(f"{self.prefix}.")
 
 
-def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Parts:
+def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
     """Loads a decoder's trunk and head; raises CheckpointError where a tensor is missing or the head is not known."""
     layout = find_head(checkpoint, config)
     return Parts(
-        trunk=load_trunk(checkpoint, config, layout, dtype),
+        trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
         module=load_head(checkpoint, layout),
         num_outputs=layout.num_outputs,
         pooling="last",
@@ -134,7 +135,9 @@ def load_head(checkpoint: Checkpoint, layout: HeadLayout) -> nn.Module:
     return nn.Sequential(*modules[:-1]).eval()
 
 
-def load_trunk(checkpoint: Checkpoint, config: Any, layout: HeadLayout, dtype: torch.dtype) -> Any:
+def load_trunk(
+    checkpoint: Checkpoint, config: Any, layout: HeadLayout, dtype: torch.dtype, ranks: Ranks = ALONE
+) -> Any:
     """The base model, whatever prefix its tensors were saved under; raises CheckpointError where one is missing."""
     model_class = MODEL_MAPPING[type(config)]
     own = f"{model_class.base_model_prefix}."
@@ -147,4 +150,4 @@ def load_trunk(checkpoint: Checkpoint, config: Any, layout: HeadLayout, dtype: t
             (own + name.removeprefix("transformer.") if name.startswith("transformer.") else name): tensor
             for name, tensor in tensors.items()
         }
-    return fill(model_class, config, tensors, dtype)
+    return fill(model_class, config, tensors, dtype, ranks)

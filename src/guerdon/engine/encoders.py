@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
 from guerdon.engine.heads import Pooling
 from guerdon.engine.weights import Parts, check_labels_per_token, fill
@@ -61,8 +62,13 @@ SEQUENCE_HEADS: dict[str, Callable[[Any], nn.Module]] = {
 """How each family's sequence-classification class makes its logits of the pooled state, dropout left out."""
 
 
-def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Parts:
+def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
     """Loads an encoder's trunk and head; raises CheckpointError where a tensor is missing or the kind is not known."""
+    if ranks.is_sharded:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds an encoder ({config.model_type}), which is never divided over ranks",
+            "leave tensor_parallel at 1 and fsdp off; more ranks share the samples then",
+        )
     architecture = (config.architectures or [""])[0]
     per_token = architecture.endswith("ForTokenClassification")
     if not per_token and not architecture.endswith("ForSequenceClassification"):

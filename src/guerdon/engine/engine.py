@@ -31,9 +31,17 @@ class Engine(Forward):
             )
         super().__init__(loaded)
 
-    @torch.inference_mode()
+    takes_all = False
+
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """One result a sequence, in order; sequences with equal tokens are computed once."""
+        """One result a sequence, in order; sequences with equal tokens are computed once.
+
+        Ranks in step call it at the same time, those without sequences, too.
+        """
+        with self.no_gradients():
+            return self._score(sequences)
+
+    def _score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         slots: dict[bytes, int] = {}
         rows: list[np.ndarray] = []
         limits: list[int | None] = []
@@ -46,12 +54,16 @@ class Engine(Forward):
             where.append(slot)
         outputs: dict[int, torch.Tensor] = {}
         for layout in self.layouts(rows, limits):
+            if not layout.rows:
+                continue
             if self.head.per_token:
                 logits = self.head(layout.hidden)
                 for i, row in enumerate(layout.rows):
                     outputs[row] = logits[self.index(layout.gather(i))]
             else:
                 outputs.update(zip(layout.rows, self.head(self.pool(layout, rows)), strict=True))
+        if not sequences:
+            return []
         if self.head.per_token:
             return to_scores(self.head, None, [outputs[i] for i in where], sequences)
         return to_scores(self.head, torch.stack([outputs[i] for i in where]), None, sequences)
@@ -60,15 +72,20 @@ class Engine(Forward):
         """Micro-batch by micro-batch: row numbers, and for each of them its values, float32 `[T_i]` on the device.
 
         They are those that `score` gives for a model of one value a token, with the graph attached where gradients
-        are enabled; call backward before the next micro-batch is taken, for only one fits the token budget.
+        are enabled; call backward before the next micro-batch is taken, for only one fits the token budget. Ranks in
+        step make fillers at the end, with no numbers and values of which nothing counts, but backward must be called.
         """
         assert self.head.per_token and self.head.num_outputs == 1
         for layout in self.layouts(rows):
             table = self.head.merged(self.head(layout.hidden))
+            if not layout.rows:
+                yield [], [table]
+                continue
             yield layout.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in layout.spans]
 
     def offload(self) -> None:
         """Moves the weights to the host's memory; nothing may be computed until `onload`."""
+        self._gathering.reset()
         self.trunk.to("cpu")
         self.head.to("cpu")
         if self.device.type == "cuda":

@@ -10,9 +10,10 @@ table, and where each sequence lies in it, so that heads are applied in one plac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,12 @@ import torch
 
 from guerdon.config import ForwardConfig
 from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine import attention
 from guerdon.engine.choosing import choose
+from guerdon.engine.gathering import WHOLE, Gathering
 from guerdon.engine.last_layer import LastLayer
+from guerdon.engine.layout import layers
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
 from guerdon.engine.rope import LengthClasses
 from guerdon.errors import CheckpointError
@@ -37,6 +41,10 @@ class LoadedTrunk:
 
     `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode. `causal` tells a decoder
     from an encoder. With `trains` it will be asked for gradients, so these are checked, too.
+
+    `ranks` are those that have loaded it, each its part, and `gathering` tells when FSDP's parts are whole.
+    `summed_over_tensor_ranks` are the trunk's names of parameters that are whole on every tensor-parallel rank and see
+    a part of the gradient there: these must be summed over `ranks.tensor_group` once a step.
     """
 
     trunk: Any
@@ -45,11 +53,17 @@ class LoadedTrunk:
     pad_token_id: int
     config: ForwardConfig
     trains: bool = False
+    ranks: Ranks = ALONE
+    gathering: Gathering = WHOLE
+    summed_over_tensor_ranks: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
 class Layout:
-    """Hidden states `[T,H]`; rows' numbers, the spans where each lies, and the index of each row's last token."""
+    """Hidden states `[T,H]`; rows' numbers, the spans where each lies, and the index of each row's last token.
+
+    A filler has no rows, and hidden states of which nothing counts.
+    """
 
     hidden: torch.Tensor
     rows: list[int]
@@ -68,6 +82,8 @@ class Forward:
         """Chooses the path by a self-check; raises CheckpointError where `require_packed` cannot be met."""
         config = loaded.config
         self.trunk, self.causal = loaded.trunk, loaded.causal
+        self.ranks, self._gathering = loaded.ranks, loaded.gathering
+        self.run_trunk = loaded.gathering.through_root(loaded.trunk)
         self.device = next(self.trunk.parameters()).device
         self.dtype = next(self.trunk.parameters()).dtype
         self.pad_token_id = loaded.pad_token_id
@@ -108,14 +124,58 @@ class Forward:
         """The rows' hidden states, micro-batch by micro-batch, with the graph attached where gradients are enabled.
 
         `limits` bounds what may be shared of each row, as `pack` has it. Call backward before the next micro-batch is
-        taken, for only one fits the token budget.
+        taken, for only one fits the token budget. Where `ranks.in_step`, all must call it at the same time, with rows
+        or without, and each gets as many layouts as the one with most: fillers at the end, whose backward the others
+        wait for.
         """
         limits = limits or [None] * len(rows)
+        forwards = self._forwards(rows, limits)
+        if not self.ranks.in_step:
+            for forward in forwards:
+                yield forward()
+            return
+        planned = list(forwards)
+        missing = self.ranks.most(len(planned)) - len(planned)
+        for forward in [*planned, *[self._filler] * missing]:
+            yield forward()
+
+    def _forwards(self, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Callable[[], Layout]]:
         for members in self._classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for layout in self.run(self.path, some, bounds):
-                layout.rows = [members[i] for i in layout.rows]
-                yield layout
+            for forward in self._plan(self.path, some, bounds):
+                yield functools.partial(_numbered, forward, members)
+
+    def _filler(self) -> Layout:
+        """A layout of one token and no rows, by way of the same layers."""
+        layout = next(self.run(self.path, [np.array([self.pad_token_id])], [None]))
+        return Layout(layout.hidden, [], [], np.zeros(0, dtype=np.int64))
+
+    def no_gradients(self) -> AbstractContextManager[Any]:
+        """Within it nothing is differentiated; for all that runs the trunk, in place of PyTorch's own."""
+        return self._gathering.no_gradients()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Within it this rank has all weights of its part of the model, so that it may run as many forwards as it
+        likes without gradients, whatever other data-parallel ranks do; all must enter it at the same time."""
+        return self._gathering.gathered()
+
+    def forget_broken(self) -> None:
+        """Makes a trunk fit to run again after a forward or backward pass that raised."""
+        self._gathering.reset()
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """Calls `tick` whenever a layer has run, forwards or backwards; False where the trunk shows no layers."""
+
+        def ran(_: Any, __: Any, output: Any) -> None:
+            tick()
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: tick())
+
+        found = layers(self.trunk)
+        for layer in found:
+            layer.register_forward_hook(ran)
+        return bool(found)
 
     def readable(self, layout: Layout, rows: list[np.ndarray]) -> list[torch.Tensor]:
         """Of each row of the layout the hidden states `[T_i,H]` that anything is ever read from: here all."""
@@ -146,22 +206,31 @@ class Forward:
 
     def run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
         """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use."""
+        for forward in self._plan(path, rows, limits):
+            yield forward()
+
+    def _plan(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Callable[[], Layout]]:
+        """The forwards that `run` makes, not yet run."""
         if path in ("packed+shared", "packed"):
             budget = min(self.max_batch_tokens, self._most_tokens)
             for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
                 if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
-                    yield self._packed(batch, rows)
+                    yield functools.partial(self._packed, batch, rows)
                     continue
                 for i in batch.rows:
                     (alone,) = pack([rows[i]], budget=budget, share=False)
                     alone.rows = [i]
-                    yield self._packed(alone, rows)
+                    yield functools.partial(self._packed, alone, rows)
         elif path == "padded":
-            yield from self._padded(rows)
+            order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+            while order:
+                # The longest first: if a batch fits in memory at all, the first one shows it.
+                count = max(1, self.max_batch_tokens // len(rows[order[-1]]))
+                members, order = order[-count:], order[:-count]
+                yield functools.partial(self._padded, members, rows)
         else:
             for i, row in enumerate(rows):
-                hidden = self._forward(row[None], None)[0]
-                yield Layout(hidden, [i], [((0, len(row)),)], np.array([len(row) - 1]))
+                yield functools.partial(self._single, i, row)
 
     def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
         read = self._read(batch, rows)
@@ -171,22 +240,21 @@ class Forward:
             hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
         return Layout(hidden, batch.rows, batch.spans, batch.last)
 
-    def _padded(self, rows: list[np.ndarray]) -> Iterator[Layout]:
-        """Right-padded batches of sequences of like length, within the token budget."""
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        while order:
-            # The longest first: if a batch fits in memory at all, the first one shows it.
-            width = len(rows[order[-1]])
-            count = max(1, self.max_batch_tokens // width)
-            members, order = order[-count:], order[:-count]
-            tokens = np.full((len(members), width), self.pad_token_id)
-            mask = np.zeros((len(members), width))
-            for i, row in enumerate(members):
-                tokens[i, : len(rows[row])] = rows[row]
-                mask[i, : len(rows[row])] = 1
-            hidden = self._forward(tokens, mask).flatten(0, 1)
-            spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
-            yield Layout(hidden, members, spans, np.array([s[0][1] - 1 for s in spans]))
+    def _padded(self, members: list[int], rows: list[np.ndarray]) -> Layout:
+        """A right-padded batch of the rows of these numbers, the longest last."""
+        width = len(rows[members[-1]])
+        tokens = np.full((len(members), width), self.pad_token_id)
+        mask = np.zeros((len(members), width))
+        for i, row in enumerate(members):
+            tokens[i, : len(rows[row])] = rows[row]
+            mask[i, : len(rows[row])] = 1
+        hidden = self._forward(tokens, mask).flatten(0, 1)
+        spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
+        return Layout(hidden, members, spans, np.array([s[0][1] - 1 for s in spans]))
+
+    def _single(self, number: int, row: np.ndarray) -> Layout:
+        hidden = self._forward(row[None], None)[0]
+        return Layout(hidden, [number], [((0, len(row)),)], np.array([len(row) - 1]))
 
     def _forward(
         self, tokens: np.ndarray, mask: np.ndarray | None, positions: np.ndarray | None = None
@@ -200,7 +268,7 @@ class Forward:
             inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
         if self.causal:
             inputs["use_cache"] = False
-        return self.trunk(**inputs).last_hidden_state
+        return self.run_trunk(**inputs).last_hidden_state
 
     def _positions(self, batch: PackedBatch) -> np.ndarray:
         """Positions as the model counts them: the RoBERTa family from its padding index on, padding ids left out."""
@@ -214,6 +282,13 @@ class Forward:
             own = counted[s.start : s.stop]
             positions[s.start : s.stop] = padding + np.cumsum(own) * own
         return positions
+
+
+def _numbered(forward: Callable[[], Layout], members: list[int]) -> Layout:
+    """The forward's layout with the callers' numbers of its rows."""
+    layout = forward()
+    layout.rows = [members[i] for i in layout.rows]
+    return layout
 
 
 def _most_tokens(config: Any) -> int:

@@ -80,7 +80,7 @@ class PackedDecoder:
         self._decoding.begin([len(prompt) for prompt in prompts], counts)
         for batch in pack(prompts, budget=engine.max_batch_tokens, share=True):
             self._decoding.prompts = batch
-            hidden = engine.trunk(**self._inputs(batch.tokens, batch.positions)).last_hidden_state[0]
+            hidden = engine.run_trunk(**self._inputs(batch.tokens, batch.positions)).last_hidden_state[0]
             own = self._policy.head(hidden[engine.index(batch.last)])
             for row, of_row in zip(batch.rows, own, strict=True):
                 logits[row] = of_row
@@ -147,7 +147,7 @@ class CachedDecoder:
         self._mask = None if mask.all() else engine.index(mask)
         self._cache = DynamicCache(config=self._policy.model.config)
         positions = np.maximum(mask.cumsum(1) - 1, 0)
-        out = engine.trunk(**self._inputs(engine.index(tokens), positions))
+        out = engine.run_trunk(**self._inputs(engine.index(tokens), positions))
         logits = self._policy.head(out.last_hidden_state[:, -1])
         self._positions = mask.sum(1)
         rows = np.repeat(np.arange(len(prompts)), counts)
@@ -192,17 +192,24 @@ class DecoderChoice:
     """Makes decoders of the best kind that agrees with the model's plain forward, tried once on a few short rows."""
 
     def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
-        """Raises CheckpointError where none agrees."""
+        """Raises CheckpointError where none agrees. All ranks must call it at the same time, and choose the same."""
         self._policy, self._engine = policy, engine
         rows = _probe_rows(policy)
-        want = self._plainly(rows)
+        with engine.gathered(), engine.no_gradients():
+            want = self._plainly(rows)
         reasons = []
         for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
+            difference, refusal = 0.0, ""
             try:
-                difference = _difference(self.make(), rows, want, engine)
+                with engine.gathered(), engine.no_gradients():
+                    difference = _difference(self.make(), rows, want, engine)
             # Whatever a model raises that is called in a way it was not made for.
             except Exception as e:
-                reasons.append(f"{self.kind}: {(str(e).splitlines() or [type(e).__name__])[0][:120]}")
+                refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
+            told = engine.ranks.tell_all((difference, refusal))
+            difference, refusals = max(other for other, _ in told), [other for _, other in told if other]
+            if refusals:
+                reasons.append(f"{self.kind}: {refusals[0]}")
                 continue
             if difference <= TOLERANCE.get(engine.dtype, 5e-2):
                 reasons.append(f"{self.kind}: agrees with the plain forward within {difference:.1e}")
@@ -221,7 +228,6 @@ class DecoderChoice:
             return PackedDecoder(self._policy, self._engine)
         return CachedDecoder(self._policy, self._engine, pads=self.kind == "padded")
 
-    @torch.inference_mode()
     def _plainly(self, rows: list[np.ndarray]) -> list[Tensor]:
         """The logits `[T,V]` of each row by itself, as the model has them without a cache."""
         made = []
@@ -245,7 +251,6 @@ def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
     return [np.concatenate([prompts[i], random.choice(ids, PROBE_STEPS)]) for i in (0, 0, 1)]
 
 
-@torch.inference_mode()
 def _difference(decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine) -> float:
     """How far the logits of any row and step are from those wanted, relative to their root mean square.
 

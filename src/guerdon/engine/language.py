@@ -5,7 +5,6 @@ Legend: T tokens, H hidden size, V logits of a token, N chosen tokens, B sequenc
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from guerdon.engine.forward import Forward, Layout
+from guerdon.engine.gathering import WHOLE, Gathering, shallow_copy
 from guerdon.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class OutputHead:
     The model's forward is run with a stand-in for its trunk that hands the given states on.
     """
 
-    def __init__(self, model: Any, trunk: Any, folder: Path) -> None:
+    def __init__(self, model: Any, trunk: Any, folder: Path, gathering: Gathering = WHOLE) -> None:
         """Raises CheckpointError where that differs from the logits of the whole model."""
-        self._model, self._trunk = model, trunk
+        self._model, self._trunk, self._gathering = model, trunk, gathering
         self._name = next(name for name, child in model.named_children() if child is trunk)
         self._output: Any = None
         try:
@@ -56,28 +56,31 @@ class OutputHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[N,V]` in the model's dtype for hidden states `[N,H]`, differentiable."""
         # Copied at every call, for adapters may have replaced modules since; a copy shares modules and parameters.
-        model = copy.copy(self._model)
+        model = self._gathering.below_root(self._model)
         model._modules = {**self._model._modules, self._name: self._stand_in(self._trunk)}
         return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _stand_in(self, module: Any) -> Any:
-        passes = copy.copy(module)
+        passes = shallow_copy(module)
         # OPT's model passes by its trunk and asks the decoder in it.
         children = {name: self._stand_in(child) for name, child in module.named_children() if name == "decoder"}
         passes._modules = {**module._modules, **children}
         passes.forward = lambda *_, inputs_embeds, **__: self._output(last_hidden_state=inputs_embeds)
         return passes
 
-    @torch.inference_mode()
     def _difference(self) -> float:
         """The largest difference between both ways on a few tokens."""
+        with self._gathering.no_gradients():
+            return self._difference_of_both()
+
+    def _difference_of_both(self) -> float:
         seen: list[Any] = []
         hook = self._trunk.register_forward_hook(lambda _, __, output: seen.append(output))
         tokens = torch.arange(8, device=self._model.device)[None] % self._model.get_input_embeddings().num_embeddings
         try:
             want = self._model(input_ids=tokens, use_cache=False).logits[0]
             if not seen:
-                seen.append(self._trunk(input_ids=tokens, use_cache=False))
+                seen.append(self._gathering.through_root(self._trunk)(input_ids=tokens, use_cache=False))
         finally:
             hook.remove()
         self._output = type(seen[0])
@@ -110,15 +113,21 @@ class LanguageEngine(Forward):
         of all rows. Logits are divided by the temperature, and the log-sum-exp is float32. Where gradients are enabled
         the graph is attached: call backward before the next micro-batch is taken, for only one fits the token budget.
         `prompt_lengths` is int64 `[B]`; ValueError where one is 0, for nothing predicts the first token.
+
+        Ranks in step make fillers at the end, with no rows and log-probs `[0,R]`, whose backward must be called, too.
         """
-        if min(prompt_lengths) < 1:
+        if len(rows) and min(prompt_lengths) < 1:
             raise ValueError("prompt_lengths has a 0: a response needs at least one token before it")
-        width = max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))
+        width = max((len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True)), default=0)
         # What comes after the last token is never read; only where frequencies go by the length it counts. A row of
         # one token has no response, and is there for its place alone.
         seen = rows if self.depends_on_length else [row[: max(1, len(row) - 1)] for row in rows]
         for layout in self.layouts(seen):
-            members = np.array(layout.rows)
+            members = np.array(layout.rows, dtype=np.int64)
+            if not layout.rows:
+                nothing = self.head(layout.hidden[:1]).float().sum() * 0
+                yield members, torch.zeros(0, width, device=self.device) + nothing, None
+                continue
             at, targets, is_response = self._where(layout, rows, prompt_lengths, width)
             hidden = layout.hidden[at]
             logprobs, entropies = self._of_tokens(hidden, targets, temperature, with_entropies)

@@ -11,11 +11,14 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
 from guerdon.config import ModelConfig
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine import decoders, encoders
 from guerdon.engine.checkpoints import Checkpoint, open_checkpoint
 from guerdon.engine.describe import describe, find_eos, find_pad
 from guerdon.engine.forward import LoadedTrunk
+from guerdon.engine.gathering import gathering
 from guerdon.engine.heads import Head, StepRule
+from guerdon.engine.layout import alike, place
 from guerdon.engine.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.text import TextEncoder
 from guerdon.engine.weights import Parts
@@ -37,25 +40,39 @@ class LoadedModel(LoadedTrunk):
     config: ModelConfig
 
 
-def load(config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None) -> LoadedModel:
-    """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
+def load(
+    config: ModelConfig,
+    device: torch.device | None = None,
+    *,
+    moment_bytes: int | None = None,
+    ranks: Ranks = ALONE,
+    trains: bool = False,
+) -> LoadedModel:
+    """Loads the checkpoint that `config.model` names onto `device` (default: the ranks', else the config's).
 
-    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them.
+    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them. All
+    `ranks` must call it alike; by `fsdp` they shard only what `trains`.
 
     Raises CheckpointError where it is missing, incomplete, too large or no reward model, and ConfigError where a
     setting does not fit it; each says in one line what to do.
     """
-    device = device or pick_device(config.device)
+    ranks = ranks if trains else ranks.frozen()
+    with alike(ranks):
+        return _load(config, device, moment_bytes, ranks)
+
+
+def _load(config: ModelConfig, device: torch.device | None, moment_bytes: int | None, ranks: Ranks) -> LoadedModel:
+    device = device or ranks.device or pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = read_config(checkpoint)
-    check_memory(checkpoint, dtype, device, moment_bytes)
+    check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)
     encoder = TextEncoder.load(checkpoint.folder)
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
-    parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype)
+    parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype, ranks)
     eos_token_id = find_eos(model_config, encoder)
     head = _head(config, checkpoint, parts, encoder, eos_token_id)
-    trunk = parts.trunk.to(device).eval()
+    trunk = place(parts.trunk, device, ranks).eval()
     trunk.config.use_cache = False
     return LoadedModel(
         trunk=trunk,
@@ -65,6 +82,9 @@ def load(config: ModelConfig, device: torch.device | None = None, *, moment_byte
         info=describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device),
         pad_token_id=find_pad(model_config, encoder, trunk.get_input_embeddings().num_embeddings),
         config=config,
+        ranks=ranks,
+        gathering=gathering(trunk, ranks),
+        summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
 from guerdon.errors import CheckpointError, ConfigError
 
@@ -47,22 +48,27 @@ def check_memory(
     moment_bytes: int | None = None,
     *,
     with_copy: bool = False,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Raises CheckpointError where the weights in `dtype` do not fit the free memory, of the host (which every weight
     passes through) or of the device.
 
     Where all of them will be trained, `moment_bytes` are those of the optimiser's moments for each; gradients and
     masters in float32 come to them. `with_copy` counts the weights twice on a CPU; a GPU without room leaves the copy
-    to the host, through which the weights have passed then.
+    to the host, through which the weights have passed then. Of `ranks` each may need a part only, and those of one
+    host share its memory.
     """
-    num_weights = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    parts = ranks.tensor_size * (ranks.data_size if ranks.fsdp else 1)
+    neighbours = sum(member.host == ranks.members[ranks.rank].host for member in ranks.members) if ranks.members else 1
+    num_weights = math.ceil(sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) / parts)
     own_bytes, training_bytes = num_weights * dtype.itemsize, 0
     if moment_bytes is not None:
         master_bytes = 0 if dtype == torch.float32 else 4
         training_bytes = num_weights * (master_bytes + 4 + moment_bytes)
     copy_bytes = own_bytes if with_copy else 0
     on_gpu = device.type == "cuda"
-    places = [("this machine", _host_bytes(), own_bytes + (0 if on_gpu else training_bytes + copy_bytes))]
+    host_bytes = own_bytes + (0 if on_gpu else training_bytes + copy_bytes)
+    places = [("this machine", _host_bytes(), host_bytes * neighbours)]
     if on_gpu:
         places.append((str(device), torch.cuda.mem_get_info(device)[0], own_bytes + training_bytes))
     for place, free_bytes, needed_bytes in places:

@@ -12,11 +12,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationC
 
 from guerdon.config import LanguageModelConfig
 from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine import encoders
 from guerdon.engine.checkpoints import open_checkpoint
 from guerdon.engine.describe import find_max_length, find_pad
 from guerdon.engine.forward import LoadedTrunk
+from guerdon.engine.gathering import gathering
 from guerdon.engine.language import OutputHead
+from guerdon.engine.layout import alike, place
 from guerdon.engine.loading import read_config
 from guerdon.engine.placement import check_memory, dtype_name, pick_device, pick_dtype
 from guerdon.engine.text import load_tokenizer
@@ -56,31 +59,40 @@ class LoadedPolicy(LoadedTrunk):
 
 
 def load_policy(
-    config: LanguageModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None
+    config: LanguageModelConfig,
+    device: torch.device | None = None,
+    *,
+    moment_bytes: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> LoadedPolicy:
-    """Loads the checkpoint that `config.model` names onto `device` (default: the config's).
+    """Loads the checkpoint that `config.model` names onto `device` (default: the ranks', else the config's).
 
     Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them; memory must
-    have room for a frozen copy beside them then.
+    have room for a frozen copy beside them then. All `ranks` must call it alike, and shard it as they say; give
+    `ranks.frozen()` for one that FSDP is to leave whole.
 
     Raises CheckpointError where it is missing, incomplete, too large or no causal language model.
     """
-    device = device or pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
-    checkpoint = open_checkpoint(config.model, config.revision)
-    model_config = read_config(checkpoint)
-    if model_config.model_type in encoders.SEQUENCE_HEADS:
-        raise CheckpointError(
-            f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
-        )
-    check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype)
-    model = model.to(device).eval()
+    with alike(ranks):
+        device = device or ranks.device or pick_device(config.device)
+        dtype = pick_dtype(config.dtype, device)
+        checkpoint = open_checkpoint(config.model, config.revision)
+        model_config = read_config(checkpoint)
+        if model_config.model_type in encoders.SEQUENCE_HEADS:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
+            )
+        check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
+        tokenizer = load_tokenizer(checkpoint.folder)
+        model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks)
+        model = place(model, device, ranks).eval()
     generation = _generation_config(checkpoint.folder)
     if generation is not None:
         model.generation_config = generation
     trunk = _trunk(model)
+    prefix = next(name for name, child in model.named_children() if child is trunk) + "."
+    summed: frozenset[str] = getattr(model, "summed_over_tensor_ranks", frozenset())
+    weights = gathering(model, ranks)
     vocab_size = model.get_input_embeddings().num_embeddings
     return LoadedPolicy(
         trunk=trunk,
@@ -101,10 +113,13 @@ def load_policy(
         pad_token_id=find_pad(model_config, tokenizer, vocab_size),
         config=config,
         model=model,
-        head=OutputHead(model, trunk, checkpoint.folder),
+        head=OutputHead(model, trunk, checkpoint.folder, weights),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model_config, generation, tokenizer, vocab_size),
         folder=checkpoint.folder,
+        ranks=ranks,
+        gathering=weights,
+        summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
     )
 
 

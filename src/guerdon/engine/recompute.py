@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guerdon.engine import attention
+from guerdon.engine.layout import layers
 
 
 def recompute_activations(trunk: nn.Module) -> None:
@@ -18,12 +19,8 @@ def recompute_activations(trunk: nn.Module) -> None:
     transformers' own way needs train mode, which would bring dropout; here the trunk stays in eval mode, and names
     and parameters stay as they are. Without gradients nothing changes.
     """
-    lists = {name: module for name, module in trunk.named_modules() if isinstance(module, nn.ModuleList)}
-    for name, layers in lists.items():
-        # The outermost lists hold the layers; those within a layer, such as experts, belong to it.
-        if not any(name.startswith(f"{other}.") for other in lists):
-            for layer in layers:
-                _recompute(layer)
+    for layer in layers(trunk):
+        _recompute(layer)
 
 
 def _recompute(layer: Any) -> None:

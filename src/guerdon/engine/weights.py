@@ -14,8 +14,10 @@ import torch
 import transformers
 from torch import nn
 
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import StoredTensor
 from guerdon.engine.heads import Pooling
+from guerdon.engine.layout import sharded_class
 from guerdon.errors import CheckpointError
 
 HARMLESS = re.compile(
@@ -44,11 +46,18 @@ class Parts:
     is_process_reward: bool
 
 
-def fill(model_class: Any, config: Any, tensors: dict[str, StoredTensor], dtype: torch.dtype) -> Any:
-    """The model in eval mode and `dtype` on the CPU, every weight from `tensors`.
+def fill(
+    model_class: Any, config: Any, tensors: dict[str, StoredTensor], dtype: torch.dtype, ranks: Ranks = ALONE
+) -> Any:
+    """The model in eval mode and `dtype` on the CPU, every weight from `tensors`; a part of it on the ranks' device
+    where they shard it.
 
-    Raises CheckpointError naming weights that are absent, of another shape, or not the model's.
+    Raises CheckpointError naming weights that are absent, of another shape, or not the model's, and as
+    `sharded_class`.
     """
+    how: dict[str, Any] = {}
+    if ranks.is_sharded:
+        model_class, how = sharded_class(model_class, config, ranks)
     with _quiet():
         model, found = model_class.from_pretrained(
             None,
@@ -57,6 +66,7 @@ def fill(model_class: Any, config: Any, tensors: dict[str, StoredTensor], dtype:
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **how,
         )
     if found["missing_keys"]:
         raise CheckpointError(f"the files lack {_some(found['missing_keys'])}", INCOMPLETE)

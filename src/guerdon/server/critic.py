@@ -35,6 +35,7 @@ from guerdon.errors import (
     GuerdonError,
     InvalidRequest,
     Offloaded,
+    RanksLost,
     ServerFault,
     StorageFailed,
     TrainFailed,
@@ -120,6 +121,10 @@ class Critic:
     def close(self) -> None:
         """Gives the folder free."""
         self._history.close()
+
+    def give_up(self, loss: RanksLost) -> None:
+        """Takes back what is under way, from another thread: nothing can be done any more; as `History.give_up`."""
+        self._history.give_up(loss)
 
     async def call(self, operation: Operation, asked: TrainRequest | ControlRequest | Coming, loop: Loop) -> Result:
         """Does what is asked in its turn, which is that of this call, however long it takes to decode and check.

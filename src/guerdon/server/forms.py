@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope
 
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply
-from guerdon.errors import Unavailable, UnknownModel
+from guerdon.errors import UnknownModel
 from guerdon.metrics import UNKNOWN
 from guerdon.server.asgi import JSON, Reply, score_headers, unless_left
 from guerdon.server.body import off_loop, read_body
@@ -44,8 +44,7 @@ class FormHandler:
         name = query.get("model", "")
         # Until the body tells of another model, the request is counted as one to this.
         with service.metrics.request(self._counted_as(name)) as counted, Place(self._gate) as place:
-            if not service.ready:
-                raise Unavailable("the server is not ready: it is starting or stopping")
+            service.check_ready()
             _, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
             read = functools.partial(self._read, body, query)

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
-from guerdon.errors import GuerdonError, ServerFault, StartError, TrainFailed, Unavailable, UnknownModel
+from guerdon.errors import GuerdonError, ServerFault, StartError, TrainFailed, UnknownModel
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
 from guerdon.server.body import Coming, off_loop
@@ -118,8 +118,7 @@ class _Front:
                 place = held.enter_context(Place(self._gate))
                 place.hold(size)
                 info = service.model(name, sized.message.model_version)
-                if not service.ready:
-                    raise Unavailable("the server is not ready: it is starting or stopping")
+                service.check_ready()
             decode = functools.partial(_decode, sized.message, info, context.time_remaining())
             del sized.message  # whoever waits for long does not hold it
             if isinstance(info, OperationInfo):

@@ -6,8 +6,11 @@ checkpoint with the records behind it done again, and it does not matter between
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from safetensors import SafetensorError
 from guerdon.config import CriticConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.durable import storing
-from guerdon.errors import InvalidRequest, StartError, StorageFailed, TrainFailed
+from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
 from guerdon.server.answers import Answer, Answers
 from guerdon.server.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
 from guerdon.server.journal import Journal, Record
@@ -61,6 +64,9 @@ class History:
         self.num_unsaved = 0
         self.measured: dict[str, float] = {}
         self.is_durable = config.checkpoint_dir is not None
+        self._noting = threading.Lock()
+        self._begun: int | None = None
+        self._loss: RanksLost | None = None
         self._name = config.name
         # Not the model's folder, which may be moved, nor the dtype that was asked for, which may be `auto`.
         self._settings: dict[str, Any] = {"weights": info.weights_version, "dtype": info.dtype}
@@ -89,12 +95,26 @@ class History:
 
         Raises StorageFailed, and then it must not be done.
         """
-        return self._journal.append(self._settings, content, digest) if self.is_durable else 0
+        with self._alone():
+            self._begun = self._journal.append(self._settings, content, digest) if self.is_durable else 0
+            return self._begun
 
     def withdraw(self, position: int) -> None:
         """Takes back what was accepted, as nothing of it was done."""
-        if self.is_durable:
-            self._journal.withdraw(position)
+        with self._alone():
+            self._withdraw(position)
+
+    def give_up(self, loss: RanksLost) -> None:
+        """Takes back what was accepted and has not come to its end: the ranks that do it are lost, and this one ends.
+
+        From another thread than all else, which finds from now on that nothing is noted any more. Whoever asked is then
+        told to ask again, and may do so without an id: so what is told must not be done at the next start. What was
+        noted before is done, and its answer is on its way, or known to whoever asks again with the id.
+        """
+        with self._noting:
+            if self._begun is not None:
+                self._withdraw(self._begun)
+            self._loss = loss
 
     def answer(self, id: str) -> Answer | None:  # noqa: A002 - what it is called everywhere
         """The answer to the train request of that id, if it is known; raises StorageFailed while it is not safe."""
@@ -108,19 +128,21 @@ class History:
 
         Raises StorageFailed where the disk does not note it: then nobody may be told, until it does.
         """
-        self.answers.put(request.id, answer)
-        if answer.report is None and not answer.num_steps:
-            self.withdraw(position)
-            return
-        self.num_unsaved += 1
-        if answer.report is not None:
-            self.measured = _measured(answer.report)
-        if not self.is_durable:
-            return
-        if answer.report is None:
-            self._journal.stop_at(position, answer.num_steps)
-        else:
-            self._journal.mark_done(position)
+        with self._alone():
+            self.answers.put(request.id, answer)
+            if answer.report is None and not answer.num_steps:
+                self._withdraw(position)
+                return
+            self._begun = None
+            self.num_unsaved += 1
+            if answer.report is not None:
+                self.measured = _measured(answer.report)
+            if not self.is_durable:
+                return
+            if answer.report is None:
+                self._journal.stop_at(position, answer.num_steps)
+            else:
+                self._journal.mark_done(position)
 
     def save(self, lead: Lead, facts: dict[str, Any], metrics: dict[str, float]) -> CheckpointInfo:
         """Makes a checkpoint of everything up to now, and lets go of what it replaces.
@@ -166,8 +188,10 @@ class History:
 
     def gone_back(self, checkpoint: Checkpoint) -> None:
         """Takes over what the checkpoint has beside the weights: what came after it was not done in this state."""
-        self.answers = Answers.from_json(checkpoint.answers())
-        self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in _MEASURED}
+        with self._alone():
+            self._begun = None
+            self.answers = Answers.from_json(checkpoint.answers())
+            self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in _MEASURED}
 
     def restore(self, lead: Lead) -> None:
         """Brings the trainer to where it was: loads the newest whole checkpoint and does again what came after it.
@@ -195,6 +219,8 @@ class History:
             self._check_settings(record)
             try:
                 self._replay(record, lead)
+            except RanksLost:  # of which the record has no guilt: the next start does it
+                raise
             except Exception as e:
                 self._not_replayed(record, what, e)
 
@@ -254,6 +280,19 @@ class History:
                 f"the journal was written with {then}; now: {now}",
                 "start once more with the settings of then and save a checkpoint; it can be gone on from with others",
             )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context in which something is noted; raises RanksLost where it was given up."""
+        with self._noting:
+            if self._loss is not None:
+                raise copy.copy(self._loss)
+            yield
+
+    def _withdraw(self, position: int) -> None:
+        self._begun = None
+        if self.is_durable:
+            self._journal.withdraw(position)
 
     def _kept(self, what: str) -> Checkpoints:
         if not self.is_durable:

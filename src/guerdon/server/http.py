@@ -102,8 +102,7 @@ class _Front:
             with service.arriving(name):
                 place = held.enter_context(Place(self._gate))
                 info = self._model(scope)
-                if not service.ready:
-                    raise Unavailable("the server is not ready: it is starting or stopping")
+                service.check_ready()
                 header_length, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
             decode = functools.partial(_decode, body, header_length, info)

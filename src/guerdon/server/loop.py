@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal, TrainReport
-from guerdon.errors import GuerdonError, ServerFault, Unavailable
+from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
 from guerdon.metrics import Metrics
 from guerdon.server.lane import Lane
 from guerdon.server.scheduler import Batch, Job, Scheduler
@@ -18,6 +19,8 @@ from guerdon.server.scheduler import Batch, Job, Scheduler
 log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping; try again later"
+_BREAKS_S = 2.0
+"""How soon what waits for a lost rank breaks off by itself, unless the rank's host has vanished without a word."""
 
 
 class Group(Protocol):
@@ -48,17 +51,25 @@ class Order:
         try:
             result = run(group)
         except GuerdonError as e:
-            self.outcome.set_exception(e)
+            self.fail(e)
         except BaseException as e:
             log.exception("an order failed")
-            self.outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
+            self.fail(ServerFault(f"{type(e).__name__}: {e}"))
         else:
-            self.outcome.set_result(result)
+            with contextlib.suppress(InvalidStateError):
+                self.outcome.set_result(result)
         if then is not None:
             try:
                 then(group)
+            except RanksLost as e:
+                log.error("what follows an order was not done: %s", e)
             except BaseException:
                 log.exception("what follows an order failed")
+
+    def fail(self, error: GuerdonError) -> None:
+        """Has the error for its outcome, unless it has one, also where another thread does the same."""
+        with contextlib.suppress(InvalidStateError):
+            self.outcome.set_exception(error)
 
 
 class Loop:
@@ -85,6 +96,7 @@ class Loop:
         self._on_crash = on_crash
         self._wake = threading.Condition()
         self._stopping = False
+        self.loss: RanksLost | None = None
         self._running: Batch | Order = Batch()
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
 
@@ -144,7 +156,7 @@ class Loop:
     def stop(self, timeout_s: float) -> bool:
         """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`.
 
-        Returns whether the thread has ended.
+        Returns whether the thread has ended. Where a rank was lost, `loss` says so.
         """
         with self._wake:
             self._stopping = True
@@ -158,30 +170,49 @@ class Loop:
         with self._wake:
             return {name: (s.num_sequences, s.num_tokens) for name, s in self._lanes.items()}
 
+    def fail(self, loss: RanksLost) -> None:
+        """Ends it, from another thread: what waits fails at once, what runs unless it soon comes to its own end."""
+        with self._wake:
+            self.loss = loss
+        self._fail(loss, *self._drop_all())
+        if self._thread.is_alive():
+            self._thread.join(_BREAKS_S)
+        self._fail(loss, *self._taken())
+
     def _run(self) -> None:
         try:
             self._serve()
+        except RanksLost as e:
+            self.loss = e
+            self._on_crash()
+            self._fail(e, *self._drop_all())
         except BaseException:
             log.critical("the thread that computes has ended; nothing can be scored any more", exc_info=True)
             self._on_crash()
-            self._fail_all(ServerFault("the server cannot compute any more; restart it"))
+            error = ServerFault("the server cannot compute any more; restart it")
+            self._fail(error, *self._drop_all())
+            self._fail(error, *self._taken())
 
-    def _fail_all(self, error: GuerdonError) -> None:
+    def _drop_all(self) -> tuple[list[Job], list[Order]]:
+        """Takes out all that waits; from now on nothing is accepted."""
         with self._wake:
             self._stopping = True
             dropped = [lane.drop_all() for lane in self._lanes.values()]
+            self._wake.notify()
         jobs = {job: None for waiting, _ in dropped for job in waiting}
-        orders = [order for _, waiting in dropped for order in waiting]
-        if isinstance(self._running, Order):
-            orders.append(self._running)
-        else:
-            jobs |= dict.fromkeys(self._running.jobs())
+        return list(jobs), [order for _, waiting in dropped for order in waiting]
+
+    def _taken(self) -> tuple[list[Job], list[Order]]:
+        """What runs now."""
+        running = self._running
+        return ([], [running]) if isinstance(running, Order) else (list(running.jobs()), [])
+
+    def _fail(self, error: GuerdonError, jobs: list[Job], orders: list[Order]) -> None:
         for order in orders:
-            if not order.outcome.done():
-                order.outcome.set_exception(error)
+            order.fail(error)
         for job in jobs:
             job.results = [error if r is None else r for r in job.results]
-        self._deliver(list(jobs))
+        self._deliver(jobs)
 
     def _serve(self) -> None:
         while (taken := self._next()) is not None:
@@ -192,7 +223,8 @@ class Loop:
             else:
                 self._compute(model, self._running)
             self._running = Batch()
-        self._group.lead(Command(Signal.EXIT))
+        if self.loss is None:
+            self._group.lead(Command(Signal.EXIT))
 
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()

@@ -31,6 +31,7 @@ from guerdon.errors import (
     GuerdonError,
     InvalidRequest,
     Overloaded,
+    RanksLost,
     Unavailable,
     UnknownModel,
     named,
@@ -63,6 +64,7 @@ class Served(Protocol):
     info: ModelInfo
     encoder: Encoder | None
     max_batch_tokens: int
+    takes_all: bool
 
 
 class Service:
@@ -78,12 +80,17 @@ class Service:
         config: ServerConfig,
         limits: dict[str, Limits] | None = None,
         critic: Critic | None = None,
+        *,
+        num_parts: int = 1,
     ) -> None:
         """`limits` overrides, by model name, the batch limits that come from the config.
 
-        The trainer of `critic` is among the models, and was restored before.
+        The trainer of `critic` is among the models, and was restored before. Of a batch each of `num_parts` computes
+        its part, so that it may be so much larger, but for a model that `takes_all`.
         """
         self.ready = False
+        self.loss: RanksLost | None = None
+        self.ending = asyncio.Event()
         self.metrics = Metrics() if critic is None else critic.metrics
         self._critic = critic
         self._operations = {} if critic is None else {info.name: info for info in critic.infos}
@@ -93,7 +100,8 @@ class Service:
             reward.name: Sum(reward, [self._models[part.model][1].info for part in reward.components])
             for reward in config.rewards
         }
-        limits = {name: _limits(model, served) for name, (model, served) in self._models.items()} | (limits or {})
+        own = {name: _limits(model, served, num_parts) for name, (model, served) in self._models.items()}
+        limits = own | (limits or {})
         schedulers = {n: Scheduler(x) for n, x in limits.items()}
         self._loop = Loop(group, schedulers, self._deliver, self.metrics, on_crash=self._crashed)
         self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
@@ -111,9 +119,35 @@ class Service:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
         self.ready = False
         has_ended = self._loop.stop(timeout_s)
+        self.loss = self.loss or self._loop.loss
         if self._critic is not None and has_ended:
             self._critic.close()
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
+
+    def end(self) -> None:
+        """Has whoever runs the service stop it, as on SIGTERM; from any thread, and as often as one likes."""
+        if self._asyncio is None:
+            self.ending.set()
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._asyncio.call_soon_threadsafe(self.ending.set)
+
+    def lost(self, loss: RanksLost) -> None:
+        """Fails all that waits or runs, and ends the service; from another thread than those that compute and serve."""
+        self.ready, self.loss = False, loss
+        try:
+            if self._critic is not None:
+                self._critic.give_up(loss)
+            self._loop.fail(loss)
+        finally:
+            self.end()
+
+    def check_ready(self) -> None:
+        """Raises Unavailable where nothing is taken on, RanksLost where that is why."""
+        if self.loss is not None:
+            raise copy.copy(self.loss)
+        if not self.ready:
+            raise Unavailable("the server is not ready: it is starting or stopping")
 
     def models(self) -> list[ModelInfo | OperationInfo]:
         """All that can be asked for by name: sums of rewards, the served models, and the critic's operations."""
@@ -330,9 +364,9 @@ def _response(conversation: list[Message]) -> str | InvalidRequest:
         return e
 
 
-def _limits(model: ModelConfig, served: Served) -> Limits:
+def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
     return Limits(
-        max_batch_tokens=served.max_batch_tokens,
+        max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
         max_queue_tokens=model.max_queue_tokens,
         max_queue_sequences=model.max_queue_sequences,
         shares=served.info.path == "packed+shared",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,21 @@ ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."
 
 
-def add_adapters(trunk: Any, rank: int, alpha: float, targets: str, seed: int = 0) -> None:
+def add_adapters(
+    trunk: Any,
+    rank: int,
+    alpha: float,
+    targets: str,
+    seed: int = 0,
+    no_gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.inference_mode,
+) -> None:
     """Puts float32 adapters on linear layers of the model or trunk, in place; all else in it is frozen.
 
     `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
     begin as nothing, so outputs stay what they were, and they begin the same at every start with the same `seed`: what
-    is replayed after a crash gives the same weights. Other random numbers stay what they were. Raises ConfigError where
-    peft is not installed, finds no such layer, or cannot adapt one of them.
+    is replayed after a crash gives the same weights. Other random numbers stay what they were. The model is run once
+    within `no_gradients`. Raises ConfigError where peft is not installed, finds no such layer, or cannot adapt one of
+    them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -33,7 +41,7 @@ def add_adapters(trunk: Any, rank: int, alpha: float, targets: str, seed: int = 
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)
-            with torch.inference_mode():
+            with no_gradients():
                 trunk(input_ids=torch.zeros(1, 2, dtype=torch.long, device=trunk.device), use_cache=False)
         # ValueError where nothing matches, re.error, and whatever an adapter raises on a layer that is not as others,
         # such as a router that returns a tuple.

@@ -29,9 +29,12 @@ class UserCritic:
     """Scores and trains with `model`, `optimizer` and `scheduler`, which know nothing of guerdon.
 
     What `model` must have is said at `CriticServerTrainer`. `save_elsewhere()` saves what the server does not keep.
+    Of many ranks each runs all of it, with the same requests: which part is whose, and what they tell each other, the
+    model knows, and rank 0's results count.
     """
 
     max_batch_tokens = MAX_BATCH_TOKENS
+    takes_all = True
 
     def __init__(
         self,
@@ -73,6 +76,10 @@ class UserCritic:
                 return None, _numpy(self._model.infer(inputs=inputs))
             rewards, values = self._model.infer_rm_critic(inputs=inputs)
         return _numpy(rewards).reshape(len(inputs[0])), _numpy(values)
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """False: how far the user's model has got is not known."""
+        return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order."""
@@ -128,7 +135,7 @@ class UserCritic:
         return dataclasses.replace(self._report(request.id, done), num_steps=0, num_skipped=0)
 
     def save(self, folder: Path) -> None:
-        """Saves where the user saves; nothing is written into `folder`."""
+        """Saves where the user saves, on every rank; nothing is written into `folder`."""
         self._save_elsewhere()
 
     def load(self, folder: Path, lineage: int | None = None) -> None:

@@ -6,6 +6,7 @@
 | `adapter_model.safetensors`, `adapter_config.json` | in its place where adapters train |
 | `value_head.safetensors` | beside them, of a critic |
 | `optimizer*.safetensors` | the optimiser's state, and float32 masters of weights of less precision |
+| `optimizer/` | in its place where it is sharded over ranks: the parts of each, by `torch.distributed.checkpoint` |
 | `rng.safetensors` | the state of torch's random number generators |
 | `trainer.json` | step, and what the checkpoint was made with |
 
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from guerdon.engine.loading import LoadedModel
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
-from guerdon.training.optimiser import Optimiser
 
 HEAD = "score"
 SHARD_BYTES = 4 << 30
@@ -95,65 +94,6 @@ def model_files(
     return files | {"config.json": to_json(settings)}
 
 
-# ------------------------------------------------------------------------------------------- all of it
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What a trainer is made of, and a checkpoint of it: weights by the stem of their file, optimiser, random numbers.
-
-    `made_with` is what must be the same where the checkpoint is loaded, and `others` says by its names what a
-    checkpoint is that differs there. `setting` names the one that chooses the folder.
-    """
-
-    weights: dict[str, dict[str, Tensor]]
-    optimiser: Optimiser
-    device: torch.device
-    made_with: dict[str, Any]
-    others: dict[str, str]
-    setting: str
-
-    def write(self, folder: Path, files: dict[str, bytes], facts: dict[str, Any]) -> None:
-        """Writes everything, `files` by name and `facts` beside what is known here, into an existing, empty folder.
-
-        Every file is fsynced. Raises StorageFailed where the disk does not take it.
-        """
-        for stem, tensors in self.weights.items():
-            write_tensors(folder, stem, tensors)
-        for name, data in files.items():
-            write(folder / name, data)
-        write_tensors(folder, "optimizer", self.optimiser.tensors())
-        write_tensors(folder, "rng", rng_tensors(self.device))
-        known = {"step": self.optimiser.step, "learning_rate": self.optimiser.learning_rate}
-        write(folder / "trainer.json", to_json(self.made_with | known | facts))
-
-    def open(self, folder: Path) -> tuple[dict[str, Any], Callable[[], None]]:
-        """The facts, and a function that restores everything; nothing is changed before it is called.
-
-        Raises CheckpointError where the folder is damaged or was made with something else.
-        """
-        facts = read_json(folder / "trainer.json")
-        for name, own in self.made_with.items():
-            if facts.get(name) != own:
-                what = self.others.get(name, f"was made with {name}")
-                raise CheckpointError(
-                    f"{folder} {what} {facts.get(name)}, this is trained with {own}",
-                    f"start with the model and the settings that it was made with, or give another {self.setting}",
-                )
-        weights = {stem: (own, open_tensors(folder, stem)) for stem, own in self.weights.items()}
-        optimiser, rng = open_tensors(folder, "optimizer"), open_tensors(folder, "rng")
-        for own, stored in [*weights.values(), (self.optimiser.tensors(), optimiser)]:
-            check_same(stored, own, folder)
-
-        def restore() -> None:
-            for own, stored in weights.values():
-                copy_into(own, stored)
-            self.optimiser.restore(facts["step"], lambda name: optimiser[name][...])
-            restore_rng(rng, self.device)
-
-        return facts, restore
-
-
 def learning_settings(config: LearningConfig) -> dict[str, Any]:
     """The settings without which a checkpoint's tensors mean nothing."""
     return {
@@ -180,7 +120,7 @@ def write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as e:
-        raise _storage_failed(path, e) from e
+        raise storage_failed(path, e) from e
 
 
 def write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
@@ -192,16 +132,25 @@ def write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
         tensors, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
     )
     for file, names in plan.filename_to_tensors.items():
-        path = folder / file
-        part = {name: tensors[name].detach().contiguous() for name in names}
-        try:
-            save_file(dict(_unshared(part)), path, metadata={"format": "pt"})
-            _settle(path)
-        except (SafetensorError, OSError) as e:
-            raise _storage_failed(path, e) from e
+        write_file(folder / file, {name: tensors[name] for name in names})
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write(folder / f"{stem}.safetensors.index.json", to_json(index))
+        write_index(folder, stem, plan)
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes and fsyncs one file of whole tensors; raises StorageFailed where the disk does not take it."""
+    part = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(dict(_unshared(part)), path, metadata={"format": "pt"})
+        _settle(path)
+    except (SafetensorError, OSError) as e:
+        raise storage_failed(path, e) from e
+
+
+def write_index(folder: Path, stem: str, plan: Any) -> None:
+    """Writes which of a stem's files holds which tensor, as `huggingface_hub` has planned it; raises StorageFailed."""
+    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    write(folder / f"{stem}.safetensors.index.json", to_json(index))
 
 
 def _unshared(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -219,7 +168,8 @@ def _settle(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _storage_failed(path: Path, error: Exception) -> StorageFailed:
+def storage_failed(path: Path, error: Exception) -> StorageFailed:
+    """What is raised where the disk does not take that file."""
     return StorageFailed(f"cannot write {path}: {error}; make room on the disk, or mend it")
 
 
@@ -248,10 +198,9 @@ def open_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_same(stored: dict[str, StoredTensor], own: dict[str, Tensor], folder: Path) -> None:
-    """Raises CheckpointError unless the stored tensors have the names and shapes of the model's own."""
+def check_same(found: dict[str, tuple[int, ...]], own: dict[str, Tensor], folder: Path) -> None:
+    """Raises CheckpointError unless the shapes found by name are those of the model's own tensors."""
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
     if wrong:
         name = wrong[0]

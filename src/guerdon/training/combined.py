@@ -11,8 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, GuerdonError, SampleFailed, ServerFault, TrainFailed
+from guerdon.training import parallel
 from guerdon.training.critic import CriticTrainer
 
 log = logging.getLogger(__name__)
@@ -26,13 +28,23 @@ class CriticWithReward:
     With `resident` memory both trunks are on the device. With `swap` one of them is, and the other waits in the
     host's memory; a request goes first to the one that is there, so that it costs one exchange. The optimiser's state
     stays where it is: what it takes, the reward model leaves free anyway while the critic trains.
+
+    Both models score the same part of the sequences on a rank. The reward model is never sharded by FSDP, so that a
+    rank without a sequence to reward need not run it.
     """
 
+    takes_all = False
+
     def __init__(
-        self, critic: CriticTrainer, load_reward: Callable[[], Any], memory: Literal["resident", "swap"] = "resident"
+        self,
+        critic: CriticTrainer,
+        load_reward: Callable[[], Any],
+        memory: Literal["resident", "swap"] = "resident",
+        ranks: Ranks = ALONE,
     ) -> None:
         """Loads the reward model, with `swap` in the critic's place; raises ConfigError where it does not fit it."""
         self._critic = critic
+        self._ranks = ranks
         self._swaps = memory == "swap"
         if self._swaps:
             critic.engine.offload()
@@ -61,6 +73,11 @@ class CriticWithReward:
     @run_token.setter
     def run_token(self, token: str) -> None:
         self._critic.run_token = token
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """Calls `tick` whenever a layer of either has run; False where they show no layers."""
+        critic, reward = self._critic.watch(tick), self._reward.watch(tick)
+        return critic and reward
 
     def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
         """Each sequence's values, and its reward where that is wanted; where one of the models fails on it, that.
@@ -114,14 +131,22 @@ class CriticWithReward:
         self._critic.onload()
         if not self._swaps:
             try:
-                self._reward.onload()
+                parallel.together(self._ranks, self._reward.onload)
             except Exception:
                 self.offload()
                 raise
         self._there = self._critic.engine
 
     def _score_values(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        self._bring(self._critic.engine)
+        failure = ""
+        try:
+            self._bring(self._critic.engine)
+        except _NotBrought as e:
+            failure = str(e)
+        # Ranks in step begin a forward together or not at all.
+        told = self._ranks.tell_all(failure) if self._ranks.in_step and self._swaps else [failure]
+        if failure := next((other for other in told if other), ""):
+            raise _NotBrought(failure)
         return self._critic.score(sequences)
 
     def _score_rewards(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
@@ -132,10 +157,14 @@ class CriticWithReward:
 
     def _bring_critic(self) -> None:
         self._critic.check_ready()
-        try:
-            self._bring(self._critic.engine)
-        except _NotBrought as e:
-            raise TrainFailed(f"{e}: nothing was changed", 0) from None
+
+        def bring() -> None:
+            try:
+                self._bring(self._critic.engine)
+            except _NotBrought as e:
+                raise TrainFailed(f"{e}: nothing was changed", 0) from None
+
+        parallel.together(self._ranks, bring)
 
     def _bring(self, engine: Engine) -> None:
         """With `swap`, makes the engine the one that is on the device, or nobody where it raises _NotBrought."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch import Tensor
 from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
 from guerdon.config import CriticConfig
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import find_folder
 from guerdon.engine.engine import Engine
 from guerdon.engine.loading import LoadedModel
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.recompute import recompute_activations
-from guerdon.errors import Offloaded, SampleFailed, ServerFault, TrainFailed
-from guerdon.training import adapters, checkpoint
+from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
+from guerdon.training import adapters, checkpoint, parallel
 from guerdon.training.batches import GlobalBatch, global_batches
-from guerdon.training.optimiser import Optimiser
+from guerdon.training.optimiser import Optimiser, check_layout
+from guerdon.training.trainer_state import TrainerState
 
 FORMAT = 1
 DIGITS = 12
@@ -39,18 +41,31 @@ class CriticTrainer:
     """A critic with its optimiser: it scores, and it learns from train requests, one at a time.
 
     Its weights are a function of the checkpoint that it began from and of what it was trained on since; on a CPU
-    bitwise.
+    bitwise. Many ranks do it together: each is given the same, and computes its part of every global batch.
     """
 
-    def __init__(self, loaded: LoadedModel, config: CriticConfig) -> None:
-        """Raises ConfigError where a setting needs a library that is not there, or does not fit the model."""
+    takes_all = False
+
+    def __init__(self, loaded: LoadedModel, config: CriticConfig, ranks: Ranks = ALONE) -> None:
+        """`ranks` are those that `loaded` was loaded with.
+
+        Raises ConfigError where a setting needs a library that is not there, or does not fit the model or the ranks.
+        """
+        check_layout(config, ranks)
         self._config = config
         self._loaded = loaded
+        self._ranks = ranks
         if config.lora is None:
             folder = find_folder(loaded.config.model, loaded.config.revision)
             self._files = checkpoint.critic_files(loaded, folder)
         else:
-            adapters.add_adapters(loaded.trunk, config.lora, config.lora_alpha, config.lora_targets)
+            adapters.add_adapters(
+                loaded.trunk,
+                config.lora,
+                config.lora_alpha,
+                config.lora_targets,
+                no_gradients=loaded.gathering.no_gradients,
+            )
             note = adapters.describe_adapters(loaded.trunk, loaded.config.model)
             self._files = {"adapter_config.json": checkpoint.to_json(note)}
         if config.activation_checkpointing:
@@ -60,7 +75,8 @@ class CriticTrainer:
         parameters |= {f"head.{name}": p for name, p in loaded.head.named_parameters()}
         self._num_parameters = sum(p.numel() for p in parameters.values())
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._optimiser = Optimiser(self._trained, config)
+        summed = frozenset(f"trunk.{name}" for name in loaded.summed_over_tensor_ranks)
+        self._optimiser = Optimiser(self._trained, config, ranks, summed)
         num_trained = sum(p.numel() for p in self._trained.values())
         part = f"{num_trained:,} of {self._num_parameters:,} parameters train"
         if config.lora is not None:
@@ -112,6 +128,10 @@ class CriticTrainer:
 
     # ---------------------------------------------------------------------------------------- scoring and learning
 
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """Calls `tick` whenever a layer has run; False where the trunk shows no layers."""
+        return self.engine.watch(tick)
+
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """The value of every token; the reward is the last one's. Raises Offloaded."""
         self.check_ready()
@@ -121,7 +141,8 @@ class CriticTrainer:
         """One optimiser step a global batch, of which `first_steps` bounds the number.
 
         A batch without a token that counts makes no step, and none whose gradient is not finite; such steps change
-        nothing, the schedule included. Raises TrainFailed where it breaks off: what was done before it stands.
+        nothing, the schedule included. Raises TrainFailed where it breaks off on any rank: what was done before it
+        stands. All ranks report, or raise, the same; RanksLost where one of them is not there any more.
         """
         self.check_ready()
         batches = self._batches(request)[:first_steps]
@@ -130,10 +151,14 @@ class CriticTrainer:
         try:
             for batch in batches:
                 self._learn(batch, tally)
+        except RanksLost:
+            # No answer to keep: nobody knows what the others did, and this process ends.
+            raise
         # Whatever a device or a model raises, out of memory included.
         except Exception as e:
             log.exception("train request %s broke off", request.id)
-            failure = f"{type(e).__name__}: {e}"
+            failure = str(e) if self._ranks.size > 1 and isinstance(e, GuerdonError) else f"{type(e).__name__}: {e}"
+            self.engine.forget_broken()
         finally:
             self._optimiser.free()
         if failure is None:
@@ -148,26 +173,30 @@ class CriticTrainer:
         """What `train` would report of the weights as they are, without a step."""
         self.check_ready()
         tally = _Tally(self._optimiser.learning_rate)
-        with torch.no_grad():
-            for batch in self._batches(request):
-                tally.add(batch, sum((stats for _, stats in self._losses(batch)), ValueLossStats()))
+        batches = self._batches(request)
+        for batch, sums in zip(batches, parallel.together(self._ranks, lambda: self._measured(batches)), strict=True):
+            tally.add(batch, parallel.sum_over_parts(sums, self._ranks))
         return self._report(request, tally)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
         return global_batches(request, self._config.global_batch_size, with_action=self.engine.depends_on_length)
 
+    def _measured(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
+        """What this rank's part of each batch comes to."""
+        with self.engine.no_gradients():
+            return [sum((stats for _, stats in self._losses(batch)), ValueLossStats()) for batch in batches]
+
     def _learn(self, batch: GlobalBatch, tally: _Tally) -> None:
-        sums = ValueLossStats()
-        with torch.enable_grad():
-            for loss, stats in self._losses(batch):
-                loss.backward()
-                sums += stats
+        own = parallel.together(self._ranks, lambda: self._add_gradients(batch))
+        sums = parallel.sum_over_parts(own, self._ranks)
         if batch.num_tokens:
+            self._optimiser.sum_over_ranks()
             tally.grad_norm = self._optimiser.gradient_norm()
             if math.isfinite(tally.grad_norm):
                 tally.learning_rate = self._optimiser.learning_rate
                 with self._changing("a step broke off inside the optimiser"):
-                    self._optimiser.apply(tally.grad_norm)
+                    norm = tally.grad_norm
+                    parallel.together(self._ranks, lambda: self._optimiser.apply(norm))
                     self._history = _digest(self._history, *batch.rows, *batch.targets)
                 tally.num_steps += 1
             else:
@@ -176,11 +205,26 @@ class CriticTrainer:
                 tally.num_skipped += 1
         tally.add(batch, sums)
 
+    def _add_gradients(self, batch: GlobalBatch) -> ValueLossStats:
+        """Adds up the gradients of this rank's part of the batch."""
+        sums = ValueLossStats()
+        with torch.enable_grad():
+            for loss, stats in self._losses(batch):
+                loss.backward()
+                sums += stats
+        return sums
+
     def _losses(self, batch: GlobalBatch) -> Iterator[tuple[Tensor, ValueLossStats]]:
-        """Micro-batch by micro-batch its share of the batch's loss; the graph is to be used before the next."""
+        """Micro-batch by micro-batch of this rank's part its share of the batch's loss; the graph is to be used before
+        the next."""
         clip = self._config.loss_clip_val
-        for numbers, values in self.engine.values(batch.rows):
-            targets = torch.from_numpy(np.concatenate([batch.targets[i] for i in numbers], axis=1))
+        part = parallel.own_part(batch.rows, self._ranks)
+        for numbers, values in self.engine.values([batch.rows[i] for i in part]):
+            if not numbers:
+                # A filler, whose backward the other ranks wait for.
+                yield values[0].sum() * 0, ValueLossStats()
+                continue
+            targets = torch.from_numpy(np.concatenate([batch.targets[part[i]] for i in numbers], axis=1))
             prev_values, returns, mask = targets.to(values[0].device)
             yield clipped_value_loss(torch.cat(values), prev_values, returns, mask, clip, batch.sum_mask)
 
@@ -203,7 +247,10 @@ class CriticTrainer:
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed."""
+        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed.
+
+        Every rank must call it, with the same folder; what is written does not tell how many there were.
+        """
         self._check_whole()
         facts = {"lineage": self._lineage, "history": self._history, "weights_version": self.weights_version}
         self._state().write(folder, self._files, facts)
@@ -213,17 +260,23 @@ class CriticTrainer:
 
         `lineage` is a number that no load had before, by which all later versions differ from those that other
         training from this checkpoint gave; None goes on under the saved one. Raises CheckpointError, with nothing
-        changed, where the folder is damaged or was made with another model or other settings.
+        changed on any rank, where the folder is damaged or was made with another model or other settings.
         """
-        facts, restore = self._state().open(folder)
+        facts, restore = parallel.together(self._ranks, lambda: self._state().open(folder))
         with self._changing("a checkpoint was read only in part"):
-            restore()
+            parallel.together(self._ranks, restore)
             self._history = facts["history"]
             self._lineage = facts["lineage"] if lineage is None else lineage
 
-    def _state(self) -> checkpoint.TrainerState:
-        return checkpoint.TrainerState(
-            self._stored_weights(), self._optimiser, self.engine.device, self._made_with(), _OTHERS, "checkpoint_dir"
+    def _state(self) -> TrainerState:
+        return TrainerState(
+            self._stored_weights(),
+            self._optimiser,
+            self.engine.device,
+            self._made_with(),
+            _OTHERS,
+            "checkpoint_dir",
+            self._ranks,
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
@@ -254,14 +307,17 @@ class CriticTrainer:
         self.engine.offload()
 
     def onload(self) -> None:
-        """Moves them back to the device, all or none."""
+        """Moves them back to the device, all or none, on all ranks or none."""
         try:
-            self.engine.onload()
-            self._optimiser.move(self.engine.device)
+            parallel.together(self._ranks, self._bring)
         except Exception:
             self.offload()
             raise
         self._is_offloaded = False
+
+    def _bring(self) -> None:
+        self.engine.onload()
+        self._optimiser.move(self.engine.device)
 
     def check_ready(self) -> None:
         """Raises Offloaded, or ServerFault where a fault has spoilt the weights."""

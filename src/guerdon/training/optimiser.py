@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from guerdon.config import LearningConfig
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import ConfigError
+from guerdon.training import parallel
 
 EPS = 1e-8
 log = logging.getLogger(__name__)
@@ -23,17 +26,31 @@ class Optimiser:
     """Steps the parameters given by name; those of less than float32 have a float32 master that is stepped for them.
 
     Gradients come from `backward`, as often as it is called between two steps. Everything that a step needs is
-    allocated here, so that memory which does not suffice shows at the start.
+    allocated here, so that memory which does not suffice shows at the start. Of a parameter that is sharded over ranks
+    each steps its own part: AdamW knows no other element than the one it steps.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: LearningConfig) -> None:
-        """Raises ConfigError where the 8-bit optimiser is asked for and not installed."""
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: LearningConfig,
+        ranks: Ranks = ALONE,
+        summed_over_tensor_ranks: frozenset[str] = frozenset(),
+    ) -> None:
+        """`summed_over_tensor_ranks` names those whose gradients are sums over the ranks of tensor parallelism.
+
+        Raises ConfigError where the 8-bit optimiser is asked for and not installed, and as `check_layout`.
+        """
+        check_layout(config, ranks)
         self.step = 0
         self._parameters = parameters
+        self._ranks, self._summed = ranks, summed_over_tensor_ranks
         self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
         self._largest_norm = config.gradient_clip_val or math.inf
         make = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
         self._adamw = make(list(self._masters.values()), config)
+        for name in self._lent():
+            self._give_back(name)
         self._config = config
         self._has_warned = False
 
@@ -42,22 +59,49 @@ class Optimiser:
         """That of the next step; it depends on nothing but the number of steps made."""
         return self._config.learning_rate * rate(self._config, self.step)
 
+    def sum_over_ranks(self) -> None:
+        """Makes the gradients those of all ranks' parts of the batch; to be called once a step, on every rank.
+
+        What FSDP shards it has summed itself.
+        """
+        ranks = self._ranks
+        if ranks.size == 1:
+            return
+        whole = [name for name, p in self._parameters.items() if not parallel.is_sharded_over(p, parallel.DATA)]
+        if ranks.data_size > 1 and whole:
+            found = self._gradients()
+            # A weight that nothing was computed with has no gradient, and is not to decay: unless another rank has one.
+            has_any = ranks.total([float(name in found) for name in whole])
+            wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
+            parallel.sum_gradients((self._gradient_or_zeros(name) for name in wanted), ranks.data_group)
+        if ranks.tensor_size > 1:
+            found = self._gradients()
+            parallel.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
+
     def gradient_norm(self) -> float:
-        """The norm of all gradients together, before clipping."""
-        return torch.nn.utils.get_total_norm(self._gradients()).item()
+        """The norm of all gradients together, before clipping; of many ranks, once they are summed."""
+        gradients = self._gradients()
+        if self._ranks.size == 1:
+            return torch.nn.utils.get_total_norm(list(gradients.values())).item()
+        return parallel.total_norm(gradients, self._parameters, self._ranks)
 
     def apply(self, norm: float) -> None:
         """One step with the gradients, clipped by their `norm`; they are freed afterwards."""
+        for name in self._lent():
+            master, parameter = self._masters[name], self._parameters[name]
+            master.data = parallel.local(parameter)
+            master.grad = self._gradients_of(name)
         torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._largest_norm, torch.tensor(norm))
         for group in self._adamw.param_groups:
             group["lr"] = self.learning_rate
         self._adamw.step()
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if self._masters[name] is not parameter:
-                    parameter.copy_(self._masters[name])
+            for name in self._copied():
+                parallel.local(self._parameters[name]).copy_(self._masters[name])
         self.step += 1
         self.free()
+        for name in self._lent():
+            self._give_back(name)
         # During the warm-up 0 is where it begins.
         if not self._has_warned and self.step > self._config.warmup_steps and not rate(self._config, self.step):
             self._has_warned = True
@@ -71,20 +115,62 @@ class Optimiser:
         for name, parameter in self._parameters.items():
             parameter.grad = self._masters[name].grad = None
 
-    def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self._masters.values() if master.grad is not None]
+    def _gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the gradients that there are, by the parameters' names."""
+        found = {name: self._gradients_of(name) for name in self._parameters}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _gradients_of(self, name: str) -> Tensor | None:
+        parameter, master = self._parameters[name], self._masters[name]
+        if master.dtype != parameter.dtype:
+            return master.grad
+        return parallel.local_gradient(parameter)
+
+    def _gradient_or_zeros(self, name: str) -> Tensor:
+        if (found := self._gradients_of(name)) is not None:
+            return found
+        parameter, master = self._parameters[name], self._masters[name]
+        if master.dtype != parameter.dtype:
+            master.grad = torch.zeros_like(master)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+        made = self._gradients_of(name)
+        assert made is not None
+        return made
+
+    def _copied(self) -> list[str]:
+        """The parameters of less than float32, which have copies of their own as masters."""
+        return [name for name, parameter in self._parameters.items() if parameter.dtype != torch.float32]
+
+    def _lent(self) -> list[str]:
+        """The sharded parameters in float32, whose masters are their parts on this rank, for the time of a step."""
+        return [
+            name for name, p in self._parameters.items() if p.dtype == torch.float32 and self._masters[name] is not p
+        ]
+
+    def _give_back(self, name: str) -> None:
+        # A part that is held on to would stay on the device when the weights leave it.
+        master = self._masters[name]
+        master.grad = None
+        master.data = master.data.new_empty(0)
 
     # ---------------------------------------------------------------------------------------- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by name, `<parameter>/<what>`: the tensors themselves, where they are tensors."""
+        """All state by name, `<parameter>/<what>`: the tensors themselves, where they are tensors.
+
+        What is as large as a sharded parameter is sharded as it is.
+        """
         made: dict[str, Tensor] = {}
+        copied = set(self._copied())
         for name, master in self._masters.items():
-            if master is not self._parameters[name]:
-                made[f"{name}/master"] = master.data
+            parameter = self._parameters[name]
+            if name in copied:
+                made[f"{name}/master"] = parallel.whole_of(master.data, parameter)
             for key, value in self._adamw.state[master].items():
                 if key not in CONSTANTS:
-                    made[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                    made[f"{name}/{key}"] = tensor if key == "step" else parallel.whole_of(tensor, parameter)
         return made
 
     def restore(self, step: int, read: Callable[[str], Tensor]) -> None:
@@ -99,8 +185,9 @@ class Optimiser:
 
     def move(self, device: torch.device) -> None:
         """Moves masters and state to the device; parameters move with their module."""
+        copied = set(self._copied())
         for name, master in self._masters.items():
-            if master is not self._parameters[name]:
+            if name in copied:
                 master.data = master.data.to(device)
             state = self._adamw.state[master]
             for key, value in state.items():
@@ -109,20 +196,24 @@ class Optimiser:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself where it is float32, else a float32 copy that collects its gradients."""
+    """The parameter itself where it is float32, else a float32 copy that collects its gradients.
+
+    Of a sharded parameter it is this rank's part.
+    """
     if parameter.dtype == torch.float32:
-        return parameter
-    master = nn.Parameter(parameter.detach().float())
+        return nn.Parameter(parallel.local(parameter)) if isinstance(parameter, DTensor) else parameter
+    master = nn.Parameter(parallel.local(parameter.detach()).float())
 
     def collect(_: Tensor) -> None:
-        assert parameter.grad is not None
+        gradient = parallel.local_gradient(parameter)
+        assert gradient is not None
         if master.grad is None:
-            master.grad = parameter.grad.float()
+            master.grad = gradient.float()
         else:
-            master.grad += parameter.grad
+            master.grad += gradient
         parameter.grad = None
 
-    # After every backward, so that micro-batches add up in float32.
+    # After every backward, so that micro-batches add up in float32; FSDP calls it once it has summed over the ranks.
     parameter.register_post_accumulate_grad_hook(collect)
     return master
 
@@ -164,6 +255,24 @@ def _adamw_8bit(masters: list[nn.Parameter], config: LearningConfig) -> Any:
     for i, master in enumerate(masters):
         adamw.init_state(adamw.param_groups[0], master, 0, i)
     return adamw
+
+
+def check_layout(config: LearningConfig, ranks: Ranks) -> None:
+    """Raises ConfigError where the settings do not go with the ranks' layout; before anything is loaded."""
+    if config.lora is not None and ranks.tensor_size > 1:
+        raise ConfigError(
+            f"lora is set, and tensor_parallel is {ranks.tensor_size}: adapters do not fit layers that lie in parts",
+            "use fsdp, or leave tensor_parallel at 1, or leave lora out",
+        )
+    if config.optimizer == "adamw_8bit" and config.lora is None and ranks.is_sharded:
+        raise _sharded_8bit()
+
+
+def _sharded_8bit() -> ConfigError:
+    return ConfigError(
+        "optimizer is adamw_8bit, and the weights are sharded over ranks: bitsandbytes quantises whole tensors only",
+        "use adamw, whose state is sharded as the weights are, or neither tensor_parallel nor fsdp",
+    )
 
 
 def moment_bytes(config: LearningConfig) -> int | None:

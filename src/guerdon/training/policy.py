@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from guerdon.algorithms.policy_losses import PolicyLossStats
 from guerdon.config import LearningConfig
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.language import LanguageEngine
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
-from guerdon.training import adapters, checkpoint
-from guerdon.training.optimiser import Optimiser
+from guerdon.training import adapters, checkpoint, parallel
+from guerdon.training.optimiser import Optimiser, check_layout
+from guerdon.training.trainer_state import TrainerState
 
 FORMAT = 1
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class StepReport:
 
     `stats` are sums over the global batch, before the step; `grad_norm` is that before clipping, `learning_rate` the
     one that the step used. `skipped` tells that nothing was changed: no token counted, or the norm was not finite.
+    `num_micro_batches` counts those of all ranks.
     """
 
     stats: PolicyLossStats
@@ -53,16 +57,27 @@ class PolicyTrainer:
 
     Its weights are a function of the checkpoint that it began from, of the seed and of the steps since; on a CPU
     bitwise. The reference is the model as loaded: with adapters itself without them, else a frozen copy.
+
+    Many ranks do it together: all are given all rows, and each computes its part of them. Where any of them fails, all
+    raise the same.
     """
 
     def __init__(
-        self, loaded: LoadedPolicy, config: LearningConfig, *, keeps_reference: bool = True, seed: int = 0
+        self,
+        loaded: LoadedPolicy,
+        config: LearningConfig,
+        *,
+        keeps_reference: bool = True,
+        seed: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Begins with adapters, where there are any, as `seed` has them drawn.
+        """Begins with adapters, where there are any, as `seed` has them drawn; `ranks` are those that loaded it.
 
-        Raises ConfigError where a setting needs a library that is not there, or does not fit the model.
+        Raises ConfigError where a setting needs a library that is not there, or does not fit the model or the ranks.
         """
+        check_layout(config, ranks)
         self._config = config
+        self._ranks = ranks
         self.policy = loaded
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
@@ -70,7 +85,8 @@ class PolicyTrainer:
         settings = {"architectures": [type(self.model).__name__]}
         self._files = checkpoint.model_files(loaded.folder, self.model.dtype, settings)
         if config.lora is not None:
-            adapters.add_adapters(self.model, config.lora, config.lora_alpha, config.lora_targets, seed)
+            targets, without = config.lora_targets, loaded.gathering.no_gradients
+            adapters.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, without)
             base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
             # Beside an adapter a config.json would pass for a whole model's.
             del self._files["config.json"]
@@ -80,7 +96,7 @@ class PolicyTrainer:
         self.engine = LanguageEngine(dataclasses.replace(loaded, trains=True))
         parameters = dict(self.model.named_parameters())
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._optimiser = Optimiser(self._trained, config)
+        self._optimiser = Optimiser(self._trained, config, ranks, self._summed_over_tensor_ranks())
         self._sums, self._num_micro_batches = PolicyLossStats(), 0
         self._reference = self._load_reference() if keeps_reference and config.lora is None else None
         counts = [sum(p.numel() for p in some.values()) for some in (self._trained, parameters)]
@@ -104,6 +120,17 @@ class PolicyTrainer:
         version = self.policy.info.weights_version
         return f"{version}+{self.step_count}" if self.step_count else version
 
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """Calls `tick` whenever a layer of the policy or its reference has run; False where they show no layers."""
+        engines = [self.engine] if self._reference is None else [self.engine, self._reference]
+        watched = [engine.watch(tick) for engine in engines]
+        return all(watched)
+
+    def _summed_over_tensor_ranks(self) -> frozenset[str]:
+        """The parameters whose gradients must be summed over the ranks of tensor parallelism, by the model's names."""
+        prefix = next(name for name, child in self.model.named_children() if child is self.policy.trunk)
+        return frozenset(f"{prefix}.{name}" for name in self.policy.summed_over_tensor_ranks)
+
     # ---------------------------------------------------------------------------------------- log-probs
 
     def logprobs(
@@ -118,7 +145,7 @@ class PolicyTrainer:
         Each is float32 `[B,R]` on the CPU, entry r about the response's token r, 0 beyond the response. Rows are int64
         `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt is empty.
         """
-        return _gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
+        return self._gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
 
     def reference_logprobs(
         self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
@@ -127,19 +154,68 @@ class PolicyTrainer:
         assert self.keeps_reference
         if self._reference is None:
             with adapters.without_adapters(self.model):
-                return _gathered(self.engine, rows, prompt_lengths, temperature, False)
-        return _gathered(self._reference, rows, prompt_lengths, temperature, False)
+                return self._gathered(self.engine, rows, prompt_lengths, temperature, False)
+        return self._gathered(self._reference, rows, prompt_lengths, temperature, False)
+
+    def _gathered(
+        self,
+        engine: LanguageEngine,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        temperature: float,
+        with_entropies: bool,
+    ) -> Any:
+        """The micro-batches' results of all ranks in the order of the rows, on the CPU."""
+        with engine.no_gradients():
+            made = [torch.zeros(len(rows), _width(rows, prompt_lengths)) for _ in range(1 + with_entropies)]
+
+            def fill() -> None:
+                for members, *parts in self._of_own_rows(engine, rows, prompt_lengths, temperature, with_entropies):
+                    for whole, part in zip(made, parts, strict=False):
+                        if len(members):
+                            assert part is not None
+                            whole[members] = part.cpu()
+
+            parallel.together(self._ranks, fill)
+            for whole in made:
+                parallel.add_up(whole, self._ranks)
+        return tuple(made) if with_entropies else made[0]
+
+    def _of_own_rows(
+        self,
+        engine: LanguageEngine,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        temperature: float,
+        with_entropies: bool,
+    ) -> Iterator[tuple[np.ndarray, Tensor, Tensor | None]]:
+        """What the engine gives for this rank's part of the rows: their numbers, and tables as wide as for all rows.
+
+        Without numbers it is a filler, whose backward the other ranks wait for.
+        """
+        part = np.array(parallel.own_part(rows, self._ranks), dtype=np.int64)
+        if not len(part) and not self._ranks.in_step:
+            return
+        width = _width(rows, prompt_lengths)
+        own, starts = [rows[i] for i in part], prompt_lengths[part]
+        for members, *tables in engine.logprobs(own, starts, temperature, with_entropies=with_entropies):
+            wide = [None if x is None or x.shape[1] == width else pad(x, (0, width - x.shape[1])) for x in tables]
+            logprobs, entropies = (x if y is None else y for x, y in zip(tables, wide, strict=True))
+            assert logprobs is not None
+            yield part[members], logprobs, entropies
 
     def _load_reference(self) -> LanguageEngine:
         """The model as loaded, once more; in the host's memory where the device has no room for it."""
-        own_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        own_bytes = sum(parallel.local(p).numel() * p.element_size() for p in self.model.parameters())
         device = self.engine.device
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * own_bytes:
+        has_room = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= 2 * own_bytes
+        # Parts of one model cannot be on the CPU here and on a GPU there: sharded, it must fit.
+        if not has_room and not self._ranks.is_sharded:
             log.warning("the reference stays on the CPU: %s has no room for it, and it will be slow there", device)
             device = torch.device("cpu")
         config = dataclasses.replace(self.policy.config, require_packed=False)
         config.dtype = dtype_name(self.model.dtype)  # type: ignore[assignment]
-        loaded = load_policy(config, device)
+        loaded = load_policy(config, device, ranks=self._ranks)
         loaded.model.requires_grad_(False)
         # Chosen as the policy's path is, by gradients, too: by another one their first log-probs would differ a little.
         return LanguageEngine(dataclasses.replace(loaded, trains=True))
@@ -174,18 +250,29 @@ class PolicyTrainer:
         (int64 `[b]`) that these have among `rows`; R is the longest response among all of `rows`. The shares add up to
         the batch's loss, which is in the sums that are returned. Where anything is raised, no gradients are left.
         """
-        sums, count = PolicyLossStats(), 0
-        try:
+        own, own_count = PolicyLossStats(), 0
+
+        def add_gradients() -> None:
+            nonlocal own, own_count
             with torch.enable_grad():
-                for members, logprobs, entropies in self.engine.logprobs(
-                    rows, prompt_lengths, temperature, with_entropies=with_entropies
+                for members, logprobs, entropies in self._of_own_rows(
+                    self.engine, rows, prompt_lengths, temperature, with_entropies
                 ):
+                    if not len(members):
+                        (logprobs.sum() * 0).backward()
+                        continue
                     share, stats = loss(logprobs, entropies, members)
                     share.backward()
-                    sums += stats
-                    count += 1
+                    own += stats
+                    own_count += 1
+
+        try:
+            parallel.together(self._ranks, add_gradients)
+            sums = parallel.sum_over_parts(own, self._ranks)
+            count = round(float(self._ranks.total([float(own_count)])[0]))
         except BaseException:
             self._drop()
+            self.engine.forget_broken()
             raise
         self._sums, self._num_micro_batches = self._sums + sums, self._num_micro_batches + count
         return sums
@@ -197,6 +284,7 @@ class PolicyTrainer:
         """
         sums, count = self._sums, self._num_micro_batches
         try:
+            self._optimiser.sum_over_ranks()
             norm, rate = self._optimiser.gradient_norm(), self._optimiser.learning_rate
             skipped = not (sums.sum_mask > 0 and math.isfinite(norm))
             if skipped:
@@ -227,17 +315,19 @@ class PolicyTrainer:
     def save(self, folder: Path) -> None:
         """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed.
 
-        `AutoModelForCausalLM.from_pretrained` reads the policy from it, too.
+        `AutoModelForCausalLM.from_pretrained` reads the policy from it, too. Every rank must call it, with the same
+        folder; what is written does not tell how many there were.
         """
         self._state().write(folder, self._files, {"weights_version": self.weights_version})
 
     def load(self, folder: Path) -> None:
-        """Becomes what was saved, bitwise; raises CheckpointError, with nothing changed, where that cannot be."""
-        _, restore = self._state().open(folder)
+        """Becomes what was saved, bitwise; raises CheckpointError, with nothing changed on any rank, where that cannot
+        be."""
+        _, restore = parallel.together(self._ranks, lambda: self._state().open(folder))
         self._drop()
-        restore()
+        parallel.together(self._ranks, restore)
 
-    def _state(self) -> checkpoint.TrainerState:
+    def _state(self) -> TrainerState:
         made_with = {
             "format": FORMAT,
             "base": self.policy.info.weights_version,
@@ -245,8 +335,14 @@ class PolicyTrainer:
             **checkpoint.learning_settings(self._config),
         }
         others = {"base": "belongs to a policy that began from another model, weights"}
-        return checkpoint.TrainerState(
-            self._stored_weights(), self._optimiser, self.engine.device, made_with, others, "run.output_dir"
+        return TrainerState(
+            self._stored_weights(),
+            self._optimiser,
+            self.engine.device,
+            made_with,
+            others,
+            "run.output_dir",
+            self._ranks,
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
@@ -257,19 +353,6 @@ class PolicyTrainer:
         return {"model": {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}}
 
 
-@torch.inference_mode()
-def _gathered(
-    engine: LanguageEngine,
-    rows: list[np.ndarray],
-    prompt_lengths: np.ndarray,
-    temperature: float,
-    with_entropies: bool,
-) -> Any:
-    """The micro-batches' results in the order of the rows, on the CPU."""
-    width = max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))
-    made = [torch.zeros(len(rows), width) for _ in range(1 + with_entropies)]
-    for members, *parts in engine.logprobs(rows, prompt_lengths, temperature, with_entropies=with_entropies):
-        for whole, part in zip(made, parts, strict=False):
-            assert part is not None
-            whole[members] = part.cpu()
-    return tuple(made) if with_entropies else made[0]
+def _width(rows: list[np.ndarray], prompt_lengths: np.ndarray) -> int:
+    """Tokens of the longest response."""
+    return max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))

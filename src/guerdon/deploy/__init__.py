@@ -1,0 +1,1 @@
+"""The service as other engines run it: replicas are theirs."""

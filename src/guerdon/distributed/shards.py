@@ -1,0 +1,92 @@
+"""Which rank computes which rows: parts of about equally many computed tokens, a shared beginning counted once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from guerdon.core import MIN_SHARED, common_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row's number, its cost by itself, and its cost behind the one before it."""
+
+    number: int
+    alone: int
+    behind: int
+
+
+@dataclass(slots=True)
+class _Part:
+    numbers: list[int]
+    cost: int = 0
+
+
+def shards(rows: list[np.ndarray], count: int, lengths: list[int] | None = None) -> list[list[int]]:
+    """The numbers of the rows, ascending, in `count` parts; parts may be empty. The same rows give the same parts.
+
+    Rows that begin alike stay together, unless that would keep other parts waiting. `lengths` are the rows' costs where
+    these are not their tokens, as with text; then nothing is shared.
+    """
+    if count == 1:
+        return [list(range(len(rows)))]
+    ordered = _in_order(rows) if lengths is None else [_Row(i, n, n) for i, n in enumerate(lengths)]
+    # Runs are spread the more evenly the more of them there are; where they are few and long, cuts are better.
+    parts = min(_spread(ordered, count), _cut(ordered, count), key=lambda parts: max(part.cost for part in parts))
+    return [sorted(part.numbers) for part in parts]
+
+
+def _in_order(rows: list[np.ndarray]) -> list[_Row]:
+    """The rows as in a dictionary, so that those that begin alike are neighbours."""
+    keys = [row.astype(">u4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    ordered = []
+    for before, i in zip([None, *order], order, strict=False):
+        shared = 0 if before is None else common_prefix(rows[before], rows[i])
+        ordered.append(_Row(i, len(rows[i]), len(rows[i]) - (shared if shared >= MIN_SHARED else 0)))
+    return ordered
+
+
+def _spread(ordered: list[_Row], count: int) -> list[_Part]:
+    """Rows that begin alike as one run, but for those of more than a part's share; the costliest runs first."""
+    fair = -(-sum(row.behind for row in ordered) // count)
+    runs: list[_Part] = []
+    for row in ordered:
+        if row.behind < row.alone and runs and runs[-1].cost + row.behind <= fair:
+            runs[-1].numbers.append(row.number)
+            runs[-1].cost += row.behind
+        else:
+            runs.append(_Part([row.number], row.alone))
+    parts = [_Part([]) for _ in range(count)]
+    for run in sorted(runs, key=lambda run: (-run.cost, run.numbers[0])):
+        least = min(parts, key=lambda part: part.cost)
+        least.numbers += run.numbers
+        least.cost += run.cost
+    return parts
+
+
+def _cut(ordered: list[_Row], count: int) -> list[_Part]:
+    """The rows in their order, cut where the costliest part costs least."""
+    low, high = 0, sum(row.alone for row in ordered)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(ordered, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    parts = _filled(ordered, high)
+    return parts + [_Part([]) for _ in range(count - len(parts))]
+
+
+def _filled(ordered: list[_Row], most: int) -> list[_Part]:
+    """As few parts of at most that cost as will do, but for single rows that cost more."""
+    parts: list[_Part] = []
+    for row in ordered:
+        if parts and parts[-1].cost + row.behind <= most:
+            parts[-1].numbers.append(row.number)
+            parts[-1].cost += row.behind
+        else:
+            parts.append(_Part([row.number], row.alone))
+    return parts

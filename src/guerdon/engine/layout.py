@@ -1,0 +1,121 @@
+"""Loading a model in parts over ranks, by transformers' plans: tensor parallelism, FSDP2, or both.
+
+transformers makes the parameters as DTensors without data, and each rank reads only its own slices from the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from guerdon.distributed.ranks import Ranks
+from guerdon.errors import CheckpointError, ConfigError
+
+NEEDED = "5.23"
+"""The transformers whose loading this was made for."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""Its style for parameters that every tensor-parallel rank has whole and sees a part of the gradient of."""
+
+
+def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dict[str, Any]]:
+    """A class whose `from_pretrained` loads this rank's part, and the arguments that it takes for that.
+
+    The model has `summed_over_tensor_ranks` then. Raises CheckpointError where the model cannot be divided so,
+    ConfigError where a library is too old for it.
+    """
+    utils, distributed_config = _libraries(ranks)
+    sizes = {"tp_size": ranks.tensor_size, "fsdp_size": ranks.data_size if ranks.fsdp else 1}
+    if ranks.tensor_size > 1:
+        _check_heads(config, ranks.tensor_size)
+
+    class Sharded(model_class):
+        @classmethod
+        def prepare_distribute_model(cls, settings: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+            # Its own way wants a mesh of all processes, and knows no replicas of what is only tensor-parallel.
+            assert ranks.mesh is not None
+            mesh = ranks.mesh["pp", "dp_replicate", "fsdp", "tp"]
+            return settings, ranks.device, utils.TransformersDeviceMesh(mesh, mesh)
+
+        def _resolve_parallel_plans(self, settings: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+            if ranks.tensor_size > 1 and not any("." in rule for rule in self.tp_plan or {}):
+                raise CheckpointError(
+                    f"a {type(self).__name__} has no plan for tensor parallelism in transformers",
+                    "leave tensor_parallel at 1, or take a model of another architecture",
+                )
+            self._fsdp_plan = {f"{name}.*": "free_full_weight" for name in layer_lists(self)}
+            tensor, expert, data = super()._resolve_parallel_plans(settings)
+            # That style sums the gradient after every backward pass, what was summed before once more.
+            partial = {name for name, style in tensor.items() if style == PARTIAL}
+            self.summed_over_tensor_ranks = frozenset(partial & dict(self.named_parameters()).keys())
+            return tensor | dict.fromkeys(partial, "replicate"), expert, data
+
+    # transformers looks for a class's code by these names.
+    Sharded.__name__, Sharded.__qualname__ = model_class.__name__, model_class.__qualname__
+    Sharded.__module__ = model_class.__module__
+    return Sharded, {"distributed_config": distributed_config(**sizes)}
+
+
+@contextlib.contextmanager
+def alike(ranks: Ranks) -> Iterator[None]:
+    """What raises within it on one rank raises on all: else these would wait for it in their first forward."""
+    try:
+        yield
+    except Exception as e:
+        ranks.agree(e)
+        raise
+    ranks.agree()
+
+
+def place(model: Any, device: torch.device, ranks: Ranks) -> Any:
+    """The model on its device; one that lies in parts is there already, as a plain model again for all else."""
+    if not ranks.is_sharded:
+        return model.to(device)
+    # It belongs into no config.json, where a trainer writes one.
+    del model.config.distributed_config
+    return model
+
+
+def layer_lists(model: nn.Module) -> list[str]:
+    """The names of the outermost lists of modules: those within a layer, such as experts, belong to it."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def layers(trunk: nn.Module) -> list[nn.Module]:
+    """The modules in these lists."""
+    return [layer for name in layer_lists(trunk) for layer in trunk.get_submodule(name).children()]
+
+
+def _libraries(ranks: Ranks) -> tuple[Any, Any]:
+    """transformers' module for meshes and its class of settings."""
+    old = f"transformers {transformers.__version__} cannot load a model in parts as tensor_parallel and fsdp need it"
+    help_ = f"pip install 'transformers>={NEEDED}'"
+    try:
+        from transformers.distributed import DistributedConfig, utils
+    except ImportError as e:
+        raise ConfigError(old, help_) from e
+    complete = hasattr(DistributedConfig, "fsdp_size") and hasattr(utils, "TransformersDeviceMesh")
+    if not complete or not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
+        raise ConfigError(old, help_)
+    if ranks.fsdp:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ConfigError(f"torch {torch.__version__} is too old for fsdp", "pip install 'torch>=2.13'")
+    return utils, DistributedConfig
+
+
+def _check_heads(config: Any, tensor_size: int) -> None:
+    text_config = config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(text_config, name, None)
+        if isinstance(count, int) and count % tensor_size:
+            raise CheckpointError(
+                f"tensor_parallel is {tensor_size}, and the model's {name} is {count}, which it does not divide",
+                f"leave tensor_parallel at 1, or choose one that divides {count}",
+            )

@@ -1,0 +1,157 @@
+"""What stands in examples/deploy is what the command takes and the server has; the Slurm script runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+
+import served
+from guerdon import cli
+from guerdon.client import CriticClient
+from guerdon.client.retry import RetryPolicy
+from guerdon.config import ServerConfig
+from guerdon.fields import from_mapping
+from guerdon.flags import critic_server_config, server_config
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from server.echo_service import EchoService
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples/deploy"
+SCRIPT = EXAMPLES / "critic.slurm"
+MANIFESTS = ["kserve-reward-model.yaml", "kserve-critic.yaml"]
+
+
+def settings(words: list[str]) -> ServerConfig:
+    """What the words behind `guerdon` set; exits where a flag does not exist."""
+    args = cli.make_parser().parse_args(words)
+    return server_config(args) if words[0] == "serve" else critic_server_config(args)
+
+
+def predictor(name: str) -> dict[str, Any]:
+    documents = list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+    return next(d for d in documents if d["kind"] == "InferenceService")["spec"]["predictor"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifests_flags_ports_and_mounts_fit(name: str) -> None:
+    spec = predictor(name)
+    (container,) = spec["containers"]
+    words = container["args"]
+    if "command" in container:
+        words = words[words.index("guerdon") + 1 :]
+    config = settings(words)
+    assert [config.port] == [port["containerPort"] for port in container["ports"]]
+    assert (config.host, config.grpc_port) == ("0.0.0.0", None)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+    critic = config.critic
+    paths = [m.model for m in config.models] if critic is None else [critic.model, critic.checkpoint_dir]
+    assert all(any(str(path).startswith(mount) for mount in mounts.values()) for path in paths)
+    assert spec["timeout"] >= (config.request_timeout_s if critic is None else 0)
+    num_gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert str(config.tensor_parallel) == num_gpus
+    assert critic is None or f"--nproc-per-node={num_gpus}" in container["args"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifests_probes_ask_what_is_answered(name: str) -> None:
+    (container,) = predictor(name)["containers"]
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
+        for probe in (container[kind] for kind in container if kind.endswith("Probe")):
+            assert probe["httpGet"]["port"] == container["ports"][0]["containerPort"]
+            assert httpx.get(server.http_url + probe["httpGet"]["path"]).status_code == 200
+
+
+def test_rays_file_has_a_servers_settings_and_the_deployments_name() -> None:
+    (application,) = yaml.safe_load((EXAMPLES / "ray.yaml").read_text())["applications"]
+    assert from_mapping(ServerConfig, application["args"]).models
+    source = (ROOT / "src/guerdon/deploy/ray.py").read_text()
+    assert application["import_path"] == "guerdon.deploy.ray:build"
+    assert "def build(args" in source
+    assert f'NAME = "{application["deployments"][0]["name"]}"' in source
+
+
+def test_the_images_files_exist() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        assert all((ROOT / path).exists() for path in line.split()[:-1]), line
+    assert 'ENTRYPOINT ["guerdon"]' in text
+
+
+def test_the_slurm_scripts_flags_exist() -> None:
+    assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
+    text = SCRIPT.read_text().replace("\\\n", " ")
+    (words,) = re.findall(r"-m guerdon (serve-critic .*?) &$", text, re.MULTILINE)
+    config = settings([re.sub(r"\$\{\w+:-(\d+)\}", r"\1", word).strip('"') for word in words.split()])
+    assert config.critic is not None
+    assert (config.host, config.port, config.fsdp, config.critic.save_every) == ("0.0.0.0", 5556, True, 50)
+
+
+SCONTROL = """#!/usr/bin/env bash
+printf '127.0.0.2\\n127.0.0.1\\n'
+"""
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+for node in 127.0.0.1 127.0.0.2; do
+    SLURMD_NODENAME=$node "$@" &
+    nodes+=($!)
+done
+trap 'kill -TERM "${nodes[@]}"' TERM
+worst=0
+for node in "${nodes[@]}"; do
+    status=0; wait "$node" || status=$?
+    while [[ $status == 143 ]]; do status=0; wait "$node" || status=$?; done
+    [[ $status == 0 ]] || worst=$status
+done
+exit "$worst"
+"""
+TORCHRUN = f"""#!/usr/bin/env bash
+exec {sys.executable} -m torch.distributed.run "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_slurm_script_serves_from_two_nodes_and_ends_in_good_order(tmp_path: Path) -> None:
+    """srun and scontrol are stand-ins, with two addresses of this machine for the nodes."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
+        path = tmp_path / name
+        path.write_text(text)
+        path.chmod(0o755)
+    port, model = served.free_port(), served.reward_model(tmp_path / "rm")
+    job = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}
+    job |= {"MODEL": str(model), "CHECKPOINTS": str(tmp_path / "critic"), "INTERFACE": "lo", "TENSOR_PARALLEL": "2"}
+    job |= {"PORT": str(port), "RDZV_PORT": str(served.free_port()), "OMP_NUM_THREADS": "1"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with (tmp_path / "log").open("w") as log:
+        script = subprocess.Popen(
+            ["bash", SCRIPT], env=environment() | job, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        with CriticClient(url, policy=RetryPolicy.patient(180, wait_for_start=True)) as client:
+            row = [np.arange(5, 11)]
+            signals = [np.linspace(0, 1, 5, dtype=np.float32)]
+            report = client.train(row, signals, signals, [np.ones(5, np.float32)]).result()
+        assert report.num_steps == 1
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(60) == 0, (tmp_path / "log").read_text()
+        assert f"clients: {url}\n" in (tmp_path / "log").read_text()
+    except BaseException:
+        print((tmp_path / "log").read_text())
+        raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)

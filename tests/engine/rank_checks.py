@@ -1,0 +1,198 @@
+"""What a rank of `test_ranks` does: compares a model in parts with what one process made of it, and prints how it went.
+
+Arguments: the folder that `test_ranks` has prepared, and layouts, each `<tensor_parallel>[f]`, f for FSDP.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from guerdon.config import LanguageModelConfig, ModelConfig, ParallelConfig
+from guerdon.core import Sequence
+from guerdon.distributed.ranks import ALONE, Ranks, start
+from guerdon.engine import language
+from guerdon.engine.critics import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.generating import DecoderChoice
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.loading import load
+from guerdon.engine.policies import load_policy
+from guerdon.engine.recompute import recompute_activations
+
+BUDGET = 80
+"""Tokens of a micro-batch: the rows need several of them."""
+NEW_TOKENS = 6
+
+
+def rewards(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> np.ndarray:
+    engine = Engine(load(ModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks))
+    return np.array([s.reward for s in engine.score([Sequence(r) for r in rows])])
+
+
+def values(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The values of a critic, and the gradients of their squares' sum; then the values once more."""
+    loaded = load_critic(ModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks)
+    engine = Engine(loaded)
+    made = [s.values for s in engine.score([Sequence(r) for r in rows])]
+    fillers = 0
+    for numbers, tables in engine.values(rows):
+        loss = sum(v.double().square().sum() for v in tables)
+        fillers += not numbers
+        (loss if numbers else loss * 0).backward()
+    found = gradients(dict(loaded.trunk.named_parameters()), loaded.ranks, loaded.summed_over_tensor_ranks)
+    again = [s.values for s in engine.score([Sequence(r) for r in rows])]
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+    engine.offload()
+    engine.onload()
+    again = [s.values for s in engine.score([Sequence(r) for r in rows])]
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+    return made, found
+
+
+def logprobs(
+    folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE, *, frugal: bool = False
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The log-probs of the rows' last halves, and the gradients of their squares' sum.
+
+    A `frugal` one computes layers twice, and few logits at a time.
+    """
+    loaded = load_policy(LanguageModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks)
+    loaded.trains = True
+    language.TABLE = (7 if frugal else 1000) * loaded.vocab_size
+    if frugal:
+        recompute_activations(loaded.trunk)
+    engine = LanguageEngine(loaded)
+    starts = np.array([len(row) // 2 for row in rows], dtype=np.int64)
+    made: list[Any] = [None] * len(rows)
+    for members, table, _ in engine.logprobs(rows, starts, 0.7):
+        (table.double().square().sum()).backward()
+        for member, row in zip(members, table.detach(), strict=True):
+            made[member] = row[: len(rows[member]) - starts[member]].numpy()
+    prefix = next(name for name, child in loaded.model.named_children() if child is loaded.trunk) + "."
+    summed = {prefix + name for name in loaded.summed_over_tensor_ranks}
+    found = gradients(dict(loaded.model.named_parameters()), loaded.ranks, summed)
+    again: list[Any] = [None] * len(rows)
+    with engine.no_gradients():
+        for members, table, _ in engine.logprobs(rows, starts, 0.7):
+            for member, row in zip(members, table, strict=True):
+                again[member] = row[: len(rows[member]) - starts[member]].numpy()
+    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(made, again, strict=True))
+    return made, found
+
+
+def generated(folder: Path, prompts: list[np.ndarray], ranks: Ranks = ALONE) -> list[list[int]]:
+    """The likeliest tokens behind each prompt, one prompt after another."""
+    loaded = load_policy(LanguageModelConfig(model=str(folder)), ranks=ranks)
+    engine = LanguageEngine(loaded)
+    choice = DecoderChoice(loaded, engine)
+    assert choice.kind == "packed", choice.why
+    made = []
+    with engine.gathered():
+        for prompt in prompts:
+            decoder, row = choice.make(), []
+            with engine.no_gradients(), decoder.running():
+                best = decoder.begin([prompt], [1]).argmax(-1)
+                for _ in range(NEW_TOKENS):
+                    row.append(int(best))
+                    best = decoder.step(best).argmax(-1)
+            made.append(row)
+    return made
+
+
+def gradients(parameters: dict[str, Any], ranks: Ranks, partial: Any) -> dict[str, torch.Tensor]:
+    """Each parameter's whole gradient, summed over what sees a part of it."""
+    found = {}
+    for name, parameter in parameters.items():
+        # A rank without rows has none, where nothing makes it run in step.
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name in partial:
+            own = grad.to_local() if isinstance(grad, DTensor) else grad
+            distributed.all_reduce(own, group=ranks.tensor_group)
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if ranks.data_size > 1 and not ranks.fsdp:
+            distributed.all_reduce(found[name], group=ranks.data_group)
+    return found
+
+
+def own(ranks: Ranks, count: int, least: int) -> list[int]:
+    """This rank's rows: the last data-parallel rank has `least`, the others share the rest."""
+    last = ranks.data_size - 1
+    if last == 0:
+        return list(range(count))
+    if ranks.data_rank == last:
+        return list(range(count - least, count))
+    return list(range(count - least))[ranks.data_rank :: last]
+
+
+def farthest(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest number that is wanted."""
+    pairs = [(np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)) for a, b in zip(got, want, strict=True)]
+    return max((np.abs(a - b).max() / np.abs(b).max() for a, b in pairs), default=0.0)
+
+
+def compare(folder: Path, ranks: Ranks, model: str) -> dict[str, float]:
+    """What differs from one process, by how much at most."""
+    want = torch.load(folder / f"{model}.want", weights_only=False)
+    rows, report = want["rows"], {}
+    numbers = own(ranks, len(rows), least=1)
+    mine = [rows[i] for i in numbers]
+    report["rewards"] = farthest(rewards(folder / model, mine, ranks), want["rewards"][numbers])
+    got, grads = values(folder / model, mine, ranks)
+    report["values"] = farthest(got, [want["values"][i] for i in numbers])
+    report["value gradients"] = _norms(grads, want["value gradients"])
+    got, grads = values(folder / model, rows if ranks.data_rank == 0 else [], ranks)
+    report["values of one rank alone"] = farthest(got, want["values"] if got else [])
+    report["value gradients of one rank alone"] = _norms(grads, want["value gradients"])
+    for kind in ("untied", "tied"):
+        numbers = own(ranks, len(rows), least=0)
+        mine = [rows[i] for i in numbers]
+        got, grads = logprobs(folder / f"{model}-{kind}", mine, ranks, frugal=kind == "tied")
+        report[f"logprobs {kind}"] = farthest(got, [want[f"logprobs {kind}"][i] for i in numbers])
+        report[f"logprob gradients {kind}"] = _norms(grads, want[f"logprob gradients {kind}"])
+        tokens = generated(folder / f"{model}-{kind}", mine, ranks)
+        assert tokens == [want[f"generated {kind}"][i] for i in numbers]
+    return report
+
+
+def _norms(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(((got[name] - want[name]).norm() / want[name].norm()).item() for name in want)
+
+
+def prepare(folder: Path, model: str, rows: list[np.ndarray]) -> None:
+    """Writes what one process makes of the rows."""
+    want: dict[str, Any] = {"rows": rows, "rewards": rewards(folder / model, rows)}
+    want["values"], want["value gradients"] = values(folder / model, rows)
+    for kind in ("untied", "tied"):
+        name = folder / f"{model}-{kind}"
+        want[f"logprobs {kind}"], want[f"logprob gradients {kind}"] = logprobs(name, rows, frugal=kind == "tied")
+        want[f"generated {kind}"] = generated(name, rows)
+    torch.save(want, folder / f"{model}.want")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for layout in sys.argv[2:]:
+        ranks = start(ParallelConfig(tensor_parallel=int(layout.rstrip("f")), fsdp=layout.endswith("f")), "cpu")
+        for model in ("llama", "qwen3"):
+            began = time.monotonic()
+            told = ranks.tell_all(compare(folder, ranks, model))
+            if ranks.is_leader:
+                worst = {what: max(report[what] for report in told) for what in told[0]}
+                print("REPORT", json.dumps([layout, model, worst, time.monotonic() - began]), flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What a rank of `test_ranks` does that asks for models in parts that cannot be divided so.
+
+Arguments: the folder of the checkpoints, and their names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torch import distributed
+
+from guerdon.config import ModelConfig, ParallelConfig
+from guerdon.distributed.ranks import start
+from guerdon.engine.loading import load
+from guerdon.errors import StartError
+
+
+def main() -> None:
+    ranks = start(ParallelConfig(tensor_parallel=2), "cpu")
+    for name in sys.argv[2:]:
+        try:
+            name = name.replace("RANK", str(ranks.rank))
+            load(ModelConfig(model=str(Path(sys.argv[1]) / name)), ranks=ranks)
+        except StartError as e:
+            # One write: the ranks share the stream.
+            sys.stdout.write(f"REFUSED {ranks.rank} {name} {e}; {e.help}\n")
+            sys.stdout.flush()
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Models in parts on real ranks: rewards, values, log-probs, their gradients and generation equal one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from engine import rank_checks
+from guerdon.config import ModelConfig
+from guerdon.distributed.ranks import Member, Ranks
+from guerdon.engine import placement
+from guerdon.engine.checkpoints import open_checkpoint
+from guerdon.engine.critics import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.layout import sharded_class
+from guerdon.errors import CheckpointError, ConfigError
+from launched import Launched, launched
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, each with a reward head and as language models, and what one process makes of them."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("ranks")
+    for model in ("llama", "qwen3"):
+        zoo.checkpoint(model, folder / model)
+        for kind in ("untied", "tied"):
+            zoo.language_model(model, folder / f"{model}-{kind}", tie_word_embeddings=kind == "tied")
+        rows = zoo.rows(seed=3, groups=((40, 4), (20, 2), (60, 1)), least=2)
+        rank_checks.prepare(folder, model, rows)
+    return folder
+
+
+def reports(done: Launched) -> dict[str, dict[str, float]]:
+    """By layout and model what differed, and by how much."""
+    assert done.code == 0, done.output
+    found = [json.loads(line.partition("REPORT")[2]) for line in done.output.splitlines() if "REPORT" in line]
+    return {f"{layout} {model}": worst for layout, model, worst, _ in found}
+
+
+def check(done: Launched, layouts: tuple[str, ...]) -> None:
+    found = reports(done)
+    print(json.dumps(found, indent=1))
+    assert sorted(found) == sorted(f"{layout} {model}" for layout in layouts for model in ("llama", "qwen3"))
+    for where, worst in found.items():
+        assert all(difference < 1e-5 for difference in worst.values()), (where, worst)
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks(folder: Path) -> None:
+    """Tensor parallel, data parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows."""
+    check(launched("engine.rank_checks", 2, folder, "2", "1", "1f", timeout_s=280), ("2", "1", "1f"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["2", "2f", "1f"])
+def test_four_ranks(folder: Path, layout: str) -> None:
+    """Tensor parallel by two, twice; the same with FSDP over the two; FSDP over four."""
+    check(launched("engine.rank_checks", 4, folder, layout, timeout_s=280), (layout,))
+
+
+@pytest.mark.timeout(300)
+def test_what_cannot_be_divided(tmp_path: Path) -> None:
+    """Each rank is told in one line what is wrong and what to do, also where only one of them cannot load."""
+    folder = tmp_path
+    for name in ("gpt2", "bert", "llama"):
+        zoo.checkpoint(name, folder / name)
+    zoo.checkpoint("llama", folder / "narrow", num_key_value_heads=1)
+    (folder / "llama0").symlink_to(folder / "llama")
+    done = launched("engine.rank_refusals", 2, folder, "gpt2", "bert", "narrow", "llamaRANK", timeout_s=250)
+    assert done.code == 0, done.output
+    for rank in (0, 1):
+        assert f"REFUSED {rank} gpt2 a GPT2Model has no plan for tensor parallelism in transformers" in done.output
+        assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never divided" in done.output
+        # Only rank 1 lacks this one, and rank 0 does not wait for it for ever.
+        assert f"there is no folder {folder}/llama1" in done.output.partition(f"REFUSED {rank} llama{rank}")[2]
+        assert f"REFUSED {rank} narrow tensor_parallel is 2, and the model's num_key_value_heads is 1" in done.output
+
+
+def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.distributed.DistributedConfig", object)
+    with pytest.raises(ConfigError, match="cannot load a model in parts") as raised:
+        sharded_class(None, None, Ranks(size=2, tensor_size=2))
+    assert raised.value.help == "pip install 'transformers>=5.23'"
+
+
+def test_memory_is_asked_for_the_parts_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks are on each host, and each has half of the weights."""
+    checkpoint, cpu = open_checkpoint(str(zoo.checkpoint("llama", tmp_path))), torch.device("cpu")
+    own_bytes = 4 * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    members = tuple(Member(rank, f"host{rank // 2}", 1) for rank in range(4))
+    ranks = Ranks(size=4, tensor_size=2, members=members)
+    monkeypatch.setattr(placement, "_host_bytes", lambda: own_bytes + 8)
+    placement.check_memory(checkpoint, torch.float32, cpu, ranks=ranks)
+    monkeypatch.setattr(placement, "_host_bytes", lambda: own_bytes - 8)
+    with pytest.raises(CheckpointError, match="are free on this machine"):
+        placement.check_memory(checkpoint, torch.float32, cpu, ranks=ranks)
+
+
+def test_layers_tick(tmp_path: Path) -> None:
+    """Forwards and backwards, so that whoever watches sees that a long command gets on."""
+    loaded = load_critic(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path))))
+    engine, ticks = Engine(loaded), []
+    assert engine.watch(lambda *_: ticks.append(1))
+    ((_, (values,)),) = engine.values([zoo.rows()[0]])
+    assert len(ticks) == zoo.LAYERS
+    values.sum().backward()
+    assert len(ticks) == 2 * zoo.LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_architectures_by_tensor_parallelism(tmp_path: Path) -> None:
+    """What the self-check of a start cannot see: whether transformers' plan for the architecture is right."""
+    names = ("mistral-sliding", "phi3", "gemma2", "mixtral", "gpt-oss")
+    done = launched("engine.rank_zoo", 2, tmp_path, *names, timeout_s=580)
+    assert done.code == 0, done.output
+    found = dict(json.loads(line.partition("REPORT")[2]) for line in done.output.splitlines() if "REPORT" in line)
+    assert "no plan for tensor parallelism" in found.pop("gpt-oss")
+    assert len(found) == 4
+    for name, worst in found.items():
+        assert all(difference < 1e-5 for difference in worst.values()), (name, worst)

@@ -1,0 +1,225 @@
+"""Servers of several processes, as torchrun starts them: the same answers as of one, and how they end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+import yaml
+
+import rank_functions
+from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
+from guerdon.errors import Unavailable
+from launched import Launch, launched, launching
+from served import FAILS, free_port, samples, sums, texts
+from server.helpers import wait_until
+from test_critic_server_trainer import batch_of
+
+ONCE = RetryPolicy(tries=1)
+RESTARTS = ("--standalone", "--max-restarts", "2")
+
+
+@contextmanager
+def serving(*args: object, nproc: int = 2, options: tuple[str, ...] = (), **env: str) -> Iterator[tuple[Launch, str]]:
+    """A launch of `guerdon serve`, and its URL, from when it is ready."""
+    port = free_port()
+    with launching("guerdon", nproc, "serve", *args, "--port", port, options=options, env=env) as launch:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(launch, url)
+        yield launch, url
+
+
+def wait_until_ready(launch: Launch, url: str, timeout_s: float = 90.0) -> None:
+    def is_ready() -> bool:
+        assert launch.torchrun.poll() is None, launch.output()
+        try:
+            return httpx.get(url + "/v2/health/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(is_ready, timeout_s)
+
+
+def score(url: str, model: str, retry: RetryPolicy | None = None, **asked: Any) -> Scores:
+    with RewardClient(url, model=model, policy=retry or RetryPolicy()) as client:
+        return client.score(**asked)
+
+
+def exit_code(launch: Launch, timeout_s: float = 40.0) -> int:
+    return launch.torchrun.wait(timeout_s)
+
+
+def is_free(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.mark.timeout(300)  # four starts of a process, each of many imports
+def test_two_ranks_serve_what_one_serves_lose_one_come_back_and_leave(folder: Path, tmp_path: Path) -> None:
+    asked = samples(14)
+    whole, labels = texts(asked), [s["label"] for s in asked]
+    with sums(folder) as one:
+        wanted = score(one.http_url, "total", texts=whole, labels=labels).rewards
+        wanted_helpful = score(one.http_url, "helpful", texts=whole).rewards
+    settings = {
+        "models": [
+            {"model": str(folder / "rm"), "name": "helpful", "deterministic": True},
+            {"model": "served:agreement", "name": "agreement"},
+            {"model": "served:flaky", "name": "flaky"},
+            {"model": "rank_functions:length", "name": "length"},
+        ],
+        "rewards": [
+            {"name": "total", "components": [{"model": "helpful"}, {"model": "agreement", "weight": 0.5, "clip": 3.0}]}
+        ],
+    }
+    (tmp_path / "server.yaml").write_text(yaml.safe_dump(settings))
+    grpc, slow = f"127.0.0.1:{free_port()}", tmp_path / "slow"
+    arguments = ("--config", tmp_path / "server.yaml", "--grpc-port", grpc.split(":")[1])
+    with serving(*arguments, options=RESTARTS, SLOW_FILE=str(slow)) as (launch, url):
+        for address in (url, f"grpc://{grpc}"):
+            assert score(address, "helpful", texts=whole).rewards == pytest.approx(wanted_helpful, abs=1e-6)
+            assert score(address, "total", texts=whole, labels=labels).rewards == pytest.approx(wanted, abs=1e-6)
+            some = score(address, "flaky", texts=[whole[0], FAILS, whole[1]])
+            assert np.isnan(some.rewards[1]) and "returned nan" in str(some.errors[1])
+            assert some.rewards[[0, 2]].tolist() == [len(whole[0]), len(whole[1])]
+        assert_triton_gets(wanted_helpful, whole, url, grpc)
+        metrics = httpx.get(url + "/metrics").text
+        assert 'guerdon_ranks{kind="data"} 2.0' in metrics
+        assert 'guerdon_gather_seconds_count{command="forward"}' in metrics
+        first = launch.rank(0).pid
+
+        # A follower dies amid a forward: who waits is told so, who retries gets the answer of those that come next.
+        told: list[BaseException] = []
+        patient: list[float] = []
+
+        def ask_once() -> None:
+            try:
+                score(url, "length", ONCE, texts=[rank_functions.SLOW, "b"])
+            except Unavailable as e:
+                told.append(e)
+
+        def ask_patiently() -> None:
+            scores = score(url, "length", RetryPolicy.patient(90, wait_for_start=True), texts=["abc", "de"])
+            patient.extend(scores.rewards.tolist())
+
+        threads = [threading.Thread(target=ask_once)]
+        threads[0].start()
+        wait_until(slow.exists)
+        threads.append(threading.Thread(target=ask_patiently))
+        threads[1].start()
+        follower = launch.rank(1)
+        follower.send_signal(signal.SIGKILL)
+        threads[0].join(10)
+        assert len(told) == 1, launch.output()
+        assert re.search(rf"rank 1 \(.*, process {follower.pid}\) has ended", str(told[0])), told
+        threads[1].join(90)
+        assert patient == [3.0, 2.0], launch.output()
+        wait_until_ready(launch, url)
+        assert launch.rank(0).pid != first
+
+        # What one of them is told to do, all do.
+        launch.rank(1).send_signal(signal.SIGTERM)
+        assert exit_code(launch) == 0, launch.output()
+        assert is_free(url)
+        assert "Traceback" not in launch.output(), launch.output()
+
+
+def assert_triton_gets(wanted: np.ndarray, whole: list[str], url: str, grpc: str) -> None:
+    sentences = np.array([text.encode() for text in whole], dtype=object)[:, None]
+    for module, address in ((triton_http, url.removeprefix("http://")), (triton_grpc, grpc)):
+        with module.InferenceServerClient(address) as client:
+            given = module.InferInput("sentences", list(sentences.shape), "BYTES")
+            given.set_data_from_numpy(sentences)
+            rewards = client.infer("helpful", [given]).as_numpy("rewards")
+            assert rewards.reshape(-1).tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_where_one_rank_cannot_start_none_does(tmp_path: Path) -> None:
+    done = launched("guerdon", 2, "serve", "rank_functions:length", "--port", 0, "--no-grpc", env={"FAILING_RANK": "1"})
+    assert done.code == 1
+    assert re.search(r"guerdon: rank 1 on .*: cannot import rank_functions:length: .*no such function", done.output)
+    assert "help: give module:function" in done.output
+    assert done.output.count("guerdon: ") == 2 and "ready at" not in done.output  # loading, and that
+    assert re.search(r"exitcode *: 2 ", done.output), done.output
+
+
+def test_nemo_aligners_servers_run_on_every_rank() -> None:
+    ports = free_port(), free_port()
+    reward_url, critic_url = (f"http://127.0.0.1:{port}" for port in ports)
+    with launching("nemo_ranks", 2, *ports) as launch:
+        wait_until_ready(launch, reward_url)
+        scores = score(reward_url, "reward_model", tokens=[[1, 2, 3], [40], [5, 6]])
+        assert scores.rewards.tolist() == [6.0, 40.0, 11.0]
+        launch.rank(0).send_signal(signal.SIGTERM)
+        wait_until_ready(launch, critic_url)
+        with CriticClient(critic_url) as critic:
+            assert critic.train(**batch_of(8)).result(30) is not None
+        launch.rank(1).send_signal(signal.SIGTERM)
+        assert exit_code(launch) == 0, launch.output()
+        assert all(f"RANK {rank} HOLDS" in launch.output() for rank in (0, 1)), launch.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_torchrun_is_told_all_ranks_do_and_what_was_accepted_is_answered(number: int, tmp_path: Path) -> None:
+    slow, answers = tmp_path / "slow", []
+    with serving("rank_functions:length", "--no-grpc", SLOW_FILE=str(slow)) as (launch, url):
+
+        def ask() -> None:
+            answers.append(score(url, "reward_model", ONCE, texts=[rank_functions.SLOW, "b"]).rewards.tolist())
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(slow.exists)
+        ranks = [launch.rank(0), launch.rank(1)]
+        launch.torchrun.send_signal(number)
+        asking.join(20)
+        assert answers == [[6.0, 1.0]]
+        assert exit_code(launch) == 1  # torchrun's own, whatever its processes return
+        assert not any(rank.is_running() for rank in ranks) and is_free(url)
+        assert "lost" not in launch.output() and "CRITICAL" not in launch.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_restarts_a_lost_rank_is_the_end(rank: int, number: int) -> None:
+    with serving("rank_functions:length", "--no-grpc", "--rank-timeout-s", 3) as (launch, url):
+        launch.rank(rank).send_signal(number)
+        assert exit_code(launch, 15) == 1
+        assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
+        assert launch.processes() == [] and is_free(url)
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_and_settings_that_do_not_fit_are_told_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = launched("guerdon", 2, "serve", "rank_functions:length", "--port", port, "--no-grpc")
+    assert done.output.count(f"guerdon: cannot listen for HTTP on 127.0.0.1:{port}") == 1, done.output
+    for arguments, told in (
+        (
+            ("serve", "rank_functions:length", "--tensor-parallel", 3),
+            "2 processes cannot be parts of 3 tensor-parallel",
+        ),
+        (("serve", "rank_functions:length", "--fsdp"), "fsdp is on, and there is no critic"),
+        (("score", "--model", "rank_functions:length", "in.jsonl", "-o", "out.jsonl"), "guerdon score is one process"),
+    ):
+        done = launched("guerdon", 2, *arguments)
+        assert done.output.count(told) == 1 and "exitcode  : 2 " in done.output, done.output

@@ -1,0 +1,73 @@
+"""What of many ranks can be seen in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from guerdon.config import CriticConfig
+from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.errors import CheckpointError, ConfigError
+from guerdon.training import parallel, sharded_checkpoint
+from guerdon.training.optimiser import check_layout
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "word"),
+    [
+        ({"lora": 4}, Ranks(size=2, tensor_size=2), "fsdp"),
+        ({"optimizer": "adamw_8bit"}, Ranks(size=2, tensor_size=2), "adamw"),
+        ({"optimizer": "adamw_8bit"}, Ranks(size=2, fsdp=True), "adamw"),
+    ],
+)
+def test_settings_that_no_layout_can_have_are_refused(settings: dict, ranks: Ranks, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(CriticConfig(**settings), ranks)
+    assert word in caught.value.help
+    check_layout(CriticConfig(**settings), ALONE)
+    check_layout(CriticConfig(**settings), Ranks(size=2))
+
+
+def test_adapters_go_with_fsdp_and_8_bits_with_adapters() -> None:
+    check_layout(CriticConfig(lora=4), Ranks(size=2, fsdp=True))
+    check_layout(CriticConfig(lora=4, optimizer="adamw_8bit"), Ranks(size=2, fsdp=True))
+
+
+def test_one_process_raises_its_own_errors() -> None:
+    def fails() -> None:
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        parallel.together(ALONE, fails)
+
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0), "count": torch.tensor(7)}
+
+
+def stored(folder: Path) -> Path:
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(TENSORS, storage_writer=writer, no_dist=True)
+    return folder
+
+
+def test_parts_are_read_into_whole_tensors(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "optimizer")
+    assert sharded_checkpoint.StoredParts(folder).shapes == {"a": (2, 3), "step": (), "count": ()}
+    own = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    sharded_checkpoint.read_into(folder, own)
+    assert all(torch.equal(own[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "optimizer")
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        sharded_checkpoint.StoredParts(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no files"):
+        sharded_checkpoint.StoredParts(folder)
