@@ -29,8 +29,6 @@ class Setting:
     """Of one GPU, bfloat16, dense."""
     nvlink_bytes_s: float = 450e9
     """One way; the data sheet's 900 GB/s are both ways."""
-    network_bytes_s: float = 50e9
-    """400 Gb/s, of one host."""
     mfu: float = 0.4
     wire: float = 0.8
     num_layers: int = 80

@@ -56,8 +56,8 @@ def _paper(parts: Measured, setting: Setting) -> list[str]:
         f"On paper: {s.num_gpus} H100 SXM, {s.num_parameters / 1e9:.1f}e9 parameters, tensor parallel {s.tensor_size}, "
         f"a batch of {s.num_prompts} prompts ({s.prompt_tokens} tokens) with {s.responses} responses "
         f"({s.response_tokens}): {s.received_tokens:,} tokens received, {s.computed_tokens:,} computed. Data sheets: "
-        f"{s.peak_flops / 1e12:.0f} TFLOPS bfloat16 dense, NVLink {2 * s.nvlink_bytes_s / 1e9:.0f} GB/s both ways, "
-        f"network {8 * s.network_bytes_s / 1e9:.0f} Gb/s. Assumed: {s.mfu:.0%} of the peak, {s.wire:.0%} of the links. "
+        f"{s.peak_flops / 1e12:.0f} TFLOPS bfloat16 dense, NVLink {2 * s.nvlink_bytes_s / 1e9:.0f} GB/s both ways. "
+        f"Assumed: {s.mfu:.0%} of the peak, {s.wire:.0%} of the links. "
         f"Measured here, on one core: {parts.tokenise_tokens_s:,.0f} tokens/s tokenised, "
         f"{parts.decode_bytes_s / 1e6:.0f} MB/s of JSON, {parts.shards_tokens_s:,.0f} tokens/s split, and the commands "
         "above.",
@@ -105,7 +105,8 @@ def plot(results: dict, setting: Setting, path: Path) -> None:
             axis.loglog(
                 [r["bytes"] for r in rows], [r["whole_s"] * 1e3 for r in rows], marker="o", label=f"{ranks} ranks"
             )
-        axis.set_title("A command that computes nothing: milliseconds by bytes", loc="left", fontsize=10)
+        axis.set_title("A command that computes nothing: milliseconds", loc="left", fontsize=10)
+        axis.set_xlabel("bytes of the command", fontsize=9)
         axis.legend(frameon=False)
         if "paper" in results:
             _plot_paper(axes[1, 1], model(setting, measured(results)))
@@ -125,4 +126,4 @@ def _plot_paper(axis: Any, times: dict[str, dict[str, float]]) -> None:
         axis.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set_title("On paper, 64 GPUs: seconds of a batch", loc="left", fontsize=10)
-    axis.legend(frameon=False, fontsize=7, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, -0.1), ncols=2)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
 if os.environ.get("RANK") == os.environ.get("FAILING_RANK", "none"):
     raise RuntimeError("this rank has no such function")
+if os.environ.get("RANK") == os.environ.get("DYING_RANK", "none"):
+    time.sleep(2)  # the others wait for it by then
+    os.kill(os.getpid(), signal.SIGKILL)
+if "SLOW_IMPORT" in os.environ:
+    Path(os.environ["SLOW_FILE"]).touch()
+    time.sleep(float(os.environ["SLOW_IMPORT"]))
 
 SLOW = "slowly"
 """A text with this word takes `SECONDS` on each rank that gets it."""
-SECONDS = 1.5
+SECONDS = float(os.environ.get("SLOW_SECONDS", "1.5"))
 
 
 def length(texts: list[str]) -> list[float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from guerdon import CriticClient, CriticServerTrainer
 from guerdon.config import ServerConfig
 from guerdon.core import TrainRequest
+from guerdon.distributed.ranks import Member, Ranks
 from guerdon.errors import ConfigError, InvalidRequest, ServerFault, TrainFailed
 from guerdon.server.runtime import RunningServer
 
@@ -207,6 +210,49 @@ def test_a_failure_inside_the_step_claims_nothing() -> None:
     with pytest.raises(TrainFailed, match="broke off inside step 1, which may stand in part") as e:
         trainer.run_training(**batch)
     assert "nothing was changed" not in str(e.value) and e.value.num_steps == 0
+
+
+class Pair(Ranks):
+    """Two ranks that are threads of this process."""
+
+    __slots__ = ("told", "turn")
+
+    def tell_all(self, what: Any, *_: Any, **__: Any) -> list[Any]:
+        self.told[self.rank] = what
+        self.turn.wait(5)
+        return list(self.told)
+
+
+def on_two_ranks(trainers: list[CriticServerTrainer], batch: dict[str, np.ndarray]) -> list[Any]:
+    """What each of them raises, or reports, with the same request."""
+    told, turn = [None, None], threading.Barrier(2)
+
+    def train(rank: int) -> Any:
+        members = (Member(0, "a", 1), Member(1, "b", 2))
+        pair = Pair(rank=rank, size=2, members=members)
+        for name, shared in (("told", told), ("turn", turn)):
+            object.__setattr__(pair, name, shared)
+        critic = trainers[rank]._parts().trainer(trainers[rank].config.critic, pair)
+        try:
+            return critic.train(TrainRequest("x", **batch))
+        except Exception as e:
+            return e
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(train, (0, 1)))
+
+
+def test_ranks_that_do_not_come_equally_far_are_broken() -> None:
+    trainers = [make(), make()]
+    assert [report.num_steps for report in on_two_ranks(trainers, batch_of(4))] == [1, 1]
+    bad = batch_of(8)
+    bad["tokens"][5, 0] = RAISES
+    assert [(type(e), e.num_steps) for e in on_two_ranks(trainers, bad)] == [(TrainFailed, 1)] * 2
+    assert not any(trainer.critic.state()["broken"] for trainer in trainers)
+    trainers[1].logger.lines = None  # appending to it fails on that rank alone
+    for raised, trainer in zip(on_two_ranks(trainers, batch_of(4)), trainers, strict=True):
+        assert isinstance(raised, ServerFault) and "rank 1 on b: training failed" in str(raised)
+        assert trainer.critic.state()["broken"] == str(raised)
 
 
 def test_weights_of_which_nothing_is_known_have_a_version_of_their_own() -> None:

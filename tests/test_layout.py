@@ -30,7 +30,8 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "deploy": BASE | {"assembly", "server"},
     "demo": BASE | {"client", "actor"},
     "flags": BASE,
-    "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "__init__"},
+    "console": BASE | {"distributed"},
+    "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "console", "__init__"},
     "__main__": {"cli"},
     "__init__": {
         "actor",

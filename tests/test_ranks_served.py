@@ -22,7 +22,7 @@ import rank_functions
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import Unavailable
 from launched import Launch, launched, launching
-from served import FAILS, free_port, samples, sums, texts
+from served import FAILS, free_port, reward_model, samples, sums, texts
 from server.helpers import wait_until
 from test_critic_server_trainer import batch_of
 
@@ -150,13 +150,60 @@ def assert_triton_gets(wanted: np.ndarray, whole: list[str], url: str, grpc: str
             assert rewards.reshape(-1).tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_where_one_rank_cannot_start_none_does(tmp_path: Path) -> None:
-    done = launched("guerdon", 2, "serve", "rank_functions:length", "--port", 0, "--no-grpc", env={"FAILING_RANK": "1"})
+def two_models(tmp_path: Path, folder: Path) -> tuple[str, ...]:
+    """The words for a server of a function, and then a checkpoint, whose loading the ranks do together."""
+    models = [{"model": "rank_functions:length", "name": "length"}, {"model": str(reward_model(folder / "second"))}]
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({"models": models}))
+    return "serve", "--config", str(tmp_path / "two.yaml"), "--port", "0", "--no-grpc"
+
+
+def test_where_one_rank_cannot_start_none_does(folder: Path, tmp_path: Path) -> None:
+    done = launched("guerdon", 2, *two_models(tmp_path, folder), env={"FAILING_RANK": "1"})
     assert done.code == 1
     assert re.search(r"guerdon: rank 1 on .*: cannot import rank_functions:length: .*no such function", done.output)
     assert "help: give module:function" in done.output
     assert done.output.count("guerdon: ") == 2 and "ready at" not in done.output  # loading, and that
     assert re.search(r"exitcode *: 2 ", done.output), done.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_loads_is_named(folder: Path, tmp_path: Path) -> None:
+    done = launched("guerdon", 2, *two_models(tmp_path, folder), env={"DYING_RANK": "1"})
+    assert re.search(r"CRITICAL rank 0 .*: rank 1 \(.*\) has ended", done.output), done.output
+    assert re.search(r"exitcode *: (70|-9) ", done.output), done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_told_to_stop_while_it_loads_leaves_with_all_others(rank: int, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    words = ("serve", "rank_functions:length", "--port", 0, "--no-grpc")
+    with launching("guerdon", 2, *words, env={"SLOW_IMPORT": "3", "SLOW_FILE": str(slow)}) as launch:
+        wait_until(slow.exists, 60.0)
+        launch.rank(rank).send_signal(signal.SIGTERM)
+        assert exit_code(launch) == 0, launch.output()
+        assert "Traceback" not in launch.output() and "CRITICAL" not in launch.output()
+
+
+@pytest.mark.slow
+def test_what_outlasts_the_grace_is_told_so_and_the_launcher_starts_anew(tmp_path: Path) -> None:
+    slow, told = tmp_path / "slow", []
+    with serving("rank_functions:length", "--no-grpc", SLOW_FILE=str(slow), SLOW_SECONDS="60") as (launch, url):
+
+        def ask() -> None:
+            with pytest.raises(Unavailable) as raised:
+                score(url, "reward_model", ONCE, texts=[rank_functions.SLOW])
+            told.append(str(raised.value))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(slow.exists)
+        launch.rank(0).send_signal(signal.SIGTERM)
+        asking.join(28)
+        assert len(told) == 1 and "not done within the 20 s" in told[0], told
+        assert exit_code(launch) == 1
+        assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
+        assert "this server ends amid it" in launch.output() and launch.processes() == []
 
 
 def test_nemo_aligners_servers_run_on_every_rank() -> None:

@@ -21,7 +21,7 @@ from pytriton.client import ModelClient
 
 import rewarding
 import zoo
-from guerdon import cli
+from guerdon import cli, console
 from guerdon.assembly import build_service
 from guerdon.client import RetryPolicy, RewardClient
 from guerdon.config import ModelConfig, ServerConfig
@@ -515,7 +515,7 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     config = flags.server_config(cli.make_parser().parse_args(["serve", "--config", str(file)]))
     assert [part.model for part in config.rewards[0].components] == ["helpful", "safe", "brevity"]
     info = build_service(configured(folder)).scored_by("")
-    assert cli._described(info).startswith(
+    assert console.described(info).startswith(
         "reward_model: sum of 0.5 helpful + 3 answer + 0.1 brevity, weights helpful="
     )
 

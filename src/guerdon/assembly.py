@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
 from guerdon.core import Command
@@ -32,6 +34,7 @@ _GRACE_S = 20.0
 """As runtime.GRACE_S, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
 _LAST_WORDS_S = 5.0
 """How long a server that has lost a rank may take to say so to its clients."""
+_LATE = f"not done within the {_GRACE_S:g} s that this server had left when it was told to stop; it was taken back"
 
 
 def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
@@ -51,29 +54,39 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
     Raises StartError where the settings contradict each other, or memory does not suffice.
     """
-    import torch
-
     from guerdon.engine.critics import load_critic
-    from guerdon.engine.placement import SMALLER_TRAINING
     from guerdon.training.combined import CriticWithReward
     from guerdon.training.critic import CriticTrainer
-    from guerdon.training.optimiser import moment_bytes
+    from guerdon.training.optimiser import check_layout, moment_bytes
 
     check(config)
-    try:
+    check_layout(config, ranks)
+    with _alike(ranks), _needing_memory(config):
         loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config), ranks=ranks)
         trainer = CriticTrainer(loaded, config, ranks)
-        if config.reward_model is None:
-            return trainer
-        reward_model = dataclasses.replace(
-            _infer_config(config),
-            model=config.reward_model,
-            revision=config.reward_revision,
-            attribute_weights=config.reward_attribute_weights,
-            mean=config.reward_mean,
-            std=config.reward_std,
-        )
+    if config.reward_model is None:
+        return trainer
+    reward_model = dataclasses.replace(
+        _infer_config(config),
+        model=config.reward_model,
+        revision=config.reward_revision,
+        attribute_weights=config.reward_attribute_weights,
+        mean=config.reward_mean,
+        std=config.reward_std,
+    )
+    with _needing_memory(config):
         return CriticWithReward(trainer, lambda: build_scorer(reward_model, ranks), config.reward_model_memory, ranks)
+
+
+@contextlib.contextmanager
+def _needing_memory(config: CriticConfig) -> Iterator[None]:
+    """What is too much for the device within it is a StartError."""
+    import torch
+
+    from guerdon.engine.placement import SMALLER_TRAINING
+
+    try:
+        yield
     except torch.OutOfMemoryError as e:
         raise StartError(f"{config.model} leaves no memory to train it: {e}", SMALLER_TRAINING) from e
 
@@ -143,21 +156,15 @@ def run(
             _follow(config, parts, ranks, pulse)
         else:
             _lead(config, parts, ranks, pulse, on_loaded, on_started)
-    except RanksLost:
-        # The log has been told of it. Python's own end would wait for threads that may be inside a collective.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_STATUS)
+    except RanksLost as e:
+        pulse.verdict(e)  # which the log is told of
+        _end_now()
     pulse.stop()
 
 
 def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
-    ranks.agree()
-    models, error = _loaded(config, parts, ranks)
-    with asking(pulse.ask_to_stop):  # before rank 0 can be ready
-        ranks.agree(error)
-        assert models is not None
-        worker = models.worker(config, ranks)
+    with asking(pulse.ask_to_stop):
+        worker = _load(config, parts, ranks).worker(config, ranks)
         worker.watch(pulse.tick)
         runtime.settle()
         Group(worker, ranks, pulse).follow()
@@ -171,61 +178,119 @@ def _lead(
     on_loaded: Callable[[Service], None] | None,
     on_started: runtime.OnStarted | None,
 ) -> None:
-    ranks.agree(_failure(lambda: runtime.check_addresses(config)))
-    models, error = _loaded(config, parts, ranks)
-    ranks.agree(error)
-    assert models is not None
-    worker = models.worker(config, ranks)
-    worker.watch(pulse.tick)
-    group = Group(worker, ranks, pulse)
-    try:
-        service = _service(config, parts, models, group, ranks)
-
-        def on_lost(lost: RanksLost) -> None:
-            threading.Thread(target=service.lost, args=(lost,), name="guerdon-lost", daemon=True).start()
-            time.sleep(_LAST_WORDS_S)  # as a rule the main thread ends the process before
-
-        pulse.on_stop, pulse.on_lost = service.end, on_lost
-        if on_loaded is not None:
-            on_loaded(service)
-        runtime.run(service, config, on_started=on_started, grace_s=_GRACE_S)
-    except RanksLost:
-        raise
-    except Exception as e:
-        group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
-        raise
+    stop, late, service = threading.Event(), RanksLost(_LATE), None
+    pulse.on_stop = stop.set
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(asking(stop.set))
+        models = _load(config, parts, ranks)
+        worker = models.worker(config, ranks)
+        worker.watch(pulse.tick)
+        group = Group(worker, ranks, pulse)
+        try:
+            service = _service(config, parts, models, group, ranks, stop)
+            pulse.on_stop, pulse.on_lost = service.end, functools.partial(_tell_clients, service)
+            if on_loaded is not None:
+                on_loaded(service)
+            starting.close()
+            if stop.is_set():
+                service.end()
+            runtime.run(service, config, on_started=on_started, grace_s=_GRACE_S, late=late)
+        except _Stopped:
+            group.end()
+            return
+        except RanksLost as e:
+            if e is not late:
+                raise
+        except Exception as e:
+            if service is not None and service.is_computing:
+                log.critical("this server ends amid a command", exc_info=e)
+                _end_now()
+            group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
+            raise
     if not group.has_ended:
         log.error("what was accepted is not done within %g s of the signal: this server ends amid it", _GRACE_S)
-        raise RanksLost("rank 0 ends amid a command")
+        assert service is not None
+        if service.loss is None:
+            service.lost(late)  # nobody waits for it any more, and at the next start it is not done
+        _end_now()
 
 
-def _loaded(config: ServerConfig, parts: Parts, ranks: Ranks) -> tuple[_Models | None, BaseException | None]:
-    """As `_load`, with what it raises, of which all ranks must hear."""
+def _tell_clients(service: Service, lost: RanksLost) -> None:
+    threading.Thread(target=service.lost, args=(lost,), name="guerdon-lost", daemon=True).start()
+    time.sleep(_LAST_WORDS_S)  # as a rule the main thread ends the process before
+
+
+def _end_now() -> NoReturn:
+    """Ends this process. Python's own end would wait for threads that may be inside a collective."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
+
+
+@contextlib.contextmanager
+def _alike(ranks: Ranks) -> Iterator[None]:
+    """What raises within it on one rank raises on all."""
     try:
-        return _load(config, parts, ranks), None
+        yield
+    except RanksLost:
+        raise
     except BaseException as e:
-        return None, e
+        if not getattr(e.__cause__, "is_agreed", False):  # then it was told already, under another name
+            ranks.agree(e)
+        raise
+    ranks.agree()
 
 
 def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
-    check(config)
-    if not config.models and config.critic is None:
-        raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
-    served = [(model, parts.scorer(model, ranks)) for model in config.models]
+    """What this rank has loaded; where one rank cannot, all raise what befell it, before the next model is begun."""
+    with _alike(ranks):
+        if ranks.size > 1 and ranks.is_leader:
+            runtime.check_addresses(config)
+        check(config)
+        if not config.models and config.critic is None:
+            raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
+    served = []
+    for model in config.models:
+        with _alike(ranks):
+            served.append((model, parts.scorer(model, ranks)))
     if config.critic is None:
         return _Models(served)
-    learner = parts.trainer(config.critic, ranks)
+    with _alike(ranks):
+        learner = parts.trainer(config.critic, ranks)
     return _Models([*served, (_infer_config(config.critic), learner)], learner)
 
 
-def _service(config: ServerConfig, parts: Parts, models: _Models, group: Group, ranks: Ranks) -> Service:
-    """The service before what every rank has loaded; the others must follow already."""
+class _Stopped(BaseException):
+    """This rank was asked to stop before it served."""
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    """A group that is given nothing more once `stop` is set."""
+
+    group: Group
+    stop: threading.Event
+
+    def lead(self, command: Command) -> Any:
+        if self.stop.is_set():
+            raise _Stopped
+        return self.group.lead(command)
+
+
+def _service(
+    config: ServerConfig, parts: Parts, models: _Models, group: Group, ranks: Ranks, stop: threading.Event | None = None
+) -> Service:
+    """The service before what every rank has loaded; the others must follow already.
+
+    Raises _Stopped where `stop` is set before a durable critic is where it was.
+    """
     if config.critic is None:
         service = Service(group, models.served, config, parts.limits, num_parts=ranks.data_size)
     else:
         operations = parts.critic(config.critic, models.learner)
         try:
-            operations.restore(group)
+            operations.restore(_Stoppable(group, stop) if stop is not None else group)
             service = Service(group, models.served, config, parts.limits, operations, num_parts=ranks.data_size)
         except BaseException:
             operations.close()
@@ -241,14 +306,6 @@ def _service(config: ServerConfig, parts: Parts, models: _Models, group: Group, 
 
         group.on_done = on_done
     return service
-
-
-def _failure(work: Callable[[], None]) -> BaseException | None:
-    try:
-        work()
-    except BaseException as e:
-        return e
-    return None
 
 
 def _infer_config(config: CriticConfig) -> ModelConfig:

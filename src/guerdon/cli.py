@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from guerdon import __version__
+from guerdon import __version__, console
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, GuerdonError, StartError
 from guerdon.flags import (
     CRITIC_PORTS,
@@ -127,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args) or 0)
     except StartError as e:
-        return _fail(e, e.help, 2)
+        return console.fail(e, e.help, 2)
     except GuerdonError as e:
-        return _fail(e, None, 1)
+        return console.fail(e, None, 1)
     except KeyboardInterrupt:
         return 130
 
@@ -209,25 +208,25 @@ def run_serve_critic(args: argparse.Namespace) -> None:
 
 
 def _serve(config: ServerConfig) -> None:
-    _set_up(config.log_level)
-    _need("torch", "starlette", "uvicorn")
+    console.set_up(config.log_level)
+    console.need("torch", "starlette", "uvicorn")
     critic = config.critic
     named = [*(model.model for model in config.models), *([critic.model] if critic else [])]
     if critic and critic.reward_model:
         named.append(critic.reward_model)
-    _say(f"loading {', '.join(named)}" if named else "no models")
+    console.say(f"loading {', '.join(named)}" if named else "no models")
     from guerdon import assembly
     from guerdon.server.service import Service
 
     def on_loaded(service: Service) -> None:
         for info in service.models():
             if isinstance(info, ModelInfo):
-                _say(_described(info))
+                console.say(console.described(info))
         if critic:
-            _say(f"{critic.name} learns; " + _kept(critic))
+            console.say(f"{critic.name} learns; " + console.kept(critic))
 
     def on_started(http_url: str, grpc_url: str | None) -> None:
-        _say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
+        console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
 
     assembly.run(config, device=_device(config), on_loaded=on_loaded, on_started=on_started)
 
@@ -235,7 +234,7 @@ def _serve(config: ServerConfig) -> None:
 def _device(config: ServerConfig) -> str:
     """The device of every model; raises ConfigError where ranks would have several."""
     devices = sorted({model.device for model in [*config.models, *([config.critic] if config.critic else [])]})
-    if len(devices) > 1 and _world_size() > 1:
+    if len(devices) > 1 and num_started() > 1:
         raise ConfigError(
             f"the models' devices are {' and '.join(devices)}, and each rank has one", "give all models the same"
         )
@@ -247,7 +246,7 @@ def run_score(args: argparse.Namespace) -> int:
 
     Returns 1 where samples failed.
     """
-    _check_alone("score")
+    console.check_alone("score")
     from guerdon.client import RewardClient
     from guerdon.client.files import score_file
 
@@ -260,8 +259,8 @@ def run_score(args: argparse.Namespace) -> int:
             )
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:
-        _set_up("warning")
-        _need("torch")
+        console.set_up("warning")
+        console.need("torch")
         from guerdon.local import LocalRewardModel
 
         scorer = LocalRewardModel(args.model, **flags)
@@ -298,16 +297,16 @@ def run_ppo(args: argparse.Namespace) -> int:
 
 def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     """Checks the settings and the installation before anything is loaded."""
-    if _world_size() == 1:  # of several the first one checks them, when it has the others' ear
+    if num_started() == 1:  # of several the first one checks them, when it has the others' ear
         check_actor(config)
-    _set_up("info")
-    _need("torch", "tensorboard", "matplotlib")
+    console.set_up("info")
+    console.need("torch", "tensorboard", "matplotlib")
 
 
 def run_demo(args: argparse.Namespace) -> int:
     """`guerdon demo`: see guerdon.demo."""
-    _check_alone("demo")
-    _need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
+    console.check_alone("demo")
+    console.need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
     if args.data:
         from guerdon.demo import scoring
 
@@ -326,7 +325,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends as every start error does: what is wrong, and what to do."""
-        sys.exit(_fail(message, f"`{self.prog} --help` lists what can be given", 2))
+        sys.exit(console.fail(message, f"`{self.prog} --help` lists what can be given", 2))
 
 
 def _hyphenated(arg: str) -> str:
@@ -346,73 +345,3 @@ def _command(commands: Any, name: str, text: str, epilog: str | None, run: Any) 
     )
     parser.set_defaults(run=run)
     return parser
-
-
-def _described(info: ModelInfo) -> str:
-    if info.kind == "sum":
-        return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
-    path = info.path + (f" ({info.why})" if info.why else "")
-    return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, weights {info.weights_version}, {path}"
-
-
-def _kept(critic: CriticConfig) -> str:
-    if critic.checkpoint_dir is None:
-        return "WHAT IT LEARNS IS LOST WITH THIS SERVER: give --checkpoint-dir to keep it"
-    return f"what it learns is kept in {critic.checkpoint_dir}"
-
-
-def _need(*modules: str) -> None:
-    """Raises StartError where the optional parts of the installation are missing, without importing them."""
-    from importlib.util import find_spec
-
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        extra = "actor" if "matplotlib" in modules else "server"
-        raise StartError(f"{', '.join(missing)} is not installed", f"pip install 'guerdon[{extra}]'")
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _check_alone(command: str) -> None:
-    if _world_size() > 1:
-        raise ConfigError(
-            f"guerdon {command} is one process, and torchrun has started {_world_size()}",
-            "run it without torchrun (or with WORLD_SIZE unset); `guerdon serve` shares a model between processes",
-        )
-
-
-def _set_up(log_level: str) -> None:
-    rank, level = "", log_level.upper()
-    if _world_size() > 1:
-        rank = f" rank {os.environ.get('RANK', '?')}"
-        if not _is_first("RANK") and level in ("DEBUG", "INFO"):
-            level = "WARNING"  # the others do what rank 0 does, which says it
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
-    for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    # A scorer given as module:function is looked for where the command is run, as `python -m` would.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-def _is_first(rank: str) -> bool:
-    """Whether this process is the one that speaks, of all that torchrun has started, or of this host's (LOCAL_RANK)."""
-    return os.environ.get(rank, "0") == "0"
-
-
-def _say(text: str) -> None:
-    if _is_first("RANK"):
-        print(f"guerdon: {text}", flush=True)
-
-
-def _fail(what: object, help_text: str | None, status: int) -> int:
-    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, and a file may be missing on one host alone
-        return status
-    print(f"guerdon: {what}", file=sys.stderr)
-    for note in getattr(what, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
-    if help_text:
-        print(f"help: {help_text}", file=sys.stderr)
-    return status

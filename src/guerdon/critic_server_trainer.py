@@ -13,6 +13,7 @@ import torch
 from guerdon.assembly import Parts, build_service, run
 from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
+from guerdon.distributed.ranks import Ranks
 from guerdon.engine.callable import FunctionEncoder
 from guerdon.errors import ConfigError
 from guerdon.server.critic import Critic
@@ -148,10 +149,14 @@ class CriticServerTrainer:
     def _parts(self) -> Parts:
         limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
         return Parts(
-            trainer=lambda *_: self.critic,
+            trainer=self._trainer,
             critic=functools.partial(_Operations, operations=_OPERATIONS),
             limits={self.critic.info.name: limits},
         )
+
+    def _trainer(self, config: CriticConfig, ranks: Ranks) -> UserCritic:
+        self.critic.ranks = ranks
+        return self.critic
 
 
 class _Operations(Critic):

@@ -7,12 +7,14 @@ JOBS is a pickled list of Job; rank r writes a pickled list of Done, one a job, 
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -20,8 +22,6 @@ from guerdon.actor import launch, ppo, reinforce, worker
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.distributed.ranks import Ranks
-from guerdon.engine.policies import LoadedPolicy
 from guerdon.errors import GuerdonError
 from launched import launched
 
@@ -30,10 +30,10 @@ Config = ReinforceRunConfig | PPORunConfig
 
 @dataclass(frozen=True)
 class Job:
-    """A run, which the rank that is named cannot load the policy for."""
+    """A run, and what of `worker`'s fails on rank 1 alone."""
 
     config: Config
-    cannot_load: int | None = None
+    broken: str = ""
 
 
 @dataclass
@@ -87,17 +87,17 @@ def run(jobs: Path, folder: Path) -> None:
     """The runs, in each process of a launch."""
     torch.set_num_threads(1)
     worker.STEPS = 3  # so that short responses take several rounds, too
-    load, done = worker.load_policy, []
+    done = []
     for job in pickle.loads(jobs.read_bytes()):  # noqa: S301 - of the test's own
-
-        def loading(*args: Any, ranks: Ranks, cannot: int | None = job.cannot_load, **kw: Any) -> LoadedPolicy:
-            if ranks.rank == cannot:
-                raise RuntimeError("no room for it")
-            return load(*args, ranks=ranks, **kw)
-
-        worker.load_policy = loading
-        done.append(alone(job.config))
+        with pytest.MonkeyPatch.context() as patch:
+            if job.broken and os.environ["RANK"] == "1":
+                patch.setattr(worker, job.broken, _no_room)
+            done.append(alone(job.config))
     (folder / str(distributed.get_rank())).write_bytes(pickle.dumps(done))
+
+
+def _no_room(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no room for it")
 
 
 if __name__ == "__main__":

@@ -65,12 +65,18 @@ def test_statuses_that_others_send() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "raised"),
-    [(b"Internal Server Error", errors.Unavailable), (b'{"error": "a bug"}', errors.ServerFault)],
+    ("body", "headers", "raised"),
+    [
+        (b"Internal Server Error", {"X-Request-ID": "7"}, errors.Unavailable),
+        (b'{"error": "a bug"}', {"X-Request-ID": "7"}, errors.ServerFault),
+        (b"<html>500 Internal Server Error</html>", {}, errors.ServerFault),
+    ],
 )
-def test_a_500_without_json_is_a_proxys_that_has_lost_its_server(body: bytes, raised: type) -> None:
+def test_a_500_without_json_is_retried_where_it_is_rays_that_has_lost_a_replica(
+    body: bytes, headers: dict[str, str], raised: type
+) -> None:
     call = Call(Describe(Endpoint("http://proxy"), "m", 1.0))
     with pytest.raises(errors.GuerdonError) as told:
-        call.result(httpx.Response(500, content=body, request=httpx.Request("GET", call.url)))
+        call.result(httpx.Response(500, content=body, headers=headers, request=httpx.Request("GET", call.url)))
     assert type(told.value) is raised
     assert told.value.retryable is (raised is errors.Unavailable)

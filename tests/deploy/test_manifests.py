@@ -108,11 +108,14 @@ for node in 127.0.0.1 127.0.0.2; do
     SLURMD_NODENAME=$node "$@" &
     nodes+=($!)
 done
-trap 'kill -TERM "${nodes[@]}"' TERM
+# As Slurm's: SIGTERM is forwarded as SIGKILL, SIGUSR1 as it is, here to every process of the step.
+below() { for child in $(pgrep -P "$1"); do echo "$child"; below "$child"; done; }
+trap 'for node in "${nodes[@]}"; do kill -KILL $(below "$node") "$node"; done' TERM
+trap 'for node in "${nodes[@]}"; do kill -USR1 "$node" $(below "$node"); done' USR1
 worst=0
 for node in "${nodes[@]}"; do
+    while kill -0 "$node" 2>/dev/null; do wait "$node" || true; done
     status=0; wait "$node" || status=$?
-    while [[ $status == 143 ]]; do status=0; wait "$node" || status=$?; done
     [[ $status == 0 ]] || worst=$status
 done
 exit "$worst"
@@ -120,6 +123,19 @@ exit "$worst"
 TORCHRUN = f"""#!/usr/bin/env bash
 exec {sys.executable} -m torch.distributed.run "$@"
 """
+
+
+def test_a_status_is_that_of_the_process_however_often_the_shell_is_told_something() -> None:
+    (function,) = re.findall(r"^status_of\(\) \{.*?^\}$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    for ending, status in (("kill -TERM $BASHPID", 143), ("exit 7", 7), ("exit 0", 0)):
+        text = f"""{function}
+        trap : TERM
+        (sleep 0.6; {ending}) &
+        child=$!
+        (for i in 1 2; do sleep 0.2; kill -TERM $$; done) &
+        status_of "$child"
+        """
+        assert subprocess.run(["bash", "-c", text], timeout=10, check=False).returncode == status
 
 
 @pytest.mark.slow

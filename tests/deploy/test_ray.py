@@ -293,7 +293,7 @@ def test_replicas_come_and_go_with_the_load_and_nothing_accepted_is_dropped(pati
     [
         ({"critic": {"model": "x"}}, "a critic cannot have replicas"),
         ({"models": [{"model": "x"}], "tensor_parallel": 2}, "several processes"),
-        ({"models": [{"model": "x"}], "fsdp": True}, "several processes"),
+        ({"models": [{"model": "x"}], "fsdp": True}, "fsdp is on"),
         ({}, "no model"),
         ({"models": [{"model": "x"}], "prot": 1}, "unknown setting prot"),
         ({"models": [{"model": "x"}], "max_requests": 0}, "max_requests is 0"),

@@ -14,7 +14,7 @@ from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks, start
 from guerdon.distributed.worker import Worker
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, ServerFault
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault
 
 WITH_VALUES, FAILS, RAISES, EXITS, ODD = 1, 2, 3, 4, 5
 """First tokens of rows, and what they make of them."""
@@ -76,7 +76,7 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
     assert [r.reward for r in scored.results] == [row.sum() for row in rows]
     made_by = [int(r.attributes[0]) for r in scored.results]
     loads = [sum(len(rows[i]) for i in range(len(rows)) if made_by[i] == rank) for rank in range(size)]
-    assert max(loads) - min(loads) < 30, loads
+    assert max(loads) - min(loads) < 30 or made_by.count(made_by[1]) == 1, loads  # one row may be a rank's whole part
     assert scorers["split"].seen == [made_by.count(0)]
 
     # Larger than a block, both ways; and a sample that fails amid others.
@@ -110,6 +110,19 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
     print(f"ROUND TRIP {1000 * float(np.median(seconds)):.2f} ms", flush=True)
 
 
+def check_out_of_step(ranks: Ranks) -> None:
+    """Ranks that talk in different places all raise the same, and are in step again."""
+    wrong = ConfigError("it is wrong", "mend it")
+    with pytest.raises(ConfigError, match="it is wrong") as told:
+        _ = ranks.agree(wrong) if ranks.rank == 1 else ranks.tell_all(7)
+    with pytest.raises(ConfigError, match="it is wrong"):
+        ranks.agree(told.value)  # all know: nothing goes to and fro
+    with pytest.raises(RanksLost, match=r"out of step: rank 0 is at agree, rank 1 is at group_checks\.py:"):
+        _ = ranks.agree() if ranks.rank != 1 else ranks.tell_all(7)
+    ranks.agree()
+    assert ranks.doing.failed == 0 and ranks.doing.num_waits == 0
+
+
 def main() -> None:
     ranks = start(ParallelConfig(), "cpu")
     scorers = {"split": Scorer(ranks, False), "whole": Scorer(ranks, True)}
@@ -120,7 +133,7 @@ def main() -> None:
     with pytest.raises(ConfigError, match="it is wrong") as told:
         ranks.agree(ConfigError("it is wrong", "mend it") if ranks.rank == 1 else None)
     assert told.value.help == "mend it" and str(told.value).startswith("rank 1 on ") is (ranks.rank != 1)
-    ranks.agree()
+    check_out_of_step(ranks)
     group = Group(Worker(scorers, {}, ranks), ranks, pulse)
     if ranks.is_leader:
         lead(group, scorers, ranks.size)

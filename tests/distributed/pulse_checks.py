@@ -1,10 +1,14 @@
-"""A group whose follower is stopped or hangs, in `test_pulse`: run under torchrun with the word for how."""
+"""A group whose follower is stopped, hangs or fails, in `test_pulse`: run under torchrun with the word for how."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
+
+import torch
+from torch import distributed
 
 from guerdon.config import ParallelConfig
 from guerdon.distributed.group import Group
@@ -14,18 +18,29 @@ from guerdon.errors import RanksLost
 
 
 class Worker:
-    """Executes how many seconds each rank takes; of those a watched one ticks every tenth, unless it hangs."""
+    """Executes how many seconds each rank takes; of those a watched one ticks every tenth, unless it hangs.
+
+    All but the one that `works` only wait for it to tell; the one that `fails` raises while the others wait in a
+    collective.
+    """
 
     def __init__(self, ranks: Ranks, pulse: Pulse) -> None:
         self._ranks, self._pulse = ranks, pulse
 
     def execute(self, command: dict[str, Any]) -> None:
-        until = time.monotonic() + command["seconds"]
+        if command.get("fails") == self._ranks.rank:
+            raise MemoryError("no room for it")
+        if "fails" in command:
+            distributed.all_reduce(torch.zeros(1))  # as inside a model: whoever waits here says nothing of it
+        seconds = command["seconds"] if command.get("works", self._ranks.rank) == self._ranks.rank else 0.0
+        until = time.monotonic() + seconds
         hangs = command.get("hangs") == self._ranks.rank
         while time.monotonic() < until or hangs:
             time.sleep(0.1)
             if not hangs:
                 self._pulse.tick()
+        if "works" in command:
+            self._ranks.tell_all(None)
 
     def merge(self, command: dict[str, Any], parts: list[None]) -> None:
         return None
@@ -34,20 +49,44 @@ class Worker:
         return bool(command["is_watched"])
 
 
+class SlowEnd(Group):
+    """Tells what came of the third command, which is the end, late."""
+
+    def _tell(self, error: BaseException | None, part: Any) -> None:
+        time.sleep(3.0 if self._num_commands == 3 else 0.0)
+        super()._tell(error, part)
+
+
 def main(how: str) -> None:
     ranks = start(ParallelConfig(rank_timeout_s=2.0), "cpu")
     pulse = Pulse(ranks)
     pulse.on_lost = lambda lost: print(f"LOST AT {ranks.rank}: {lost}", flush=True)
     pulse.start()
-    group = Group(Worker(ranks, pulse), ranks, pulse)
+    is_slow = how == "ends" and ranks.rank == 2
+    group = (SlowEnd if is_slow else Group)(Worker(ranks, pulse), ranks, pulse)
     if not ranks.is_leader:
         group.follow()
+        if how == "ends":
+            print(f"RANK {ranks.rank} LEFT", flush=True)
         return
     group.lead({"seconds": 3.0, "is_watched": True})  # ticks for longer than the limit
     group.lead({"seconds": 3.0, "is_watched": False})
     print("WELL", flush=True)
     if how == "idle":
         time.sleep(60)
+    if how == "ends":
+        group.end()
+        print("RANK 0 LEFT", flush=True)
+        return
+    if how == "works":
+        for works in range(ranks.size):
+            group.lead({"seconds": 5.0, "is_watched": True, "works": works})
+        group.end()
+        return
+    if how == "fails":
+        with contextlib.suppress(RanksLost):
+            group.lead({"seconds": 0.0, "is_watched": False, "fails": 1})
+        time.sleep(10)
     hangs = {"leader": 0, "follower": 1}.get(how)
     try:
         group.lead({"seconds": 60.0 if hangs is None else 0.0, "is_watched": True, "hangs": hangs})

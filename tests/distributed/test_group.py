@@ -7,8 +7,9 @@ import pytest
 
 from guerdon.core import Command, ModelInfo, Score, Sequence, Signal
 from guerdon.distributed.group import Group
+from guerdon.distributed.ranks import Member, _check_layout
 from guerdon.distributed.worker import Worker
-from guerdon.errors import InvalidRequest
+from guerdon.errors import ConfigError, InvalidRequest
 from launched import launched
 
 
@@ -43,3 +44,13 @@ def test_a_group_of_one_needs_no_others() -> None:
         group.lead(Command(Signal.FORWARD, "lengths", [Sequence(np.zeros(1, dtype=np.int64))]))
     assert group.lead(Command(Signal.EXIT)) is None
     group.end()
+
+
+def test_ranks_of_unlike_settings_are_told_so() -> None:
+    members = (Member(0, "one", 7), Member(1, "two", 8))
+    layouts = [{"tensor_parallel": 2, "fsdp": fsdp} for fsdp in (False, True)]
+    with pytest.raises(ConfigError, match=r"fsdp is False for rank 0 \(one, process 7\), and True for rank 1 \(two, "):
+        _check_layout(members, layouts)
+    _check_layout(members, layouts[:1] * 2)
+    with pytest.raises(ConfigError, match="3 processes cannot be parts of 2"):
+        _check_layout((*members, Member(2, "two", 9)), layouts[:1] * 3)

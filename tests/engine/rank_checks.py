@@ -1,6 +1,7 @@
-"""What a rank of `test_ranks` does: compares a model in parts with what one process made of it, and prints how it went.
+"""What a rank of `test_engine_ranks` does: compares a model in parts with what one process made of it; prints how.
 
-Arguments: the folder that `test_ranks` has prepared, and layouts, each `<tensor_parallel>[f]`, f for FSDP.
+Arguments: the folder that `test_engine_ranks` has prepared, the models, with commas between them, and layouts, each
+`<tensor_parallel>[f]`, f for FSDP.
 """
 
 from __future__ import annotations
@@ -182,9 +183,9 @@ def prepare(folder: Path, model: str, rows: list[np.ndarray]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    for layout in sys.argv[2:]:
+    for layout in sys.argv[3:]:
         ranks = start(ParallelConfig(tensor_parallel=int(layout.rstrip("f")), fsdp=layout.endswith("f")), "cpu")
-        for model in ("llama", "qwen3"):
+        for model in sys.argv[2].split(","):
             began = time.monotonic()
             told = ranks.tell_all(compare(folder, ranks, model))
             if ranks.is_leader:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -14,12 +15,17 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from guerdon.config import ServerConfig
-from guerdon.core import ControlRequest, Operation
+from guerdon import assembly
+from guerdon.client import CriticClient, RetryPolicy
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.core import Command, ControlRequest, Operation, Sequence
+from guerdon.distributed.group import Group
+from guerdon.distributed.ranks import ALONE
+from guerdon.distributed.worker import Worker
 from guerdon.errors import RanksLost
 from guerdon.server.critic import Critic
-from guerdon.server.runtime import RunningServer
-from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, after, request
+from guerdon.server.runtime import RunningServer, serve
+from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, ArithmeticTrainer, after, request
 from server.driving import Driver
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
@@ -99,11 +105,114 @@ def test_a_train_that_was_done_before_is_answered(tmp_path: Path) -> None:
         assert critic.trainer.weight == after([A])
 
 
+async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> None:
+    service = ArithmeticService(tmp_path)
+    service.start()
+    running = asyncio.create_task(service.call("critic_train", WAITS))
+    await begun(service)
+    waiting = asyncio.create_task(service.call("critic_train", LATER))
+    await asyncio.sleep(0.05)
+    with disk:
+        losing = asyncio.create_task(lose(service))
+        with pytest.raises(RanksLost, match="process 7"):
+            await asyncio.wait_for(waiting, 1.0)
+        assert not running.done() and not losing.done()
+    await losing
+    with pytest.raises(RanksLost, match="process 7"):
+        await running
+    service.trainer.go.set()
+    await asyncio.to_thread(service.stop, 5.0)
+
+
+def test_what_waits_is_told_of_the_loss_before_the_journal_is(tmp_path: Path) -> None:
+    disk, give_up = threading.Lock(), Critic.give_up
+
+    def slowly(critic: Critic, loss: RanksLost) -> None:
+        with disk:
+            give_up(critic, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Critic, "give_up", slowly)
+        asyncio.run(lost_while_the_disk_is_slow(tmp_path, disk))
+
+
+def test_a_loss_before_the_start_stays_one() -> None:
+    service = EchoService()
+    service.lost(RanksLost(LOST))
+
+    async def start() -> None:
+        service.start()
+        assert not service.ready and service.ending.is_set()
+        with pytest.raises(RanksLost, match="process 7"):
+            service.check_ready()
+        await asyncio.to_thread(service.stop, 5.0)
+
+    asyncio.run(start())
+    assert not service.is_computing
+
+
+async def late(service: ArithmeticService, error: RanksLost) -> None:
+    stop, urls = asyncio.Event(), asyncio.Queue[str]()
+    config = ServerConfig(port=0, grpc_port=None)
+    serving = asyncio.create_task(
+        serve(service, config, on_started=lambda url, _: urls.put_nowait(url), stop=stop, grace_s=0.3, late=error)
+    )
+    url = await urls.get()
+
+    def ask() -> None:
+        with CriticClient(url, policy=RetryPolicy(tries=1)) as client:
+            told.append(client.train(WAITS.tokens, WAITS.returns, WAITS.prev_values, WAITS.mask).exception(10))
+
+    told: list[BaseException | None] = []
+    asking = asyncio.create_task(asyncio.to_thread(ask))
+    while not service.trainer.trained:
+        await asyncio.sleep(0.01)
+    stop.set()
+    with pytest.raises(RanksLost) as raised:
+        await serving
+    await asking
+    assert raised.value is error and "it was taken back" in str(told)
+    service.trainer.go.set()
+    await asyncio.to_thread(service.stop, 5.0)
+
+
+def test_what_is_not_done_within_the_grace_is_taken_back_and_told(tmp_path: Path) -> None:
+    asyncio.run(late(ArithmeticService(tmp_path), RanksLost("not done in time: it was taken back")))
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.trained == []
+
+
+def test_a_rank_that_is_told_to_stop_amid_a_replay_leaves_between_two_records(tmp_path: Path) -> None:
+    with Driver(tmp_path) as critic:
+        for asked in (A, B, LATER):
+            critic.train(asked)
+    config = CriticConfig(model="arithmetic", checkpoint_dir=str(tmp_path))
+    trainer, stop = ArithmeticTrainer(config), threading.Event()
+
+    class Told(Group):
+        def lead(self, command: Command) -> Any:
+            stop.set()
+            return super().lead(command)
+
+    group = Told(Worker({trainer.info.name: trainer}, {config.name: trainer}))
+    models = assembly._Models([(ModelConfig(name=trainer.info.name), trainer)], trainer)
+    with pytest.raises(assembly._Stopped):
+        assembly._service(ServerConfig(critic=config), assembly.PLAIN, models, group, ALONE, stop)
+    assert trainer.trained == ["a"]
+    with Driver(tmp_path) as critic:  # which can have the folder
+        assert critic.trainer.weight == after([A, B, LATER])
+
+
 def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("guerdon.server.loop._BREAKS_S", 20.0)
-    service, told, go = EchoService(), [], threading.Event()
+    service, told, begun, go = EchoService(), [], threading.Event(), threading.Event()
     score = service.scorer.score
-    monkeypatch.setattr(service.scorer, "score", lambda sequences: score(sequences) if go.wait(20) else [])
+
+    def slowly(sequences: list[Sequence]) -> Any:
+        begun.set()
+        return score(sequences) if go.wait(20) else []
+
+    monkeypatch.setattr(service.scorer, "score", slowly)
     running = RunningServer(service, ServerConfig(port=0, grpc_port=0))
     url = running.http_url
 
@@ -115,6 +224,7 @@ def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest
     threads = [threading.Thread(target=ask, args=(INFER, slow)) for _ in range(3)]
     for thread in threads:
         thread.start()
+        assert begun.wait(5)  # the others are in no batch with the first
     wait_until(lambda: sum(n for n, _ in service._loop.depth().values()) == 2)
     with httpx.Client() as kept, InferenceServerClient(str(running.grpc_url).removeprefix("grpc://")) as client:
         kept.get(url + "/v2/health/live")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import resource
@@ -16,6 +17,7 @@ import torch
 from plain import request
 from policies import rollouts
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zoo
@@ -24,9 +26,13 @@ from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLo
 from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ParallelConfig
 from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
+from guerdon.distributed.shards import shards
 from guerdon.engine.critics import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.loading import load
 from guerdon.engine.policies import load_policy
-from guerdon.errors import CheckpointError, ConfigError, StorageFailed, TrainFailed
+from guerdon.errors import CheckpointError, ConfigError, ServerFault, StorageFailed, TrainFailed
+from guerdon.training.combined import CriticWithReward
 from guerdon.training.critic import CriticTrainer
 from guerdon.training.policy import PolicyTrainer
 
@@ -36,8 +42,13 @@ LAYOUTS = {
     "fsdp": ParallelConfig(fsdp=True),
     "tensor-fsdp": ParallelConfig(tensor_parallel=2, fsdp=True),
 }
-ROWS = zoo.rows(0, ((40, 20), (20, 15), (30, 15)))
-NUM_STEPS = 10
+MORE: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "lora": {"lora": 4},
+    "8bit": {"optimizer": "adamw_8bit"},
+}
+ROWS = zoo.rows(0, ((40, 8), (20, 6), (30, 6)))
+NUM_STEPS = 4
 REQUEST = request(ROWS)
 TOKENS, PROMPTS, _ = rollouts()
 LENGTHS = torch.tensor([len(row) for row in TOKENS]) - torch.from_numpy(PROMPTS)
@@ -173,23 +184,75 @@ def fail_alone(made: CriticTrainer, ranks: Ranks) -> None:
     assert made.train(REQUEST, 1).num_steps == 1
 
 
-def more_settings(critic_folder: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Masters, adapters and 8-bit states after some steps, or why they are not to be had; None without the library."""
+def more_settings(critic_folder: Path, kinds: tuple[str, ...], ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Masters, adapters or 8-bit states of these kinds of MORE after some steps, or why they are not to be had."""
     told: dict[str, Any] = {}
-    for kind, settings in {
-        "bfloat16": {"dtype": "bfloat16"},
-        "lora": {"lora": 4},
-        "8bit": {"optimizer": "adamw_8bit"},
-    }.items():
+    for kind in kinds:
         try:
-            made = critic(critic_folder, ranks, **settings)
+            made = critic(critic_folder, ranks, **MORE[kind])
         except ConfigError as e:
             told[kind] = f"{e} {e.help}"
             continue
-        made.train(REQUEST, 3)
+        made.train(REQUEST, 1)
+        if kind == "bfloat16":
+            moved(made.engine)
+        made.train(REQUEST, 2)
+        groups = [g for m in fsdp_modules(made.engine) for g in m._get_fsdp_state()._fsdp_param_groups]
+        assert kind != "bfloat16" or all(group._reduce_dtype == torch.float32 for group in groups)
         masters = {n: t for n, t in state(made)["optimiser"].items() if n.endswith("/master")}
         told[kind] = masters or state(made)["weights"]
     return told
+
+
+def moved(engine: Engine) -> None:
+    """Moves the trunk as to another device and back; on a CPU that makes other tensors only by another dtype."""
+    dtype = engine.dtype
+    engine.offload()
+    engine.trunk.to(torch.float64)
+    engine.trunk.to(dtype)
+
+
+def fsdp_modules(engine: Engine) -> list[Any]:
+    return [module for module in engine.trunk.modules() if isinstance(module, FSDPModule)]
+
+
+def swap(critic_folder: Path, ranks: Ranks) -> None:
+    """Where one rank cannot bring a model, or one alone has nothing for it, all go the same way."""
+    load_reward = functools.partial(load, ModelConfig(model=str(critic_folder)), ranks=ranks)
+    both = CriticWithReward(critic(critic_folder, ranks), lambda: Engine(load_reward()), "swap", ranks)
+    engines = {"critic": both._critic.engine, "reward model": both._reward}
+
+    def there() -> str:
+        name = next((name for name, engine in engines.items() if engine is both._there), "")
+        assert set(ranks.tell_all(name)) == {name}
+        return name
+
+    def score(count: int) -> set[str]:
+        # The last part has none where there is but one row.
+        own = shards(ROWS[:count], ranks.data_size)[ranks.data_rank]
+        made = both.score([Sequence(ROWS[i]) for i in own]) if own or ranks.in_step else []
+        return {str(one) if isinstance(one, ServerFault) else "" for one in made}
+
+    assert there() == "reward model"
+    for name in ("critic", "reward model"):
+        onload = engines[name].onload
+
+        def fails() -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        if ranks.rank % 2:
+            engines[name].onload = fails  # type: ignore[method-assign]
+        (told,) = score(len(ROWS))
+        assert f"the {name} cannot be brought to the device (OutOfMemoryError: no room)" in told, told
+        assert there() == "", name
+        engines[name].onload = onload  # type: ignore[method-assign]
+        assert score(len(ROWS)) == {""}
+        assert there() == "reward model"
+        both.train(REQUEST, 1)
+        assert there() == "critic"
+    assert score(1) <= {""}
+    # Other parts of tensor parallelism alone share nothing with it.
+    assert (ranks.data_size > 1 and not ranks.in_step) or there() == "reward model"
 
 
 def refuse(trainer: Any, folder: Path, ranks: Ranks) -> None:
@@ -225,7 +288,7 @@ def fill_disk(trainer: Any, folder: Path, ranks: Ranks) -> None:
     assert isinstance(caught, StorageFailed) and set(told) == {repr(caught)}, told
 
 
-def main(critic_folder: Path, policy_folder: Path, out: Path, names: list[str]) -> None:
+def main(critic_folder: Path, policy_folder: Path, out: Path, kinds: tuple[str, ...], names: list[str]) -> None:
     """Learns in every layout; then every layout loads what each of the others, and one process, has saved."""
     torch.set_num_threads(1)
     learnt: dict[str, tuple[Ranks, Any]] = {}
@@ -233,7 +296,7 @@ def main(critic_folder: Path, policy_folder: Path, out: Path, names: list[str]) 
         ranks = start(LAYOUTS[name], "cpu")
         told = learn(critic_folder, policy_folder, out / name, ranks)
         trainers = told.pop("trainers")
-        told["more"] = more_settings(critic_folder, ranks)
+        told["more"] = more_settings(critic_folder, kinds, ranks)
         learnt[name] = (ranks, trainers)
         if ranks.is_leader:
             torch.save(told, out / name / "told.pt")
@@ -250,9 +313,11 @@ def main(critic_folder: Path, policy_folder: Path, out: Path, names: list[str]) 
         fill_disk(trainers["critic"], out / f"full-{name}", ranks)
         if name == "data":
             fail_alone(trainers["critic"], ranks)
+        else:
+            swap(critic_folder, ranks)
     print("done", flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), tuple(sys.argv[4].split(",")), sys.argv[5:])

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import get_scheduler
 
 from guerdon.config import CriticConfig
+from guerdon.distributed.ranks import Ranks
 from guerdon.errors import ConfigError
 from guerdon.training.optimiser import Optimiser, rate
 
@@ -50,6 +51,39 @@ def test_float32_steps_are_bitwise_those_of_torch(largest: float) -> None:
     assert all(torch.equal(own[name], plain[name]) for name in own)
     assert all(parameter.grad is None for parameter in own.values())
     assert optimiser.step == 3
+
+
+def test_gradients_are_collected_where_a_move_has_lost_the_hooks() -> None:
+    """As `Module.to` moves sharded parameters: by another tensor, whose hooks are its own."""
+    own, plain = ({"half": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))} for _ in range(2))
+    optimisers = [Optimiser(some, CriticConfig(learning_rate=0.1)) for some in (own, plain)]
+    for seed in range(2):
+        if seed == 0:
+            torch.utils.swap_tensors(own["half"], nn.Parameter(own["half"].detach().clone()))
+        for optimiser, some in zip(optimisers, (own, plain), strict=True):
+            for part in range(2):
+                backward(some, 2 * seed + part)
+                # Only the first time, for then there is a hook again.
+                assert (some["half"].grad is not None) == (some is own and seed == part == 0)
+                optimiser.collect()
+                assert some["half"].grad is None
+        norms = [optimiser.gradient_norm() for optimiser in optimisers]
+        assert norms[0] == norms[1] > 0
+        for optimiser, norm in zip(optimisers, norms, strict=True):
+            optimiser.apply(norm)
+    assert torch.equal(own["half"], plain["half"]) and not torch.equal(own["half"].float(), torch.ones(3))
+    own["half"].grad = torch.ones_like(own["half"])
+    with pytest.raises(AssertionError, match="not collected"):
+        optimisers[0].apply(1.0)
+
+
+def test_a_step_is_not_watched() -> None:
+    """It may take long, and has nothing in it that ticks."""
+    own, ranks, waits = parameters(), Ranks(), []
+    optimiser = Optimiser(own, CriticConfig(), ranks)
+    optimiser._adamw.register_step_pre_hook(lambda *_: waits.append(ranks.doing.num_waits))
+    step(optimiser, own, 0)
+    assert waits == [1] and ranks.doing.num_waits == 0
 
 
 def test_gradients_add_up_and_can_be_dropped() -> None:

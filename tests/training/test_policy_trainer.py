@@ -19,7 +19,7 @@ from guerdon.actor.settings import PolicyConfig
 from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.engine import choosing, placement
 from guerdon.engine.policies import load_policy
-from guerdon.errors import CheckpointError
+from guerdon.errors import CheckpointError, ServerFault
 from guerdon.training.adapters import is_adapter
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import Loss, PolicyTrainer, StepReport
@@ -141,6 +141,27 @@ def test_what_breaks_off_leaves_weights_and_no_gradients(folder: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         trainer.step(ROWS, PROMPTS, loss)
     assert same(weights(trainer), before) and no_gradients(trainer) and trainer.step_count == 0
+
+
+def test_what_breaks_off_within_a_step_is_not_used_again(folder: Path, tmp_path: Path) -> None:
+    trainer = build(folder, keeps_reference=False)
+    rows, starts, _ = rollouts()
+    trainer.save(tmp_path)
+    trainer.accumulate(rows, starts, lambda logprobs, *_: (logprobs.sum(), PolicyLossStats(sum_mask=1.0)))
+    apply = trainer._optimiser.apply
+
+    def breaks(norm: float) -> None:
+        apply(norm)
+        raise torch.OutOfMemoryError("no room")
+
+    trainer._optimiser.apply = breaks  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.apply()
+    for use in (trainer.apply, lambda: trainer.logprobs(rows, starts), lambda: trainer.save(tmp_path)):
+        with pytest.raises(ServerFault, match="a step broke off inside the optimiser"):
+            use()
+    trainer.load(tmp_path)
+    trainer.logprobs(rows, starts)
 
 
 def test_a_prompt_without_a_token_is_refused(folder: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -36,6 +37,9 @@ Config = TypeVar("Config", ReinforceRunConfig, PPORunConfig)
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0
+"""For the pulse to tell of a loss, and to end the process."""
+
 
 def run(config: Config, train: Callable[[Config, SharedPolicy | None], RunSummary]) -> int:
     """Trains, where this is rank 0 of several with the others' help; what this process is to exit with.
@@ -52,16 +56,25 @@ def run(config: Config, train: Callable[[Config, SharedPolicy | None], RunSummar
     try:
         if not ranks.is_leader:
             return _follow(ranks, pulse)
-        pulse.on_lost = lambda _: log.critical(
-            "the run ends here; the same command goes on from the newest checkpoint in %s", config.run.output_dir
-        )
-        with SharedPolicy(ranks, pulse) as policy:
+        shared = SharedPolicy(ranks, pulse)
+        pulse.on_lost = lambda _: _tell(shared.error, config.run.output_dir)
+        with shared as policy:
             return train(config, policy).exit_status
-    except RanksLost:
-        # The pulse has told the log of it. Python's own end would wait for threads that may be inside a collective.
+    except RanksLost as e:
         sys.stdout.flush()
         sys.stderr.flush()
+        # The pulse tells the log of it, and ends this process; Python's own end would wait for threads that may be
+        # inside a collective.
+        pulse.verdict(e)
+        time.sleep(_PATIENCE_S)
         os._exit(EXIT_STATUS)
+
+
+def _tell(error: BaseException | None, output_dir: str) -> None:
+    """Says where the run goes on, after what it was about to end with: that is told nowhere else."""
+    if error is not None and not isinstance(error, RanksLost):
+        log.critical("the run was about to end with this, and without the rank that is lost:", exc_info=error)
+    log.critical("the run ends here; the same command goes on from the newest checkpoint in %s", output_dir)
 
 
 def _follow(ranks: Ranks, pulse: Pulse) -> int:

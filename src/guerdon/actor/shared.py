@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -29,8 +30,11 @@ class SharedPolicy:
     """A policy on all `ranks`; used as a context, at whose end the others leave, too.
 
     What fails on any rank is raised here. Each method returns when every rank is done with it, so that rank 0 may leave
-    between any two. Where a rank is lost, they raise RanksLost, until the pulse ends this process.
+    between any two. Where a rank is lost, they raise RanksLost, until the pulse ends this process. `error` is what the
+    context ends with.
     """
+
+    error: BaseException | None = None
 
     def __init__(self, ranks: Ranks, pulse: Pulse) -> None:
         self._worker = PolicyWorker(ranks, pulse.tick)
@@ -115,7 +119,10 @@ class SharedPolicy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.error = error
         if self._pulse.lost is None:
             self._group.end()
 

@@ -19,9 +19,9 @@ from guerdon.actor.settings import PolicyConfig, RolloutConfig
 from guerdon.core import Command
 from guerdon.distributed.ranks import Ranks
 from guerdon.distributed.shards import shards
+from guerdon.engine.layout import alike
 from guerdon.engine.policies import load_policy
-from guerdon.training.optimiser import moment_bytes
-from guerdon.training.parallel import together
+from guerdon.training.optimiser import check_layout, moment_bytes
 from guerdon.training.policy import Loss, PolicyTrainer
 
 STEPS = 32
@@ -164,13 +164,15 @@ class PolicyWorker:
 
     def _open(self, command: Open) -> None:
         config, ranks = command.policy, self._ranks
-        # Before they talk to each other, for a rank that has none would leave the others waiting for it.
-        loaded = together(ranks, lambda: load_policy(config, moment_bytes=moment_bytes(config), ranks=ranks))
-        self.trainer = PolicyTrainer(loaded, config, seed=command.seed, ranks=ranks)
-        engine = self.trainer.engine
-        with engine.gathered():
-            self._generator = TransformersGenerator(loaded, engine, command.rollouts.max_batch_rollouts, ranks)
-        self._is_ticking = self.trainer.watch(self._tick)
+        # All of it, for the others talk to each other throughout, and would wait for one that failed.
+        with alike(ranks):
+            check_layout(config, ranks)
+            loaded = load_policy(config, moment_bytes=moment_bytes(config), ranks=ranks)
+            self.trainer = PolicyTrainer(loaded, config, seed=command.seed, ranks=ranks)
+            engine = self.trainer.engine
+            with engine.gathered():
+                self._generator = TransformersGenerator(loaded, engine, command.rollouts.max_batch_rollouts, ranks)
+            self._is_ticking = self.trainer.watch(self._tick)
 
     def _begin(self, command: Generate) -> None:
         """Takes this rank's part of the groups, whole ones; all ranks of a tensor-parallel part take the same."""

@@ -30,6 +30,7 @@ from guerdon.errors import (
 from guerdon.wire import kserve
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
+_RAYS_HEADER = "x-request-id"
 _KEEP_ALIVE_S = 60.0
 
 
@@ -103,8 +104,8 @@ class Call:
             message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
             if status == 404:
                 return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
-            if status == 500 and body is None:
-                # Every server of the protocol tells its own faults as JSON: this is a proxy's whose server was lost.
+            if status == 500 and body is None and _RAYS_HEADER in response.headers:
+                # Guerdon tells its own faults as JSON: this is Ray Serve's proxy, whose replica was lost.
                 return Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from guerdon.core import Command, Signal
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.errors import GuerdonError
+from guerdon.errors import GuerdonError, RanksLost
 
 
 class Worker(Protocol):
@@ -44,6 +44,7 @@ class Group:
     def __init__(self, worker: Worker, ranks: Ranks = ALONE, pulse: Pulse | None = None) -> None:
         self._worker, self._ranks, self._pulse = worker, ranks, pulse
         self.has_ended = False
+        self._num_commands = 0
 
     def lead(self, command: Any) -> Any:
         """Executes the command on every rank and returns what all of it makes.
@@ -53,13 +54,17 @@ class Group:
         if self._ranks.size == 1:
             return self._worker.merge(command, [self._worker.execute(command)])
         started = time.monotonic()
-        self._send(command)
+        self._send(pickle.dumps(command, _PROTOCOL))
         sent = time.monotonic()
         error, part = self._attempt(command)
         executed = time.monotonic()
         outcomes = self._gather((error, part))
         gathered = time.monotonic()
+        doing = self._ranks.doing
+        doing.num_gathered = self._num_commands
+        doing.failed, doing.failure = 0, None
         if _is_end(command):
+            self._send(b"")  # only now may any of them leave
             self._leave()
             return None
         if self.on_done is not None:
@@ -81,12 +86,18 @@ class Group:
         """
         while True:
             # What cannot be read, on a host with other code, is this command's failure.
-            error, command = _attempted(functools.partial(pickle.loads, self._receive()))
+            data = self._receive()
+            self._ranks.doing.failed, self._ranks.doing.failure = 0, None
+            error, command = _attempted(functools.partial(pickle.loads, data))
             part = None
+            if error is not None:
+                self._num_commands += 1
+                self._fail(error)
             if error is None:
                 error, part = self._attempt(command)
             self._tell(error, part)
             if _is_end(command):
+                self._receive()  # before that another, which is slower, may need it
                 self._leave()
                 if isinstance(command, GuerdonError):
                     raise command
@@ -94,18 +105,28 @@ class Group:
 
     def _attempt(self, command: Any) -> tuple[BaseException | None, Any]:
         assert self._pulse is not None
+        self._num_commands += 1
         if _is_end(command):
             return None, None
         with self._pulse.executing(self._worker.is_watched(command)):
-            return _attempted(lambda: self._worker.execute(command))
+            error, part = _attempted(lambda: self._worker.execute(command))
+        if error is not None:
+            self._fail(error)
+        return error, part
 
-    def _send(self, command: Any) -> None:
+    def _fail(self, error: BaseException) -> None:
+        """Has the pulse say that this rank waits with an error: others may wait for it, inside the command."""
+        if not isinstance(error, RanksLost):
+            doing = self._ranks.doing
+            doing.failure = error
+            doing.failed = self._num_commands
+
+    def _send(self, data: bytes) -> None:
         from guerdon.distributed import frames
 
         assert self._pulse is not None and self._ranks.control is not None
         if self._pulse.lost is not None:
             raise self._pulse.lost
-        data = pickle.dumps(command, _PROTOCOL)
         with self._told():
             frames.send_to_all(data, self._ranks.control)
 

@@ -37,12 +37,16 @@ def join(backend: str) -> None:
     _set_pg_timeout(FOREVER)
 
 
-def patient_group() -> ProcessGroup:
-    """A group of all ranks over the CPU in which one waits for the others without end, once all have joined it."""
+def new_group() -> ProcessGroup:
+    """A group of all ranks over the CPU, in which one waits for the others no longer than they may take to come."""
     group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
     assert isinstance(group, distributed.ProcessGroup)
-    _set_pg_timeout(FOREVER, group)
     return group
+
+
+def wait_forever(group: ProcessGroup) -> None:
+    """From now on one waits for the others in that group without end."""
+    _set_pg_timeout(FOREVER, group)
 
 
 def machine() -> str:

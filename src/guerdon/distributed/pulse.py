@@ -2,11 +2,13 @@
 
 Every rank has a thread that tells rank 0 that it lives, and rank 0 answers each. A process that has died breaks its
 connection at once. One that is stopped, or whose host is not reached, is silent for `Ranks.timeout_s`. One that hangs
-beats on; while it executes a command that ticks, its ticks stand still.
+beats on; while it executes a command that ticks, its ticks stand still. One that has failed alone says so while it
+waits for the others, which may wait for it inside a collective.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from guerdon.distributed.ranks import Ranks
+from guerdon.distributed.ranks import IN_TALK, Ranks
 from guerdon.errors import RanksLost
 
 log = logging.getLogger(__name__)
@@ -25,12 +27,14 @@ log = logging.getLogger(__name__)
 EXIT_STATUS = 70
 """Of a rank that ends because another was lost; launchers restart what ends with any number but 0."""
 _BREAK_S = 1.0
-_IS_WELL = -1
+_FAREWELL_S = 10.0
+"""How long one that stops waits for the others' last word."""
+_IS_WELL, _LEAVES = -1, -2
 """What rank 0 answers in place of the number of a rank that is lost."""
 
 
 class Pulse:
-    """The signs of life of this rank, in a thread of their own, from `start` to `stop`.
+    """The signs of life of this rank, in threads of their own, from `start` to `stop`.
 
     `on_lost` is called once, with what is lost, on a thread that computes nothing; where it returns, or is not set, the
     process ends with EXIT_STATUS. `on_stop` is called on rank 0 when another rank was asked to stop, by `ask_to_stop`.
@@ -42,28 +46,51 @@ class Pulse:
         self.on_stop: Callable[[], None] | None = None
         self._ranks = ranks
         self._break_s = min(_BREAK_S, ranks.timeout_s / 10)
-        self._ticks = 0
+        # Rank 0's is the shorter, so that it can tell all others who is lost before they miss it itself.
+        self._patience_s = ranks.timeout_s - (3 if ranks.is_leader else 1) * self._break_s
         self._is_watched = False
         self._wants_stop = False
+        self._answer = _IS_WELL
         self._is_leaving = threading.Event()
-        self._is_over = threading.Event()
+        self._is_ending = False
+        self._news = threading.Event()
+        self._have_been_told = threading.Event()
         self._losing = threading.Lock()
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._heard: set[int] = set()
-        self._thread = threading.Thread(target=self._run, name="guerdon-pulse", daemon=True)
+        self._lines = [_Line(rank, ranks, self._news) for rank in (range(1, ranks.size) if ranks.is_leader else [0])]
+        self._judge = _Judge(self._patience_s, self._break_s)
+        self._unlogged: tuple[int, float] = (0, 0.0)
 
     def start(self) -> None:
         """Begins to beat; the other ranks must do so within `Ranks.timeout_s`."""
-        self._thread.start()
+        talk = self._hear_out if self._ranks.is_leader else self._speak
+        for line in self._lines:
+            line.open(talk)
+        threading.Thread(target=self._watch, name="guerdon-pulse", daemon=True).start()
+        atexit.register(self._end)
 
     def stop(self) -> None:
-        """Ends without a word: from now on no other rank is missed."""
+        """Ends it: from now on no other rank is missed. Waits a moment for the others to have ended it, too."""
         self._is_leaving.set()
-        self._is_over.wait(self._break_s)
+        self._news.set()
+        until = time.monotonic() + min(_FAREWELL_S, self._ranks.timeout_s)
+        for line in self._lines:
+            line.close(until - time.monotonic())
+
+    def _end(self) -> None:
+        """Ends the threads where the process ends without `stop`, of which the others learn as their connections break.
+
+        Python would end threads inside gloo by pthread_exit, and that the process by abort.
+        """
+        self._is_ending = True
+        self._is_leaving.set()
+        self._news.set()
+        until = time.monotonic() + 3 * self._break_s
+        for line in self._lines:
+            line.close(until - time.monotonic())
 
     def tick(self, *_: Any) -> None:
         """Says that what this rank executes gets on; takes any arguments, to be a module's hook."""
-        self._ticks += 1
+        self._ranks.doing.ticks += 1
 
     def ask_to_stop(self) -> None:
         """Tells rank 0 that this rank was asked to stop, so that all of them do."""
@@ -71,8 +98,8 @@ class Pulse:
 
     @contextlib.contextmanager
     def executing(self, is_watched: bool) -> Iterator[None]:
-        """While within it, and watched, this rank must tick."""
-        self._ticks += 1
+        """While within it, and watched, this rank must tick, but where it waits for others (`Ranks.waiting`)."""
+        self._ranks.doing.ticks += 1
         self._is_watched = is_watched
         try:
             yield
@@ -80,139 +107,260 @@ class Pulse:
             self._is_watched = False
 
     def verdict(self, error: Exception) -> RanksLost:
-        """Who is lost, after a connection broke with `error`; waits a moment for the pulse to see it, too."""
+        """Who is lost, after a connection broke with `error`, or the ranks fell out of step.
+
+        Waits a moment for the pulse to see it, and to tell the others.
+        """
         until = time.monotonic() + 2 * self._break_s
         while self.lost is None and time.monotonic() < until:
             time.sleep(0.01)
         if self.lost is None:
             # All beat, but what was sent in part cannot be taken up again.
-            lost = RanksLost(f"the ranks do not understand each other: {str(error).splitlines()[0]}; {_ENDS}")
-            threading.Thread(target=self._lose, args=(lost,), name="guerdon-lost", daemon=True).start()
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            lost = RanksLost(f"the ranks do not understand each other: {first}; {_ENDS}")
+            threading.Thread(target=self._lose, args=(lost, self._ranks.rank), name="guerdon-lost", daemon=True).start()
+            self._have_been_told.wait(4 * self._break_s)
             return lost
+        self._have_been_told.wait(4 * self._break_s)
         return self.lost
 
-    def _run(self) -> None:
-        try:
-            beat = self._lead if self._ranks.is_leader else self._follow
-            while not self._is_leaving.wait(self._break_s):
-                beat()
-        except _Gone as e:
-            if not self._is_leaving.is_set():
-                self._end_without(e)
-        finally:
-            self._is_over.set()
+    # ---------------------------------------------------------------------------------------- what is said
 
-    # ---------------------------------------------------------------------------------------- rank 0
+    def _hear_out(self, line: _Line) -> None:
+        """Rank 0 hears another rank, and answers it at once, until one of them leaves."""
+        while True:
+            line.hear()
+            if line.words[_LEAVING] or self._is_ending:
+                return
+            answer = _LEAVES if self._is_leaving.is_set() and self.lost is None else self._answer
+            line.say(answer, self._ranks.doing.num_gathered)
+            line.has_been_told = answer >= 0
+            if answer == _LEAVES:
+                return
 
-    def _lead(self) -> None:
-        """Hears every other rank, and answers it at once."""
-        ranks = self._ranks
-        # Its own time is the shortest, so that it can tell all others who is lost before they miss it itself.
-        patience_s = ranks.timeout_s - 3 * self._break_s
-        self._heard.clear()
-        for rank in range(1, ranks.size):
+    def _speak(self, line: _Line) -> None:
+        """Another rank says that it lives, until one of them leaves."""
+        while True:
+            is_leaving = self._is_leaving.wait(self._break_s)
+            if self._is_ending:
+                return
+            doing = self._ranks.doing
+            line.say(doing.ticks, self._must_tick(), doing.failed, self._wants_stop, is_leaving)
+            if is_leaving:
+                return
+            line.hear()
+            if line.words[_ANSWER] == _LEAVES:
+                return
+            if line.words[_ANSWER] >= 0:
+                self._news.set()
+
+    def _must_tick(self) -> bool:
+        return self._is_watched and not self._ranks.doing.num_waits
+
+    # ---------------------------------------------------------------------------------------- what is made of it
+
+    def _watch(self) -> None:
+        pause_s = self._break_s / 4
+        before = time.monotonic()
+        while True:
+            self._news.wait(pause_s)
+            self._news.clear()
+            if self._is_leaving.is_set():
+                return
+            now = time.monotonic()
+            if (late_s := now - before - pause_s) > self._break_s:  # this process was stopped itself, and heard nobody
+                for line in self._lines:
+                    line.heard_at += late_s
+            before = now
             try:
-                ticks, is_watched, wants_stop = self._hear(rank, patience_s)
-                self._heard.add(rank)
-                self._check_gets_on(rank, ticks, is_watched, patience_s)
-                if rank == ranks.size - 1:
-                    # Last, and with more time: where all wait for one that hangs, rank 0 is not the one to name.
-                    self._check_gets_on(0, self._ticks, self._is_watched, patience_s + 2 * self._break_s)
-                self._say(rank, _IS_WELL)
-                self._heard.discard(rank)
+                self._look(now)
             except _Gone as e:
-                self._tell_all(e.rank)
-                raise
-            if wants_stop and self.on_stop is not None:
+                if not self._is_leaving.is_set():
+                    self._end_without(e, now)
+                return
+
+    def _look(self, now: float) -> None:
+        """Raises _Gone where a rank is lost."""
+        lines = [line for line in self._lines if not line.has_left]
+        if not self._ranks.is_leader and self._lines[0].words[_ANSWER] >= 0:
+            raise _Gone(self._lines[0].words[_ANSWER], "is lost, says rank 0")
+        for line in lines:
+            if line.is_broken:
+                raise _Gone(line.rank, "has ended: its connection broke")
+        for line in lines:
+            if now - line.heard_at > self._patience_s:
+                raise _Gone(line.rank, "has not been heard of in time")
+        doing = self._ranks.doing
+        num_gathered = doing.num_gathered
+        if self._ranks.is_leader:
+            told = {0: (doing.ticks, self._must_tick(), doing.failed)}
+            told |= {line.rank: (line.words[0], bool(line.words[1]), line.words[2]) for line in lines}
+            self._judge.look(told, num_gathered, now)
+            if self.on_stop is not None and any(line.words[_WANTS_STOP] for line in lines):
                 self.on_stop()
+        else:
+            num_gathered = self._lines[0].words[_NUM_GATHERED]
+        self._log_failure(doing.failure if is_open(doing.failed, num_gathered) else None, now)
 
-    def _check_gets_on(self, rank: int, ticks: int, is_watched: int, patience_s: float) -> None:
-        now = time.monotonic()
-        before, since = self._seen.get(rank, (-1, now))
-        if not is_watched or ticks != before:
-            self._seen[rank] = (ticks, now)
-        elif now - since > patience_s:
-            raise _Gone(rank, f"has not come on with a command for {now - since:.0f} s")
+    def _log_failure(self, failure: BaseException | None, now: float) -> None:
+        """Logs an error with which this rank has waited for others for a beat; where it is not alone, that is short."""
+        # By its number: whoever keeps the error keeps what its frames hold, which the next try may have no room beside.
+        before, since = self._unlogged
+        number = 0 if failure is None else id(failure)
+        if number != before:
+            self._unlogged = (number, now)
+        elif failure is not None and now - since > self._break_s:
+            log.error("rank %d has failed, and waits for the others", self._ranks.rank, exc_info=failure)
+            self._unlogged = (number, _LOGGED)
 
-    def _tell_all(self, lost: int) -> None:
-        for rank in range(1, self._ranks.size):
-            if rank != lost:
-                with contextlib.suppress(_Gone):
-                    if rank not in self._heard:  # it takes an answer only once its own word was taken
-                        self._hear(rank, 3 * self._break_s)
-                    self._say(rank, lost)
-
-    # ---------------------------------------------------------------------------------------- the others
-
-    def _follow(self) -> None:
-        self._say(0, self._ticks, self._is_watched, self._wants_stop)
-        status, *_ = self._hear(0, self._ranks.timeout_s - self._break_s)
-        if status >= 0:
-            raise _Gone(status, "is lost, says rank 0")
-
-    # ---------------------------------------------------------------------------------------- both
-
-    def _say(self, rank: int, *numbers: int) -> None:
-        import torch
-        from torch import distributed
-
-        words = torch.zeros(_WORDS, dtype=torch.int64)
-        words[: len(numbers)] = torch.tensor(numbers)
-        try:
-            distributed.send(words, dst=rank, group=self._ranks.heartbeat)
-        except RuntimeError as e:  # a stopped process takes nothing, either
-            raise _Gone(rank, _how(e), is_silent=_is_late(e)) from e
-
-    def _hear(self, rank: int, patience_s: float) -> list[int]:
-        import torch
-        from torch import distributed
-
-        words = torch.zeros(_WORDS, dtype=torch.int64)
-        try:
-            coming = distributed.irecv(words, src=rank, group=self._ranks.heartbeat)
-            assert coming is not None
-            coming.wait(timedelta(seconds=patience_s))
-        except RuntimeError as e:
-            raise _Gone(rank, _how(e), is_silent=_is_late(e)) from e
-        return words.tolist()
-
-    def _end_without(self, gone: _Gone) -> None:
-        member = self._ranks.members[gone.rank]
+    def _end_without(self, gone: _Gone, now: float) -> None:
         own = self._ranks.members[self._ranks.rank]
-        if gone.is_silent and member is not own and own.machine and own.machine == member.machine:
-            # A stopped process would keep its ports, and hold up the launcher that restarts the others.
-            with contextlib.suppress(OSError):
-                os.kill(member.pid, signal.SIGKILL)
-        self._lose(RanksLost(f"{member} {gone}: {_ENDS}"))
+        for line in self._lines:
+            member = self._ranks.members[line.rank]
+            is_silent = not line.has_left and not line.is_broken and now - line.heard_at > self._patience_s / 2
+            if is_silent and own.machine and own.machine == member.machine:
+                # A stopped process would keep its ports, and hold up the launcher that restarts the others.
+                with contextlib.suppress(OSError):
+                    os.kill(member.pid, signal.SIGKILL)
+        self._lose(RanksLost(f"{self._ranks.members[gone.rank]} {gone}: {_ENDS}"), gone.rank)
 
-    def _lose(self, lost: RanksLost) -> None:
+    def _lose(self, lost: RanksLost, rank: int) -> None:
         with self._losing:
             if self.lost is not None:
                 return
             self.lost = lost
+        self._answer = rank
+        failure, (number, since) = self._ranks.doing.failure, self._unlogged
+        if failure is not None and id(failure) == number and since != _LOGGED:
+            log.error("rank %d has failed, and waited for the others", self._ranks.rank, exc_info=failure)
         log.critical("%s", lost)
+        last_words = threading.Thread(target=self.on_lost, args=(lost,), name="guerdon-lost", daemon=True)
         if self.on_lost is not None:
-            self.on_lost(lost)
+            last_words.start()
+        if self._ranks.is_leader:
+            until = time.monotonic() + 3 * self._break_s
+            while not all(line.is_past_telling(self._patience_s / 2) for line in self._lines):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+        self._have_been_told.set()
+        if self.on_lost is not None:
+            last_words.join()
         # The main thread may wait in a collective for good, so nothing less will do.
         logging.shutdown()
         os._exit(EXIT_STATUS)
 
 
+class _Line:
+    """What goes to and fro with one other rank, on a thread of its own: gloo can only wait for what comes.
+
+    It waits without end, as gloo closes the whole group where a time is over.
+    """
+
+    def __init__(self, rank: int, ranks: Ranks, news: threading.Event) -> None:
+        self.rank, self._group, self._news = rank, ranks.heartbeat, news
+        self.words = [0] * _WORDS if ranks.is_leader else [_IS_WELL, 0]
+        self.heard_at = time.monotonic()
+        self.is_broken = self.has_left = self.has_been_told = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, talk: Callable[[_Line], None]) -> None:
+        self.heard_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(talk,), name=f"guerdon-pulse-{self.rank}", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout_s))
+
+    def _run(self, talk: Callable[[_Line], None]) -> None:
+        try:
+            talk(self)
+            self.has_left = True
+        except RuntimeError:
+            self.is_broken = True
+        self._news.set()
+
+    def is_past_telling(self, patience_s: float) -> bool:
+        """Whether its rank was told of a loss, or cannot be."""
+        is_silent = time.monotonic() - self.heard_at > patience_s
+        return self.has_been_told or self.has_left or self.is_broken or is_silent
+
+    def say(self, *numbers: int) -> None:
+        import torch
+        from torch import distributed
+
+        words = torch.zeros(_WORDS, dtype=torch.int64)
+        words[: len(numbers)] = torch.tensor(numbers)
+        going = distributed.isend(words, dst=self.rank, group=self._group)
+        assert going is not None
+        going.wait(_ENDLESS)  # a stopped process takes nothing
+
+    def hear(self) -> None:
+        import torch
+        from torch import distributed
+
+        words = torch.zeros(_WORDS, dtype=torch.int64)
+        coming = distributed.irecv(words, src=self.rank, group=self._group)
+        assert coming is not None
+        coming.wait(_ENDLESS)
+        self.words, self.heard_at = words.tolist(), time.monotonic()
+
+
+class _Judge:
+    """Which rank holds up the others, from what all of them say of themselves."""
+
+    def __init__(self, patience_s: float, break_s: float) -> None:
+        self._patience_s, self._break_s = patience_s, break_s
+        self._still: dict[int, tuple[int, float]] = {}
+        self._failing: dict[int, float] = {}
+        self._moved: tuple[int, float] = (-1, 0.0)
+
+    def look(self, told: dict[int, tuple[int, bool, int]], num_gathered: int, now: float) -> None:
+        """Raises _Gone; `told` are each rank's ticks, whether it must tick, and the command that it failed in."""
+        total = sum(ticks for ticks, _, _ in told.values())
+        if total != self._moved[0]:
+            self._moved = (total, now)
+        for rank, (ticks, must_tick, failed) in told.items():
+            if not must_tick or self._still.get(rank, (-1, now))[0] != ticks:
+                self._still[rank] = (ticks, now)
+            if is_open(failed, num_gathered):
+                self._failing.setdefault(rank, now)
+            else:
+                self._failing.pop(rank, None)
+        ages = {rank: now - since for rank, (_, since) in self._still.items()}
+        # Rank 0 last, and with more time: where all wait for one that hangs, it is not the one to name.
+        limits = {rank: self._patience_s + (0 if rank else 2 * self._break_s) for rank in ages}
+        late = sorted((rank for rank in ages if ages[rank] > limits[rank]), key=lambda rank: (not rank, -ages[rank]))
+        alone = {rank: now - max(since, self._moved[1]) for rank, since in self._failing.items()}
+        limit = ages[late[0]] - 3 * self._break_s if late else self._patience_s
+        for rank, age in alone.items():
+            if age > limit:
+                raise _Gone(rank, f"failed alone, as its log says, and the others have waited {age:.0f} s for it")
+        if late:
+            first, *_ = late
+            near = [r for r in sorted(ages) if r != first and ages[r] > ages[first] - 3 * self._break_s]
+            text = f"has not come on with a command for {ages[first]:.0f} s"
+            raise _Gone(first, text + (f", nor has rank {', '.join(map(str, near))}" if near else ""))
+
+
+def is_open(failed: int, num_gathered: int) -> bool:
+    """Whether others may wait for one that says so: rank 0 has not heard yet what came of that command on all."""
+    return failed == IN_TALK or failed > num_gathered
+
+
 class _Gone(Exception):
-    """A rank does not answer; `is_silent` where its connection stands."""
+    """How a rank is lost."""
 
-    def __init__(self, rank: int, how: str, *, is_silent: bool = False) -> None:
+    def __init__(self, rank: int, how: str) -> None:
         super().__init__(how)
-        self.rank, self.is_silent = rank, is_silent
+        self.rank = rank
 
 
-_WORDS = 3
+_LOGGED = float("inf")
+_ENDLESS = timedelta(days=365)
+_WORDS = 5
+_WANTS_STOP, _LEAVING = 3, 4
+"""Of the words to rank 0; before them stand ticks, whether it must tick, and what failed."""
+_ANSWER, _NUM_GATHERED = 0, 1
 _ENDS = "this process ends, and comes back where its launcher restarts it"
-
-
-def _is_late(error: Exception) -> bool:
-    return "imed out" in str(error)
-
-
-def _how(error: Exception) -> str:
-    return "has not been heard of in time" if _is_late(error) else "has ended: its connection broke"

@@ -6,13 +6,16 @@ part lie side by side: rank r is of part r // T. Rank 0 leads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 import sys
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from guerdon.config import ParallelConfig
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, named
@@ -39,6 +42,26 @@ class Member:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
 
+@dataclass(slots=True)
+class Doing:
+    """What this rank does now, as its pulse tells rank 0; one for all that go by the same Ranks.
+
+    `ticks` says that it gets on, `num_waits` within how many waits for others it is. `failure` is the error with which
+    it waits for the others, `failed` the number of the command that ended so, or IN_TALK. On rank 0 `num_gathered` is
+    the number of the last command of which it has heard from all.
+    """
+
+    ticks: int = 0
+    num_waits: int = 0
+    failed: int = 0
+    num_gathered: int = 0
+    failure: BaseException | None = None
+
+
+IN_TALK = -1
+"""Where what failed is no command but what the ranks were to agree about."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
     """The processes that hold one model, as one of them sees them; a process by itself is `ALONE`.
@@ -61,6 +84,7 @@ class Ranks:
     frozen_mesh: DeviceMesh | None = None
     control: ProcessGroup | None = None
     heartbeat: ProcessGroup | None = None
+    doing: Doing = field(default_factory=Doing)
 
     @property
     def is_leader(self) -> bool:
@@ -108,6 +132,16 @@ class Ranks:
         """The same ranks for a model that is not trained: of that nothing is sharded but by tensor parallelism."""
         return dataclasses.replace(self, fsdp=False, mesh=self.frozen_mesh) if self.fsdp else self
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While within it this rank need not tick: it waits for another, or does what has nothing to tick in."""
+        self.doing.num_waits += 1
+        try:
+            yield
+        finally:
+            self.doing.ticks += 1  # what comes after it has its whole time
+            self.doing.num_waits -= 1
+
     def most(self, number: int) -> int:
         """The largest of the data-parallel ranks' numbers."""
         if self.data_size == 1:
@@ -116,7 +150,8 @@ class Ranks:
         from torch import distributed
 
         found = torch.tensor(number)
-        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.data_group)
+        with self.waiting():
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.data_group)
         return int(found)
 
     def total(self, numbers: Any) -> Any:
@@ -127,35 +162,56 @@ class Ranks:
         from torch import distributed
 
         sums = torch.tensor(numbers, dtype=torch.float64)
-        distributed.all_reduce(sums, group=self.data_group)
+        with self.waiting():
+            distributed.all_reduce(sums, group=self.data_group)
         return sums.numpy()
 
     def agree(self, error: BaseException | None = None) -> None:
         """Returns where no rank has an error; else each raises: its own, or what befell another, named by its rank.
 
-        All ranks must call it, in the same place.
+        All ranks must call it, in the same place. An error that they have agreed upon already is only raised.
         """
-        if self.size > 1:
-            told = self.tell_all(None if error is None else self.portable(error))
-        if error is not None:
+        if error is not None and (self.size == 1 or getattr(error, _AGREED, False)):
             raise error
-        if self.size > 1:
-            for other in told:
-                if other is not None:
-                    raise other
+        told = self._told(None if error is None else self.portable(error), "agree", error)
+        if error is not None:
+            raise _agreed(error)
+        for other in told:
+            if other is not None:
+                raise _agreed(other)
 
     def tell_all(self, what: Any) -> list[Any]:
-        """What every rank tells, by rank; all must call it, in the same place. Raises RanksLost."""
+        """What every rank tells, by rank; all must call it, in the same place. Raises RanksLost.
+
+        Where they do not, each raises the same: what an error one of them tells, else that they are out of step.
+        """
+        return self._told(what, _place(), what if isinstance(what, BaseException) else None)
+
+    def _told(self, what: Any, where: str, failure: BaseException | None) -> list[Any]:
         if self.size == 1:
             return [what]
         from torch import distributed
 
-        told = [None] * self.size
+        told: list[Any] = [None] * self.size
+        doing = self.doing
+        before = doing.failed, doing.failure
+        if failure is not None:
+            doing.failure = failure
+            doing.failed = IN_TALK
         try:
-            distributed.all_gather_object(told, what, group=self.control)
+            with self.waiting():
+                distributed.all_gather_object(told, (where, what), group=self.control)
         except RuntimeError as e:
-            raise RanksLost(f"another rank was lost: {e}") from e
-        return told
+            raise RanksLost(f"another rank was lost: {_first_line(e)}") from e
+        doing.failed, doing.failure = before
+        places, words = zip(*told, strict=True)
+        if len(set(places)) == 1:
+            return list(words)
+        for word in words:
+            if isinstance(word, BaseException):
+                raise _agreed(word)
+        text = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        raise RanksLost(f"the ranks are out of step: {text}")
 
     def portable(self, error: BaseException) -> GuerdonError:
         """The error as another process is told of it."""
@@ -166,6 +222,32 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+_AGREED = "is_agreed"
+"""The attribute of an error that every rank raises."""
+_OWN = (__file__, os.path.join("training", "parallel.py"), "contextlib.py")
+"""Files that are not the place where ranks talk, but pass on what others say."""
+
+E = TypeVar("E", bound=BaseException)
+
+
+def _agreed(error: E) -> E:
+    setattr(error, _AGREED, True)
+    return error
+
+
+def _place() -> str:
+    """Where ranks talk, as file and line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_OWN):
+        frame = frame.f_back
+    assert frame is not None
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
@@ -191,40 +273,55 @@ def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
         if not distributed.is_initialized():
             joining.join("cpu:gloo,cuda:nccl" if place is not None and place.type == "cuda" else "gloo")
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        control = joining.patient_group()
-        heartbeat = distributed.new_group(backend="gloo", timeout=timedelta(seconds=config.rank_timeout_s))
+        control, heartbeat = joining.new_group(), joining.new_group()
+        layout = {field.name: getattr(config, field.name) for field in dataclasses.fields(ParallelConfig)}
+        told: list[Any] = [None] * size
+        own = Member(rank, socket.gethostname(), os.getpid(), joining.machine())
+        distributed.all_gather_object(told, (own, layout), group=control)
+        members, layouts = zip(*told, strict=True)
+        _check_layout(members, layouts)
+        # All make them here: later a rank that cannot load would leave the others waiting for it in this.
+        mesh = frozen_mesh = None
+        if place is not None:
+            mesh = frozen_mesh = _mesh(place.type, size, config.tensor_parallel, False)
+            if config.fsdp:
+                mesh = _mesh(place.type, size, config.tensor_parallel, True)
+        joining.wait_forever(control)
     except (RuntimeError, ValueError) as e:
         raise StartError(
             f"the ranks do not find each other: {e}",
             "check MASTER_ADDR and MASTER_PORT, the firewall, and GLOO_SOCKET_IFNAME on hosts with several networks",
         ) from e
-    if size % config.tensor_parallel:
-        raise ConfigError(
-            f"{size} processes cannot be parts of {config.tensor_parallel} tensor-parallel ranks",
-            "start a multiple of tensor_parallel processes",
-        )
-    own = Member(rank, socket.gethostname(), os.getpid(), joining.machine())
-    members: list[Any] = [None] * size
-    distributed.all_gather_object(members, own, group=control)
-    # All make them here: later a rank that cannot load would leave the others waiting for it in this.
-    mesh = frozen_mesh = None
-    if place is not None:
-        mesh = frozen_mesh = _mesh(place.type, size, config.tensor_parallel, False)
-        if config.fsdp:
-            mesh = _mesh(place.type, size, config.tensor_parallel, True)
     return Ranks(
         rank=rank,
         size=size,
         tensor_size=config.tensor_parallel,
         fsdp=config.fsdp,
         timeout_s=config.rank_timeout_s,
-        members=tuple(members),
+        members=members,
         device=place,
         mesh=mesh,
         frozen_mesh=frozen_mesh,
         control=control,
         heartbeat=heartbeat,
     )
+
+
+def _check_layout(members: ListLike[Member], layouts: ListLike[dict[str, Any]]) -> None:
+    """Raises ConfigError, the same on all ranks, where their settings differ or do not fit their number."""
+    for member, layout in zip(members, layouts, strict=True):
+        for name, first in layouts[0].items():
+            if layout[name] != first:
+                raise ConfigError(
+                    f"{name} is {first} for {members[0]}, and {layout[name]} for {member}",
+                    "start all ranks with the same settings",
+                )
+    tensor_size = layouts[0]["tensor_parallel"]
+    if len(members) % tensor_size:
+        raise ConfigError(
+            f"{len(members)} processes cannot be parts of {tensor_size} tensor-parallel ranks",
+            "start a multiple of tensor_parallel processes",
+        )
 
 
 def num_started() -> int:

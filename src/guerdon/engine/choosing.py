@@ -15,6 +15,7 @@ import torch
 
 from guerdon.core import ModelInfo
 from guerdon.engine import attention
+from guerdon.engine.layout import alike
 
 if TYPE_CHECKING:
     from guerdon.engine.forward import Forward, Layout
@@ -31,7 +32,9 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
     candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
     if engine.device.type != "cpu":
         candidates.append("padded")  # on a CPU padding costs more than batching gains
-    probe = _Probe(engine, rows, gradients)
+    # A rank that has no memory for it says so, and does not leave the others waiting in `verdict`.
+    with alike(engine.ranks):
+        probe = _Probe(engine, rows, gradients)
     reasons = []
     for path in candidates:
         states, slopes, refusal = probe.verdict(path)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from guerdon.distributed.ranks import Ranks
 
@@ -32,6 +32,7 @@ class Gathering:
                 # Sums, for every share of a loss is a share of the whole batch's.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                _sum_in_float32(module)
 
     def through_root(self, trunk: nn.Module) -> Callable[..., Any]:
         """The trunk as a function, whose weights in the root are gathered, too."""
@@ -103,6 +104,15 @@ class Gathering:
 
 
 WHOLE = Gathering()
+
+
+def _sum_in_float32(module: Any) -> None:
+    """Has a module's gradients summed over the ranks in float32, and rounded to the weights' dtype once."""
+    # Neither transformers nor torch lets a model that is sharded be told so; the setting of transformers' own casts all
+    # that goes into a layer, too. It is read when the model first runs.
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        if any(parameter.sharded_param.dtype != torch.float32 for parameter in group.fsdp_params):
+            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 
 def shallow_copy(module: nn.Module) -> Any:

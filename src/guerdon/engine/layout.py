@@ -6,6 +6,9 @@ transformers makes the parameters as DTensors without data, and each rank reads 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +16,15 @@ import torch
 import transformers
 from torch import nn
 
+from guerdon.config import LanguageModelConfig, ModelConfig
 from guerdon.distributed.ranks import Ranks
+from guerdon.engine.checkpoints import Checkpoint
 from guerdon.errors import CheckpointError, ConfigError
 
 NEEDED = "5.23"
 """The transformers whose loading this was made for."""
+OWN = frozenset({"model", "name", "revision", "device", "max_queue_tokens", "max_queue_sequences"})
+"""Settings that a rank may have for itself: where it finds the model, and what decides nothing that is computed."""
 PARTIAL = "replicated_with_grad_allreduce"
 """Its style for parameters that every tensor-parallel rank has whole and sees a part of the gradient of."""
 
@@ -60,13 +67,48 @@ def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dic
     return Sharded, {"distributed_config": distributed_config(**sizes)}
 
 
+class Alike:
+    """What ranks that load one model have found out about each other."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.has_failed_on_all = False
+
+    def compare(self, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig) -> None:
+        """Returns where all ranks are to load the same weights by the same settings, once all have come so far.
+
+        Raises CheckpointError where they are not, on all of them, and what another one has failed with before it.
+        """
+        if self._ranks.size == 1:
+            return
+        ranks = self._ranks
+        facts: dict[str, Any] = {"weights": checkpoint.fingerprint(), "config.json": _digest(checkpoint.settings)}
+        facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
+        facts["dtype"] = str(dtype).removeprefix("torch.")
+        self.has_failed_on_all = True
+        # First by itself: what a rank that does not come so far tells is none of these facts.
+        ranks.agree()
+        first, *others = ranks.tell_all(facts)
+        for rank, told in enumerate(others, 1):
+            for name, value in told.items():
+                if value != first[name]:
+                    raise CheckpointError(
+                        f"the ranks would load different models as {config.model}: {name} is {first[name]} on rank 0 "
+                        f"({ranks.members[0].host}) and {value} on rank {rank} ({ranks.members[rank].host})",
+                        "give all hosts the same files, revision and settings",
+                    )
+        self.has_failed_on_all = False
+
+
 @contextlib.contextmanager
-def alike(ranks: Ranks) -> Iterator[None]:
+def alike(ranks: Ranks) -> Iterator[Alike]:
     """What raises within it on one rank raises on all: else these would wait for it in their first forward."""
+    made = Alike(ranks)
     try:
-        yield
+        yield made
     except Exception as e:
-        ranks.agree(e)
+        if not made.has_failed_on_all:
+            ranks.agree(e)
         raise
     ranks.agree()
 
@@ -89,6 +131,12 @@ def layer_lists(model: nn.Module) -> list[str]:
 def layers(trunk: nn.Module) -> list[nn.Module]:
     """The modules in these lists."""
     return [layer for name in layer_lists(trunk) for layer in trunk.get_submodule(name).children()]
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    # Where it lay when it was saved is of no weight.
+    plain = {name: value for name, value in settings.items() if name != "_name_or_path"}
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
 def _libraries(ranks: Ranks) -> tuple[Any, Any]:

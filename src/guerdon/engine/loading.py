@@ -18,7 +18,7 @@ from guerdon.engine.describe import describe, find_eos, find_pad
 from guerdon.engine.forward import LoadedTrunk
 from guerdon.engine.gathering import gathering
 from guerdon.engine.heads import Head, StepRule
-from guerdon.engine.layout import alike, place
+from guerdon.engine.layout import Alike, alike, place
 from guerdon.engine.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.text import TextEncoder
 from guerdon.engine.weights import Parts
@@ -57,16 +57,20 @@ def load(
     setting does not fit it; each says in one line what to do.
     """
     ranks = ranks if trains else ranks.frozen()
-    with alike(ranks):
-        return _load(config, device, moment_bytes, ranks)
+    with alike(ranks) as others:
+        return _load(config, device, moment_bytes, ranks, others)
 
 
-def _load(config: ModelConfig, device: torch.device | None, moment_bytes: int | None, ranks: Ranks) -> LoadedModel:
+def _load(
+    config: ModelConfig, device: torch.device | None, moment_bytes: int | None, ranks: Ranks, others: Alike
+) -> LoadedModel:
     device = device or ranks.device or pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = read_config(checkpoint)
     check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)
+    # Behind it, so that no rank counts what its neighbours have taken already as taken by others.
+    others.compare(checkpoint, dtype, config)
     encoder = TextEncoder.load(checkpoint.folder)
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
     parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype, ranks)

@@ -59,7 +59,8 @@ def check_memory(
     host share its memory.
     """
     parts = ranks.tensor_size * (ranks.data_size if ranks.fsdp else 1)
-    neighbours = sum(member.host == ranks.members[ranks.rank].host for member in ranks.members) if ranks.members else 1
+    hosts = [member.machine or member.host for member in ranks.members]
+    neighbours = hosts.count(hosts[ranks.rank]) if hosts else 1
     num_weights = math.ceil(sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) / parts)
     own_bytes, training_bytes = num_weights * dtype.itemsize, 0
     if moment_bytes is not None:

@@ -73,7 +73,7 @@ def load_policy(
 
     Raises CheckpointError where it is missing, incomplete, too large or no causal language model.
     """
-    with alike(ranks):
+    with alike(ranks) as others:
         device = device or ranks.device or pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision)
@@ -83,10 +83,12 @@ def load_policy(
                 f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
             )
         check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
+        # Behind it, so that no rank counts what its neighbours have taken already as taken by others.
+        others.compare(checkpoint, dtype, config)
         tokenizer = load_tokenizer(checkpoint.folder)
+        generation = _generation_config(checkpoint.folder)
         model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks)
         model = place(model, device, ranks).eval()
-    generation = _generation_config(checkpoint.folder)
     if generation is not None:
         model.generation_config = generation
     trunk = _trunk(model)

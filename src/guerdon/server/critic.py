@@ -45,7 +45,6 @@ from guerdon.server import train_checks
 from guerdon.server.answers import Answer, other_content
 from guerdon.server.body import off_loop
 from guerdon.server.history import History
-from guerdon.server.journal import digest_of
 from guerdon.server.loop import Group, Loop, Order
 
 log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class Critic:
 
     async def _trained(self, operation: Operation, asked: TrainRequest, loop: Loop, place: Order, era: int) -> Order:
         """The order for rows: the one in `place`, or that which waits or runs for the same train request."""
-        digest = await off_loop(functools.partial(_checked, asked, self._trainer.info), asked.tokens.nbytes)
+        digest = await off_loop(functools.partial(train_checks.checked, asked, self._trainer.info), asked.tokens.nbytes)
         size = (len(asked), asked.tokens.size)
         what = f"{operation} {asked.id}"
         if operation is Operation.VALIDATE:
@@ -319,13 +318,11 @@ class Critic:
         position = self._history.accept(source.info.name)
         try:
             group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
-        except CheckpointError as e:
+        except GuerdonError as e:
             self._look_for_fault()
             self._history.withdraw(position)
-            raise InvalidRequest(f"{e}; {e.help}") from e
-        except GuerdonError:
-            self._look_for_fault()
-            self._history.withdraw(position)
+            if isinstance(e, CheckpointError):
+                raise InvalidRequest(f"{e}; {e.help}") from e
             raise
         except BaseException as e:
             self._history.withdraw(position)
@@ -395,12 +392,6 @@ class Critic:
         self.metrics.set("guerdon_critic_unsaved", self._history.num_unsaved, self.name)
         self.metrics.set("guerdon_critic_offloaded", self._is_offloaded, self.name)
         self.metrics.set("guerdon_critic_fault", bool(self._fault), self.name)
-
-
-def _checked(request: TrainRequest, info: ModelInfo) -> str:
-    """The digest of a request in which nothing is wrong."""
-    train_checks.check(request, info)
-    return digest_of(request)
 
 
 def _warn(what: str, error: BaseException) -> None:

@@ -165,16 +165,25 @@ class Loop:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives, which may be amid a command."""
+        return self._thread.is_alive()
+
     def depth(self) -> dict[str, tuple[int, int]]:
         """Sequences and tokens that wait, by model."""
         with self._wake:
             return {name: (s.num_sequences, s.num_tokens) for name, s in self._lanes.items()}
 
-    def fail(self, loss: RanksLost) -> None:
-        """Ends it, from another thread: what waits fails at once, what runs unless it soon comes to its own end."""
+    def fail_waiting(self, loss: RanksLost) -> None:
+        """Fails all that waits, from another thread; nothing more is accepted, and no command follows what runs."""
         with self._wake:
             self.loss = loss
         self._fail(loss, *self._drop_all())
+
+    def fail(self, loss: RanksLost) -> None:
+        """Ends it, from another thread: what waits fails at once, what runs unless it soon comes to its own end."""
+        self.fail_waiting(loss)
         if self._thread.is_alive():
             self._thread.join(_BREAKS_S)
         self._fail(loss, *self._taken())

@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from guerdon.config import ServerConfig, check
-from guerdon.errors import StartError
+from guerdon.errors import RanksLost, StartError
 from guerdon.server import http
 from guerdon.server.gate import Gate
 from guerdon.server.service import Service
@@ -42,13 +42,18 @@ def check_addresses(config: ServerConfig) -> None:
 
 
 def run(
-    service: Service, config: ServerConfig, *, on_started: OnStarted | None = None, grace_s: float = GRACE_S
+    service: Service,
+    config: ServerConfig,
+    *,
+    on_started: OnStarted | None = None,
+    grace_s: float = GRACE_S,
+    late: RanksLost | None = None,
 ) -> None:
     """Runs `serve` on an event loop of its own until SIGTERM or SIGINT."""
     _allow_many_connections()
     settle()
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(serve(service, config, on_started=on_started, grace_s=grace_s))
+        runner.run(serve(service, config, on_started=on_started, grace_s=grace_s, late=late))
 
 
 def settle() -> None:
@@ -67,12 +72,14 @@ async def serve(
     on_started: OnStarted | None = None,
     stop: asyncio.Event | None = None,
     grace_s: float = GRACE_S,
+    late: RanksLost | None = None,
 ) -> None:
     """Starts the service and its transports, and returns when `stop` is set or SIGTERM or SIGINT has come.
 
     From then on the server is not ready: it refuses new work with 503, finishes what it has accepted within
-    `grace_s` seconds, and cancels the rest. Raises StartError where an address cannot be had, RanksLost where the
-    service has lost a rank, once its clients were told.
+    `grace_s` seconds, and cancels the rest; with `late` the rest is taken back first, and whoever asked is told that,
+    so that it is not done again where the server comes back. Raises StartError where an address cannot be had,
+    RanksLost where the service has lost a rank, or `late`, once its clients were told.
     """
     stop = stop or asyncio.Event()
     check(config)
@@ -111,6 +118,8 @@ async def serve(
                 async with asyncio.timeout_at(ends):
                     while gate.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
                         await asyncio.sleep(0.01)
+            if gate.num_requests and late is not None and service.loss is None:
+                await asyncio.to_thread(service.lost, late)
             http_server.should_exit = True
             if grpc_server is not None:
                 await grpc_server.stop(grace=1.0)

@@ -113,7 +113,7 @@ class Service:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
         self._asyncio = asyncio.get_running_loop()
         self._loop.start()
-        self.ready = True
+        self.ready = self.loss is None
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
@@ -136,11 +136,17 @@ class Service:
         """Fails all that waits or runs, and ends the service; from another thread than those that compute and serve."""
         self.ready, self.loss = False, loss
         try:
+            self._loop.fail_waiting(loss)  # before the journal, which may wait for a slow disk
             if self._critic is not None:
                 self._critic.give_up(loss)
             self._loop.fail(loss)
         finally:
             self.end()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the thread lives that leads the ranks, which may be amid a command."""
+        return self._loop.is_running
 
     def check_ready(self) -> None:
         """Raises Unavailable where nothing is taken on, RanksLost where that is why."""
@@ -307,6 +313,8 @@ class Service:
 
     def _deliver(self, jobs: list[Job]) -> None:
         """Called on the loop's thread; a batch wakes the asyncio loop once."""
+        if not jobs:
+            return
         assert self._asyncio is not None
         try:
             self._asyncio.call_soon_threadsafe(_resolve, jobs)

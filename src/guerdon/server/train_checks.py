@@ -8,10 +8,17 @@ import numpy as np
 
 from guerdon.core import ModelInfo, TrainRequest
 from guerdon.errors import InvalidRequest
+from guerdon.server.journal import digest_of
 
 MAX_ID_LENGTH = 200
 MAX_METRICS = 64
 MAX_METRIC_LENGTH = 100
+
+
+def checked(request: TrainRequest, info: ModelInfo) -> str:
+    """The digest of a request in which nothing is wrong; raises as `check`."""
+    check(request, info)
+    return digest_of(request)
 
 
 def check(request: TrainRequest, info: ModelInfo) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.callable import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
-from guerdon.errors import InvalidRequest, SampleFailed, TrainFailed, Unsupported
+from guerdon.errors import InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ class UserCritic:
 
     max_batch_tokens = MAX_BATCH_TOKENS
     takes_all = True
+    ranks: Ranks = ALONE
+    broken = ""
+    """Why nobody knows any more what the weights are."""
 
     def __init__(
         self,
@@ -101,8 +105,26 @@ class UserCritic:
         """One optimiser step a global batch, only the first so many of them where asked.
 
         The last global batch is filled up with rows of mask 0; one without any masked token makes no step. Raises
-        TrainFailed where the model, or another part of the user's, raises.
+        TrainFailed where the model, or another part of the user's, raises; ServerFault where it does on some ranks
+        only, or not at the same step: then the ranks' weights differ, and `broken` says so.
         """
+        error, report = None, None
+        try:
+            report = self._train(request, first_steps)
+        except BaseException as e:
+            error = e
+        if self.ranks.size > 1 and not isinstance(error, RanksLost):
+            told = self.ranks.tell_all(None if error is None else self.ranks.portable(error))
+            if len({(type(e), getattr(e, "num_steps", None)) for e in told}) > 1:
+                why = "; ".join(str(e) for e in told if e is not None)
+                self.broken = f"the ranks came to train request {request.id} differently, and must be restarted: {why}"
+                raise ServerFault(self.broken) from error
+        if error is not None:
+            raise error
+        assert report is not None
+        return report
+
+    def _train(self, request: TrainRequest, first_steps: int | None) -> TrainReport:
         done: list[tuple[dict[str, Any], float, int]] = []
         num_stand, step = 0, self.step
         self._is_stepping = False
@@ -147,13 +169,14 @@ class UserCritic:
     onload = offload
 
     def state(self) -> dict[str, Any]:
-        """Step, learning rate, and how many parameters there are and how many train."""
+        """Step, learning rate, and how many parameters there are and train, and what has spoilt them."""
         parameters = list(self._model.parameters())
         return {
             "step": self.step,
             "learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "num_parameters": sum(p.numel() for p in parameters),
             "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "broken": self.broken,
         }
 
     def begin(self, step: int) -> None:

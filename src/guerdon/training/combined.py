@@ -6,18 +6,20 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from torch import distributed
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, GuerdonError, SampleFailed, ServerFault, TrainFailed
+from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed
 from guerdon.training import parallel
 from guerdon.training.critic import CriticTrainer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROBE = "Is 1 + 1 = 2? Yes, naïvely.\n"
 
@@ -30,7 +32,8 @@ class CriticWithReward:
     stays where it is: what it takes, the reward model leaves free anyway while the critic trains.
 
     Both models score the same part of the sequences on a rank. The reward model is never sharded by FSDP, so that a
-    rank without a sequence to reward need not run it.
+    rank without a sequence to reward need not run it. Ranks that hold parts of one model swap together or not at all:
+    in what one runs or saves, all of them have to be where its weights are.
     """
 
     takes_all = False
@@ -86,13 +89,14 @@ class CriticWithReward:
         """
         self._critic.check_ready()
         rewarded = [s for s in sequences if s.wants_reward]
+        any_wanted = any(self._told(bool(rewarded))) if self._swaps else bool(rewarded)
         try:
             if self._swaps and self._there is self._reward:
-                rewards = self._score_rewards(rewarded)
+                rewards = self._score_rewards(rewarded, any_wanted)
                 values = self._score_values(sequences)
             else:
                 values = self._score_values(sequences)
-                rewards = self._score_rewards(rewarded)
+                rewards = self._score_rewards(rewarded, any_wanted)
         except _NotBrought as e:
             return [ServerFault(str(e)) for _ in sequences]
         reward = iter(rewards)
@@ -138,22 +142,43 @@ class CriticWithReward:
         self._there = self._critic.engine
 
     def _score_values(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        failure = ""
-        try:
-            self._bring(self._critic.engine)
-        except _NotBrought as e:
-            failure = str(e)
-        # Ranks in step begin a forward together or not at all.
-        told = self._ranks.tell_all(failure) if self._ranks.in_step and self._swaps else [failure]
-        if failure := next((other for other in told if other), ""):
-            raise _NotBrought(failure)
+        self._bring_alike(self._critic.engine)
         return self._critic.score(sequences)
 
-    def _score_rewards(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        if not sequences:
+    def _score_rewards(self, sequences: list[Sequence], any_wanted: bool) -> list[Score | SampleFailed]:
+        """The rewards, once the model has come for whoever of those that swap together has any to make."""
+        if not any_wanted:
             return []
-        self._bring(self._reward)
-        return self._reward.score(sequences)
+        self._bring_alike(self._reward)
+        return self._reward.score(sequences) if sequences else []
+
+    def _bring_alike(self, engine: Engine) -> None:
+        """As `_bring`, on all ranks that hold parts of one model or on none of them."""
+        failure = ""
+        try:
+            self._bring(engine)
+        except _NotBrought as e:
+            failure = str(e)
+        told = self._told(failure) if self._swaps else [failure]
+        if first := next((other for other in told if other), ""):
+            if not failure:
+                self._send_away()
+            raise _NotBrought(first)
+
+    def _told(self, what: T) -> list[T]:
+        """What each of the ranks tells that swap together; they call it in the same place."""
+        if self._ranks.in_step:
+            return self._ranks.tell_all(what)
+        if self._ranks.tensor_size == 1:
+            return [what]
+        # A part of the batch is theirs alone; other parts may be without a sequence, and not be asked at all.
+        told: list[Any] = [None] * self._ranks.tensor_size
+        try:
+            with self._ranks.waiting():
+                distributed.all_gather_object(told, what, group=self._ranks.tensor_group)
+        except RuntimeError as e:
+            raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
+        return told
 
     def _bring_critic(self) -> None:
         self._critic.check_ready()
@@ -164,17 +189,19 @@ class CriticWithReward:
             except _NotBrought as e:
                 raise TrainFailed(f"{e}: nothing was changed", 0) from None
 
-        parallel.together(self._ranks, bring)
+        try:
+            parallel.together(self._ranks, bring)
+        except TrainFailed:
+            self._send_away()
+            raise
 
     def _bring(self, engine: Engine) -> None:
         """With `swap`, makes the engine the one that is on the device, or nobody where it raises _NotBrought."""
         if not self._swaps or self._there is engine:
             return
-        if self._there is not None:
-            self._there.offload()
-        # Nobody is there until the other has arrived whole: memory may not suffice for it.
-        self._there = None
         try:
+            # Nobody is there until the other has arrived whole: memory may not suffice for it.
+            self._send_away()
             engine.onload()
         except Exception as e:
             log.exception("a swap failed")
@@ -182,6 +209,12 @@ class CriticWithReward:
             which = "critic" if engine is self._critic.engine else "reward model"
             raise _NotBrought(f"the {which} cannot be brought to the device ({type(e).__name__}: {e})") from e
         self._there = engine
+
+    def _send_away(self) -> None:
+        """With `swap`, nobody is on the device then."""
+        there, self._there = self._there, None
+        if self._swaps and there is not None:
+            there.offload()
 
 
 class _NotBrought(Exception):

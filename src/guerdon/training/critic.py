@@ -211,6 +211,7 @@ class CriticTrainer:
         with torch.enable_grad():
             for loss, stats in self._losses(batch):
                 loss.backward()
+                self._optimiser.collect()
                 sums += stats
         return sums
 

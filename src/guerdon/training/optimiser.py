@@ -25,9 +25,9 @@ CONSTANTS = ("qmap1", "qmap2")
 class Optimiser:
     """Steps the parameters given by name; those of less than float32 have a float32 master that is stepped for them.
 
-    Gradients come from `backward`, as often as it is called between two steps. Everything that a step needs is
-    allocated here, so that memory which does not suffice shows at the start. Of a parameter that is sharded over ranks
-    each steps its own part: AdamW knows no other element than the one it steps.
+    Gradients come from `backward`, as often as it is called between two steps, and `collect` after each. Everything
+    that a step needs is allocated here, so that memory which does not suffice shows at the start. Of a parameter that
+    is sharded over ranks each steps its own part: AdamW knows no other element than the one it steps.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class Optimiser:
         self._parameters = parameters
         self._ranks, self._summed = ranks, summed_over_tensor_ranks
         self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
+        for name in self._copied():
+            self._collect_as_made(name)
         self._largest_norm = config.gradient_clip_val or math.inf
         make = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
         self._adamw = make(list(self._masters.values()), config)
@@ -59,21 +61,40 @@ class Optimiser:
         """That of the next step; it depends on nothing but the number of steps made."""
         return self._config.learning_rate * rate(self._config, self.step)
 
+    def collect(self) -> None:
+        """Takes what a backward pass has left in parameters of less than float32; to be called after each.
+
+        Nothing is left but where a sharded parameter was moved from one device to another: that gives it another
+        tensor, without the hook.
+        """
+        for name in self._copied():
+            if (parameter := self._parameters[name]).grad is not None:
+                self._collect(name)
+                # The list of them has stayed, and is not looked at any more.
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                self._collect_as_made(name)
+
     def sum_over_ranks(self) -> None:
         """Makes the gradients those of all ranks' parts of the batch; to be called once a step, on every rank.
 
         What FSDP shards it has summed itself.
         """
+        if self._ranks.size > 1:
+            # Gradients of a large model are long on their way, and no layer runs that would tick.
+            with self._ranks.waiting():
+                self._sum_over_ranks()
+
+    def _sum_over_ranks(self) -> None:
         ranks = self._ranks
-        if ranks.size == 1:
-            return
         whole = [name for name, p in self._parameters.items() if not parallel.is_sharded_over(p, parallel.DATA)]
         if ranks.data_size > 1 and whole:
             found = self._gradients()
             # A weight that nothing was computed with has no gradient, and is not to decay: unless another rank has one.
             has_any = ranks.total([float(name in found) for name in whole])
             wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
-            parallel.sum_gradients((self._gradient_or_zeros(name) for name in wanted), ranks.data_group)
+            # What has to be allocated is, before any rank waits for another in the sum itself.
+            made = parallel.together(ranks, lambda: [self._gradient_or_zeros(name) for name in wanted])
+            parallel.sum_gradients(made, ranks.data_group)
         if ranks.tensor_size > 1:
             found = self._gradients()
             parallel.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
@@ -83,10 +104,16 @@ class Optimiser:
         gradients = self._gradients()
         if self._ranks.size == 1:
             return torch.nn.utils.get_total_norm(list(gradients.values())).item()
-        return parallel.total_norm(gradients, self._parameters, self._ranks)
+        with self._ranks.waiting():
+            return parallel.total_norm(gradients, self._parameters, self._ranks)
 
     def apply(self, norm: float) -> None:
         """One step with the gradients, clipped by their `norm`; they are freed afterwards."""
+        with self._ranks.waiting():
+            self._apply(norm)
+
+    def _apply(self, norm: float) -> None:
+        assert all(self._parameters[name].grad is None for name in self._copied()), "gradients were not collected"
         for name in self._lent():
             master, parameter = self._masters[name], self._parameters[name]
             master.data = parallel.local(parameter)
@@ -137,6 +164,21 @@ class Optimiser:
         made = self._gradients_of(name)
         assert made is not None
         return made
+
+    def _collect_as_made(self, name: str) -> None:
+        # As soon as it is there, so that not all are held in both dtypes; FSDP calls it once it has summed over ranks.
+        self._parameters[name].register_post_accumulate_grad_hook(lambda _: self._collect(name))
+
+    def _collect(self, name: str) -> None:
+        """Adds the parameter's gradient to its master's, so that micro-batches add up in float32."""
+        parameter, master = self._parameters[name], self._masters[name]
+        gradient = parallel.local_gradient(parameter)
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad += gradient
+        parameter.grad = None
 
     def _copied(self) -> list[str]:
         """The parameters of less than float32, which have copies of their own as masters."""
@@ -202,20 +244,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     """
     if parameter.dtype == torch.float32:
         return nn.Parameter(parallel.local(parameter)) if isinstance(parameter, DTensor) else parameter
-    master = nn.Parameter(parallel.local(parameter.detach()).float())
-
-    def collect(_: Tensor) -> None:
-        gradient = parallel.local_gradient(parameter)
-        assert gradient is not None
-        if master.grad is None:
-            master.grad = gradient.float()
-        else:
-            master.grad += gradient
-        parameter.grad = None
-
-    # After every backward, so that micro-batches add up in float32; FSDP calls it once it has summed over the ranks.
-    parameter.register_post_accumulate_grad_hook(collect)
-    return master
+    return nn.Parameter(parallel.local(parameter.detach()).float())
 
 
 def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:

@@ -5,6 +5,7 @@ Legend: B rows, b rows of a micro-batch, R tokens of the longest response.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -25,6 +26,7 @@ from guerdon.engine.language import LanguageEngine
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
+from guerdon.errors import ServerFault
 from guerdon.training import adapters, checkpoint, parallel
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_state import TrainerState
@@ -59,7 +61,8 @@ class PolicyTrainer:
     bitwise. The reference is the model as loaded: with adapters itself without them, else a frozen copy.
 
     Many ranks do it together: all are given all rows, and each computes its part of them. Where any of them fails, all
-    raise the same.
+    raise the same. Once a step or a load has broken off within the weights, whatever uses them raises ServerFault, but
+    for a load that succeeds.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class PolicyTrainer:
         check_layout(config, ranks)
         self._config = config
         self._ranks = ranks
+        self._broken = ""
         self.policy = loaded
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
@@ -145,6 +149,7 @@ class PolicyTrainer:
         Each is float32 `[B,R]` on the CPU, entry r about the response's token r, 0 beyond the response. Rows are int64
         `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt is empty.
         """
+        self._check_whole()
         return self._gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
 
     def reference_logprobs(
@@ -250,6 +255,7 @@ class PolicyTrainer:
         (int64 `[b]`) that these have among `rows`; R is the longest response among all of `rows`. The shares add up to
         the batch's loss, which is in the sums that are returned. Where anything is raised, no gradients are left.
         """
+        self._check_whole()
         own, own_count = PolicyLossStats(), 0
 
         def add_gradients() -> None:
@@ -260,9 +266,11 @@ class PolicyTrainer:
                 ):
                     if not len(members):
                         (logprobs.sum() * 0).backward()
+                        self._optimiser.collect()
                         continue
                     share, stats = loss(logprobs, entropies, members)
                     share.backward()
+                    self._optimiser.collect()
                     own += stats
                     own_count += 1
 
@@ -282,6 +290,7 @@ class PolicyTrainer:
 
         Where no token counts or the gradient's norm is not finite, nothing is changed, the schedule included.
         """
+        self._check_whole()
         sums, count = self._sums, self._num_micro_batches
         try:
             self._optimiser.sum_over_ranks()
@@ -290,10 +299,22 @@ class PolicyTrainer:
             if skipped:
                 log.warning("a step is left out: %g tokens count, the gradient's norm is %g", sums.sum_mask, norm)
             else:
-                self._optimiser.apply(norm)
+                with self._changing("a step broke off inside the optimiser"):
+                    parallel.together(self._ranks, lambda: self._optimiser.apply(norm))
         finally:
             self._drop()
         return StepReport(sums, norm, rate, skipped, count)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise ServerFault(self._broken)
+
+    @contextlib.contextmanager
+    def _changing(self, fault: str) -> Iterator[None]:
+        """What breaks off within it leaves weights that nobody asked for: they are not used again."""
+        self._broken = f"{fault}, which left the policy's weights spoilt: load a checkpoint"
+        yield
+        self._broken = ""
 
     def _drop(self) -> None:
         """Begins a step with no gradients."""
@@ -318,6 +339,7 @@ class PolicyTrainer:
         `AutoModelForCausalLM.from_pretrained` reads the policy from it, too. Every rank must call it, with the same
         folder; what is written does not tell how many there were.
         """
+        self._check_whole()
         self._state().write(folder, self._files, {"weights_version": self.weights_version})
 
     def load(self, folder: Path) -> None:
@@ -325,7 +347,8 @@ class PolicyTrainer:
         be."""
         _, restore = parallel.together(self._ranks, lambda: self._state().open(folder))
         self._drop()
-        parallel.together(self._ranks, restore)
+        with self._changing("a checkpoint was read only in part"):
+            parallel.together(self._ranks, restore)
 
     def _state(self) -> TrainerState:
         made_with = {

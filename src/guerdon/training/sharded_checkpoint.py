@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.tensor import DTensor
 
 from guerdon.distributed.ranks import Ranks
-from guerdon.errors import CheckpointError, ServerFault
+from guerdon.errors import CheckpointError, RanksLost, ServerFault
 from guerdon.training import checkpoint, parallel
 
 
@@ -36,7 +36,8 @@ def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Rank
     """Writes what `checkpoint.write_tensors` writes of the whole tensors; all ranks must call it.
 
     The ranks take turns by file: each gathers all parts of its own, and no rank holds more than a file of them. Raises
-    StorageFailed, on every rank, where the disk of any does not take them.
+    StorageFailed, on every rank, where the disk of any does not take them; and at once where a rank cannot gather, for
+    which the others wait.
     """
     on_paper = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     plan = split_torch_state_dict_into_shards(
@@ -49,13 +50,17 @@ def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Rank
         for name in names:
             # What gathers is a collective: a rank whose disk is full goes on with it.
             whole = _whole(tensors[name])
-            if is_own:
-                part[name] = whole.cpu()
+            try:
+                if is_own and error is None:
+                    part[name] = whole.cpu()
+            # To be told to the others, once they are through, too: the host's memory, or below its disk.
+            except Exception as e:
+                error = e
+                part.clear()
             del whole
         try:
-            if is_own:
+            if is_own and error is None:
                 checkpoint.write_file(folder / file, part)
-        # To be told to the others, once they are through, too.
         except Exception as e:
             error = e
 
@@ -84,6 +89,9 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         if isinstance(why, OSError) or "SafetensorError" in type(why).__name__:
             raise checkpoint.storage_failed(folder, why) from e  # type: ignore[arg-type]
         raise ServerFault(f"{folder} cannot be written by rank {rank}: {type(why).__name__}: {why}") from e
+    except RuntimeError as e:
+        # What dcp does by itself on a rank it reports as above; this is a connection's.
+        raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -92,19 +100,32 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 class StoredParts:
     """A folder that `write_parts` wrote, whose shapes are known and whose files are open to be read."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where a file is damaged, or a part of a tensor is missing."""
+    def __init__(self, folder: Path, own: dict[str, Tensor]) -> None:
+        """`own` are the tensors that it is to be read into.
+
+        Raises CheckpointError where a file is damaged, or a part of a tensor is missing.
+        """
         self.folder = folder
         metadata = _metadata(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, found in metadata.items():
             self.shapes[name] = tuple(found.size)
             num_read = sum(math.prod(chunk.sizes) for chunk in found.chunks)
-            if num_read != math.prod(found.size):
+            wanted = _wanted(self.shapes[name], tuple(own[name].shape) if name in own else ())
+            if num_read != math.prod(wanted):
                 raise CheckpointError(
-                    f"{folder} holds {num_read} of the {math.prod(found.size)} numbers of {name}: files are missing",
+                    f"{folder} holds {num_read} of the {math.prod(wanted)} numbers of {name}: files are missing",
                     "copy the whole checkpoint, or load another",
                 )
+
+
+def _wanted(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of which the files should have all: as far as their parts reach, or the model's own.
+
+    That parts are missing behind the last one that is there does not show in the files.
+    """
+    is_short = len(found) == len(own) and all(a <= b for a, b in zip(found, own, strict=True))
+    return own if is_short else found
 
 
 def _metadata(folder: Path) -> dict[str, Any]:

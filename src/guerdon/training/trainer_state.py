@@ -114,7 +114,7 @@ class TrainerState:
             checkpoint.check_same({name: tensor.shape for name, tensor in stored.items()}, own, folder)
             return lambda: self.optimiser.restore(step, lambda name: stored[name][...])
         shapes = (
-            sharded_checkpoint.StoredParts(folder / PARTS).shapes
+            sharded_checkpoint.StoredParts(folder / PARTS, own).shapes
             if in_parts
             else {name: tensor.shape for name, tensor in checkpoint.open_tensors(folder, "optimizer").items()}
         )

@@ -56,7 +56,7 @@ def stored(folder: Path) -> Path:
 
 def test_parts_are_read_into_whole_tensors(tmp_path: Path) -> None:
     folder = stored(tmp_path / "optimizer")
-    assert sharded_checkpoint.StoredParts(folder).shapes == {"a": (2, 3), "step": (), "count": ()}
+    assert sharded_checkpoint.StoredParts(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
     own = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     sharded_checkpoint.read_into(folder, own)
     assert all(torch.equal(own[name], tensor) for name, tensor in TENSORS.items())
@@ -67,7 +67,17 @@ def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        sharded_checkpoint.StoredParts(folder)
+        sharded_checkpoint.StoredParts(folder, TENSORS)
     file.unlink()
     with pytest.raises(CheckpointError, match="no files"):
-        sharded_checkpoint.StoredParts(folder)
+        sharded_checkpoint.StoredParts(folder, TENSORS)
+
+
+def test_a_last_part_that_is_missing_is_told(tmp_path: Path) -> None:
+    """The files do not show that there was more behind what they hold."""
+    own = TENSORS | {"a": torch.zeros(4, 3)}
+    with pytest.raises(CheckpointError, match="6 of the 12 numbers of a: files are missing"):
+        sharded_checkpoint.StoredParts(stored(tmp_path / "optimizer"), own)
+    # Of a larger one all is there: which is another model's, as `check_same` says.
+    own = TENSORS | {"a": torch.zeros(1, 3)}
+    assert sharded_checkpoint.StoredParts(tmp_path / "optimizer", own).shapes["a"] == (2, 3)

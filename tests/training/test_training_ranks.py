@@ -26,7 +26,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     critic, policy = zoo.checkpoint("qwen3", folder / "critic"), zoo.language_model("qwen3", folder / "policy")
     told = on_ranks.learn(critic, policy, folder / "one")
     del told["trainers"]
-    told["more"] = on_ranks.more_settings(critic)
     torch.save(told, folder / "one" / "told.pt")
     return critic, policy, folder
 
@@ -60,7 +59,9 @@ def check(told: dict[str, Any], one: dict[str, Any], name: str) -> None:
 def check_more(told: dict[str, Any], one: dict[str, Any], name: str) -> None:
     """Half precision, adapters and 8-bit states: close where the layout has them."""
     has = {"data": {"bfloat16", "lora", "8bit"}, "fsdp": {"bfloat16", "lora"}}.get(name, {"bfloat16"})
-    for kind, limit in {"bfloat16": 2e-3, "lora": 1e-4, "8bit": 1e-3}.items():
+    limits = {"bfloat16": 2e-3, "lora": 1e-4, "8bit": 1e-3}
+    for kind in one:
+        limit = limits[kind]
         if kind in has:
             worst = max(differences(told[kind], one[kind]).values())
             print(f"{name}: {kind}: {worst:.1e}")
@@ -69,12 +70,15 @@ def check_more(told: dict[str, Any], one: dict[str, Any], name: str) -> None:
             assert isinstance(told[kind], str) and "tensor_parallel" in told[kind], (name, kind)
 
 
-def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str]) -> None:
+def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str], kinds: tuple[str, ...]) -> None:
     critic, policy, out = folders
-    out = out.parent / f"{out.name}-{num_processes}"
+    more = on_ranks.more_settings(critic, kinds)
+    out = out.parent / f"{out.name}-{num_processes}-{len(kinds)}"
     out.mkdir()
     (out / "one").symlink_to(folders[2] / "one")
-    ended = launched(Path(on_ranks.__file__), num_processes, critic, policy, out, *names, timeout_s=600)
+    ended = launched(
+        Path(on_ranks.__file__), num_processes, critic, policy, out, ",".join(kinds), *names, timeout_s=600
+    )
     print(ended.output)
     assert ended.code == 0 and ended.output.count("done") == num_processes, ended.output
     one = torch.load(out / "one" / "told.pt", weights_only=False)
@@ -82,7 +86,7 @@ def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str]) 
     for name in names:
         told = torch.load(out / name / "told.pt", weights_only=False)
         check(told, one, name)
-        check_more(told["more"], one["more"], name)
+        check_more(told["more"], more, name)
         for kind, trainer in own.items():
             trainer.load(out / name / kind)
             assert on_ranks.same(on_ranks.state(trainer), told[kind]), (name, kind)
@@ -96,10 +100,16 @@ def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str]) 
 
 @pytest.mark.timeout(700)
 def test_two_processes_train_as_one(folders: tuple[Path, Path, Path]) -> None:
-    run(folders, 2, ["data", "tensor", "fsdp"])
+    run(folders, 2, ["data", "tensor", "fsdp"], ("bfloat16",))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_two_processes_train_as_one_with_adapters_and_small_states(folders: tuple[Path, Path, Path]) -> None:
+    run(folders, 2, ["tensor", "data", "fsdp"], tuple(on_ranks.MORE))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_four_processes_train_as_one(folders: tuple[Path, Path, Path]) -> None:
-    run(folders, 4, ["data", "fsdp", "tensor", "tensor-fsdp"])
+    run(folders, 4, ["data", "fsdp", "tensor", "tensor-fsdp"], tuple(on_ranks.MORE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from guerdon.actor.settings import (
 )
 from guerdon.config import CriticConfig, ModelConfig, ParallelConfig
 from guerdon.errors import ConfigError, GuerdonError
+from launched import launched
 
 EVEN = ModelConfig(model="actor.reward_functions:even", name="even")
 TP2 = ParallelConfig(tensor_parallel=2)
@@ -86,11 +89,12 @@ def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) 
     nowhere, bad = config_of(folder, url, tmp_path / "nowhere"), config_of(folder, url, tmp_path / "bad")
     nowhere.rollouts.engine = "vllm"
     bad.reinforce.clip_low = 0.0
-    made, not_loaded, of_vllm, of_bad = together(
+    made, not_loaded, no_trainer, of_vllm, of_bad = together(
         2,
         [
             Job(config_of(folder, url, tmp_path / "two")),
-            Job(config_of(folder, url, tmp_path / "none"), cannot_load=1),
+            Job(config_of(folder, url, tmp_path / "none"), broken="load_policy"),
+            Job(config_of(folder, url, tmp_path / "none"), broken="PolicyTrainer"),
             Job(nowhere),
             Job(bad),
         ],
@@ -101,12 +105,28 @@ def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) 
     # What cannot start ends all ranks, and rank 0 says why.
     for ranks, kind, text in (
         (not_loaded, GuerdonError, "rank 1 on .*no room for it"),
+        (no_trainer, GuerdonError, "rank 1 on .*no room for it"),
         (of_vllm, ConfigError, "rollouts.engine is vllm, and the policy is on 2 ranks"),
         (of_bad, ConfigError, "reinforce.clip_low is 0"),
     ):
         with pytest.raises(kind, match=text):
             raise ranks[0].error or AssertionError("no error")
         assert (ranks[1].status, ranks[1].error) == (0, None)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_start_while_others_wait_in_its_layers_ends_all(
+    folder: Path, url: str, tmp_path: Path
+) -> None:
+    """FSDP gathers weights where it runs a layer, so that the others hear nothing of what befell it."""
+    layout = ParallelConfig(fsdp=True, rank_timeout_s=5.0)
+    (tmp_path / "jobs").write_bytes(
+        pickle.dumps([Job(config_of(folder, url, tmp_path / "none", parallel=layout), broken="PolicyTrainer")])
+    )
+    ended = launched("actor.rank_runs", 2, tmp_path / "jobs", tmp_path, timeout_s=60.0)
+    assert ended.code == 1 and re.search(r"exitcode *: 70 ", ended.output), ended.output
+    assert "no room for it" in ended.output, ended.output
+    assert re.search(r"rank 1 \(.*\) failed alone", ended.output), ended.output
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""What the command says to its user, and what it needs before it begins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from guerdon.config import CriticConfig
+from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import num_started
+from guerdon.errors import ConfigError, StartError
+
+
+def described(info: ModelInfo) -> str:
+    """A served model in one line."""
+    if info.kind == "sum":
+        return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
+    path = info.path + (f" ({info.why})" if info.why else "")
+    return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, weights {info.weights_version}, {path}"
+
+
+def kept(critic: CriticConfig) -> str:
+    """What becomes of what a critic learns."""
+    if critic.checkpoint_dir is None:
+        return "WHAT IT LEARNS IS LOST WITH THIS SERVER: give --checkpoint-dir to keep it"
+    return f"what it learns is kept in {critic.checkpoint_dir}"
+
+
+def need(*modules: str) -> None:
+    """Raises StartError where the optional parts of the installation are missing, without importing them."""
+    from importlib.util import find_spec
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        extra = "actor" if "matplotlib" in modules else "server"
+        raise StartError(f"{', '.join(missing)} is not installed", f"pip install 'guerdon[{extra}]'")
+
+
+def check_alone(command: str) -> None:
+    """Raises ConfigError where torchrun has started several processes of a command that is one."""
+    if num_started() > 1:
+        raise ConfigError(
+            f"guerdon {command} is one process, and torchrun has started {num_started()}",
+            "run it without torchrun (or with WORLD_SIZE unset); `guerdon serve` shares a model between processes",
+        )
+
+
+def set_up(log_level: str) -> None:
+    """The log, and where users' modules are looked for."""
+    rank, level = "", log_level.upper()
+    if num_started() > 1:
+        rank = f" rank {os.environ.get('RANK', '?')}"
+        if not _is_first("RANK") and level in ("DEBUG", "INFO"):
+            level = "WARNING"  # the others do what rank 0 does, which says it
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
+    for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    # A scorer given as module:function is looked for where the command is run, as `python -m` would.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _is_first(rank: str) -> bool:
+    """Whether this process is the one that speaks, of all that torchrun has started, or of this host's (LOCAL_RANK)."""
+    return os.environ.get(rank, "0") == "0"
+
+
+def say(text: str) -> None:
+    """Tells the user, once for all ranks."""
+    if _is_first("RANK"):
+        print(f"guerdon: {text}", flush=True)
+
+
+def fail(what: object, help_text: str | None, status: int) -> int:
+    """Tells the user what is wrong and what to do, once a host; returns `status`."""
+    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, and a file may be missing on one host alone
+        return status
+    print(f"guerdon: {what}", file=sys.stderr)
+    for note in getattr(what, "__notes__", ()):
+        print(f"  {note}", file=sys.stderr)
+    if help_text:
+        print(f"help: {help_text}", file=sys.stderr)
+    return status
