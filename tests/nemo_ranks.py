@@ -40,6 +40,7 @@ def main(reward_port: int, critic_port: int) -> None:
     apart = weights - over_all_ranks(weights.clone()) / distributed.get_world_size()
     assert trainer.step == 2 and not apart.any()
     print(f"RANK {distributed.get_rank()} HOLDS", flush=True)
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -147,7 +147,9 @@ def test_the_reward_model_has_settings_of_its_own(folder: Path, tmp_path: Path) 
 def test_a_revision_is_of_one_of_the_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     plain = assembly.build_scorer
-    monkeypatch.setattr(assembly, "build_scorer", lambda config: (asked.append(config.revision), plain(config))[1])
+    monkeypatch.setattr(
+        assembly, "build_scorer", lambda config, ranks: (asked.append(config.revision), plain(config, ranks))[1]
+    )
     paths = {"model": str(folder / "model"), "reward_model": str(folder / "reward")}
     assembly.build_trainer(CriticConfig(**paths, revision="a"))
     assembly.build_trainer(CriticConfig(**paths, revision="a", reward_revision="b"))

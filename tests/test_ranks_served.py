@@ -206,6 +206,7 @@ def test_what_outlasts_the_grace_is_told_so_and_the_launcher_starts_anew(tmp_pat
         assert "this server ends amid it" in launch.output() and launch.processes() == []
 
 
+@pytest.mark.slow
 def test_nemo_aligners_servers_run_on_every_rank() -> None:
     ports = free_port(), free_port()
     reward_url, critic_url = (f"http://127.0.0.1:{port}" for port in ports)

@@ -60,14 +60,14 @@ def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str) 
 
 @pytest.mark.timeout(300)
 def test_two_ranks(folder: Path) -> None:
-    """Tensor parallel, data parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows."""
-    check(folder, 2, ("qwen3",), "2", "1", "1f")
+    """Tensor parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows."""
+    check(folder, 2, ("qwen3",), "2", "1f")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_with_a_llama(folder: Path) -> None:
-    check(folder, 2, ("llama",), "2", "1", "1f")
+def test_two_ranks_in_every_layout(folder: Path) -> None:
+    check(folder, 2, ("llama", "qwen3"), "2", "1", "1f")
 
 
 @pytest.mark.slow
@@ -78,6 +78,7 @@ def test_four_ranks(folder: Path, layout: str) -> None:
     check(folder, 4, ("llama", "qwen3"), layout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_cannot_be_divided(tmp_path: Path) -> None:
     """Each rank is told in one line what is wrong and what to do, also where only one of them cannot load."""
