@@ -81,16 +81,23 @@ def launching(
 
     `options` are torchrun's own, in place of `--standalone`. Modules of `tests/` and guerdon's sources can be imported.
     """
-    mark = uuid.uuid4().hex
-    paths = os.pathsep.join([str(Path(guerdon.__file__).parents[1]), str(Path(__file__).parent)])
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", MARK: mark}
     what = [str(target)] if str(target).endswith(".py") else ["-m", str(target)]
     command = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
     command += ["--nproc-per-node", str(nproc), *what, *map(str, args)]
+    with started(command, env, str(Path(guerdon.__file__).parents[1])) as launch:
+        yield launch
+
+
+@contextmanager
+def started(command: list[str], env: dict[str, str] | None, source: str) -> Iterator[Launch]:
+    """The command with a mark and a log of its own, and `source` and this folder to import from; ended on leaving."""
+    mark = uuid.uuid4().hex
+    paths = os.pathsep.join([source, str(Path(__file__).parent)])
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", MARK: mark}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
-            torchrun = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -98,7 +105,7 @@ def launching(
                 env=os.environ | own | (env or {}),
                 start_new_session=True,
             )
-        launch = Launch(torchrun, log, mark)
+        launch = Launch(process, log, mark)
         try:
             yield launch
         finally:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launched import MARK, Launch
+from launched import Launch, started
 from processes import environment
 
 _CLONE_NEWNET = 0x40000000
@@ -63,25 +63,8 @@ class Host:
     @contextmanager
     def launching(self, *command: object, env: dict[str, str] | None = None) -> Iterator[Launch]:
         """Starts the command on this host; ends it and all that it started on leaving."""
-        mark = uuid.uuid4().hex
-        paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
-        own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", MARK: mark}
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log"
-            with log.open("wb") as file:
-                started = subprocess.Popen(
-                    self.command(*command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | own | (env or {}),
-                    start_new_session=True,
-                )
-            launch = Launch(started, log, mark)
-            try:
-                yield launch
-            finally:
-                launch.kill()
+        with started(self.command(*command), env, environment()["PYTHONPATH"]) as launch:
+            yield launch
 
 
 @dataclass(frozen=True)
