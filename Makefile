@@ -8,9 +8,13 @@ DATA   ?=
 LIMIT  ?=
 OUT    ?= out/demo
 ARGS   ?=
+JOBS   ?= 2
+
+# Files of tests run side by side, each with one thread for torch.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all trainers ray check format bench clean
+.PHONY: help demo test test-all fuzz trainers ray check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,11 +22,15 @@ help:  ## this list
 demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (DATA=FILE.jsonl[.gz]: score your own lines)
 	$(BIN)/guerdon demo --out $(OUT) $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
 
-test: $(VENV)/.dev  ## the quick tests
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+test: $(VENV)/.dev  ## the quick tests, JOBS=2 files at a time
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
+
+fuzz: $(VENV)/.dev  ## a million inputs and more to codecs, forms and a server (ARGS="--inputs 20000": fewer)
+	$(PIP) install -c constraints.txt -e '.[dev,fuzz]'
+	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/run.py $(ARGS)
 
 trainers: $(VENV)/.dev  ## try the real trainers, each in an environment of its own (gigabytes, once)
 	$(BIN)/python tests/trainers/environments.py --missing
@@ -32,11 +40,19 @@ ray: $(VENV)/.dev  ## install Ray too (300 MB, once), and try the service as a R
 	$(PIP) install -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
 
-check: $(VENV)/.dev  ## format, lint, types, and who may import whom
+check: $(VENV)/.dev  ## format, lint, types, unsafe calls, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -c pyproject.toml -r src
 	$(BIN)/python -m pytest -q tests/test_layout.py
+
+audit: $(VENV)/.dev  ## unsafe calls, and known holes in what is installed (asks PyPI)
+	$(BIN)/bandit -q -c pyproject.toml -r src
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip -qq --disable-pip-version-check install 'pip-audit>=2.9,<3'
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement $(VENV)/audit/installed.txt $(ARGS)
 
 format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .

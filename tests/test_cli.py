@@ -87,10 +87,10 @@ def test_without_flags_all_are_defaults() -> None:
 def test_flags_go_before_yaml(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
-        "port: 1000\nhost: 0.0.0.0\nmodels:\n  - {model: m, dtype: float16, name: a, deterministic: true}\n"
+        "port: 1000\nhost: 127.0.0.9\nmodels:\n  - {model: m, dtype: float16, name: a, deterministic: true}\n"
     )
     config = settings("--config", str(file), "--port", "2000", "--name", "b", "--no-deterministic")
-    assert (config.port, config.host) == (2000, "0.0.0.0")
+    assert (config.port, config.host) == (2000, "127.0.0.9")
     assert config.models == [ModelConfig(model="m", dtype="float16", name="b")]
 
 

@@ -30,11 +30,10 @@ from guerdon.server.service import Service
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 20.0
-"""As runtime.GRACE_S, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
+_MOST_GRACE_S = 20.0
+"""Of `shutdown_timeout_s`, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
 _LAST_WORDS_S = 5.0
 """How long a server that has lost a rank may take to say so to its clients."""
-_LATE = f"not done within the {_GRACE_S:g} s that this server had left when it was told to stop; it was taken back"
 
 
 def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
@@ -111,9 +110,18 @@ class _Models:
     served: list[tuple[ModelConfig, Any]]
     learner: Any = None
 
-    def worker(self, config: ServerConfig, ranks: Ranks) -> Worker:
+    def worker(self, config: ServerConfig, parts: Parts, ranks: Ranks) -> Worker:
         scorers = {model.name: scorer for model, scorer in self.served}
-        return Worker(scorers, {config.critic.name: self.learner} if config.critic else {}, ranks)
+        settings = {model.name: model for model in config.models}
+
+        def load(name: str, folder: str) -> Any:
+            """What may take a model's place; StartError where it is not to be had, or fails on the self-check."""
+            with _alike(ranks):
+                scorer = parts.scorer(dataclasses.replace(settings[name], model=folder), ranks)
+            scorer.check_scores()
+            return scorer
+
+        return Worker(scorers, {config.critic.name: self.learner} if config.critic else {}, ranks, load)
 
 
 def build_service(config: ServerConfig, parts: Parts = PLAIN) -> Service:
@@ -123,7 +131,7 @@ def build_service(config: ServerConfig, parts: Parts = PLAIN) -> Service:
     own, also where it is one of several.
     """
     models = _load(config, parts, ALONE)
-    return _service(config, parts, models, Group(models.worker(config, ALONE)), ALONE)
+    return _service(config, parts, models, Group(models.worker(config, parts, ALONE)), ALONE)
 
 
 def run(
@@ -164,7 +172,7 @@ def run(
 
 def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
     with asking(pulse.ask_to_stop):
-        worker = _load(config, parts, ranks).worker(config, ranks)
+        worker = _load(config, parts, ranks).worker(config, parts, ranks)
         worker.watch(pulse.tick)
         runtime.settle()
         Group(worker, ranks, pulse).follow()
@@ -178,12 +186,16 @@ def _lead(
     on_loaded: Callable[[Service], None] | None,
     on_started: runtime.OnStarted | None,
 ) -> None:
-    stop, late, service = threading.Event(), RanksLost(_LATE), None
+    grace_s = min(config.shutdown_timeout_s, _MOST_GRACE_S)
+    late = RanksLost(
+        f"not done within the {grace_s:g} s that this server had left when it was told to stop; it was taken back"
+    )
+    stop, service = threading.Event(), None
     pulse.on_stop = stop.set
     with contextlib.ExitStack() as starting:
         starting.enter_context(asking(stop.set))
         models = _load(config, parts, ranks)
-        worker = models.worker(config, ranks)
+        worker = models.worker(config, parts, ranks)
         worker.watch(pulse.tick)
         group = Group(worker, ranks, pulse)
         try:
@@ -194,7 +206,7 @@ def _lead(
             starting.close()
             if stop.is_set():
                 service.end()
-            runtime.run(service, config, on_started=on_started, grace_s=_GRACE_S, late=late)
+            runtime.run(service, config, on_started=on_started, grace_s=grace_s, late=late)
         except _Stopped:
             group.end()
             return
@@ -208,7 +220,7 @@ def _lead(
             group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
             raise
     if not group.has_ended:
-        log.error("what was accepted is not done within %g s of the signal: this server ends amid it", _GRACE_S)
+        log.error("what was accepted is not done within %g s of the signal: this server ends amid it", grace_s)
         assert service is not None
         if service.loss is None:
             service.lost(late)  # nobody waits for it any more, and at the next start it is not done
@@ -285,13 +297,14 @@ def _service(
 
     Raises _Stopped where `stop` is set before a durable critic is where it was.
     """
+    of_ranks: dict[str, Any] = {"num_parts": ranks.data_size, "is_alone": ranks.size == 1}
     if config.critic is None:
-        service = Service(group, models.served, config, parts.limits, num_parts=ranks.data_size)
+        service = Service(group, models.served, config, parts.limits, **of_ranks)
     else:
         operations = parts.critic(config.critic, models.learner)
         try:
             operations.restore(_Stoppable(group, stop) if stop is not None else group)
-            service = Service(group, models.served, config, parts.limits, operations, num_parts=ranks.data_size)
+            service = Service(group, models.served, config, parts.limits, operations, **of_ranks)
         except BaseException:
             operations.close()
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from guerdon import __version__, console
+from guerdon.access import without_key
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
 from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import ModelInfo
@@ -255,7 +256,8 @@ def run_score(args: argparse.Namespace) -> int:
         unused = next((flag for flag in flags if flag != "name"), None)
         if unused is not None:
             raise ConfigError(
-                f"--{unused.replace('_', '-')} is given, but the model runs at {args.server[0]}", "leave it out"
+                f"--{unused.replace('_', '-')} is given, but the model runs at {without_key(args.server[0])}",
+                "leave it out",
             )
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:

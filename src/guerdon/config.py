@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from guerdon.access import AccessConfig, check_reach, check_tls
 from guerdon.core import Operation
 from guerdon.errors import ConfigError
 from guerdon.fields import convert, setting
@@ -71,6 +72,9 @@ class EngineConfig(ForwardConfig):
     max_queue_tokens: int = setting(4_000_000, "tokens that may wait; beyond it requests are refused with 503", least=1)
     max_queue_sequences: int = setting(
         16_384, "sequences that may wait; beyond it requests are refused with 503", least=1
+    )
+    recheck_share: float = setting(
+        0.0, "share of the scored sequences that are scored again by the plain forward, and compared", least=0, most=1
     )
 
 
@@ -186,21 +190,41 @@ class RewardConfig:
 
 
 @dataclass
-class ServerConfig(ParallelConfig):
-    """One server: its sockets, its limits and its models."""
+class LimitsConfig:
+    """What a server's clients may have of it, whatever they do."""
 
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
-    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0, most=65_535)
     max_body_mb: int = setting(256, "largest request body in MiB; a larger one is refused before it is read", least=1)
+    max_request_sequences: int = setting(65_536, "sequences of one request; one of more is refused", least=1)
     max_requests: int = setting(4096, "requests in progress at once; beyond it 503", least=1)
     max_bodies_mb: int = setting(
         2048, "MiB that the bodies of the requests in progress may have together; beyond it 503", least=1
+    )
+    max_connections: int = setting(16_384, "HTTP connections at once; beyond it 503", least=1)
+    header_timeout_s: float = setting(
+        20.0, "seconds in which a connection's first request, and the head of every request, must have come", least=0.1
+    )
+    read_timeout_s: float = setting(60.0, "seconds in which at least some more of a body must have come", least=0.1)
+    write_timeout_s: float = setting(60.0, "seconds in which a client must have read some of its answer", least=0.1)
+    idle_timeout_s: float = setting(
+        3600.0, "seconds that a connection may stay without a request; a trainer's outlive its other phases", least=0.1
     )
     request_timeout_s: float = setting(
         600.0,
         "longest time a request may wait when it sets no time-out itself; a critic's wait as long as it takes",
         least=0,
+    )
+    shutdown_timeout_s: float = setting(30.0, "seconds that accepted work has after the signal to stop", least=0)
+
+
+@dataclass
+class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig):
+    """One server: its sockets, its limits and its models."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
+    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0, most=65_535)
+    model_repository: str | None = setting(
+        None, "folder of the checkpoints that a key of the role admin may load while the server runs"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
@@ -236,6 +260,8 @@ def check(settings: Any, where: str = "") -> None:
     if isinstance(settings, CriticConfig):
         _check_critic(settings)
     if isinstance(settings, ServerConfig):
+        check_tls(settings)
+        check_reach(settings, settings.host)
         _check_names(settings)
         if settings.fsdp and settings.critic is None:
             raise ConfigError(

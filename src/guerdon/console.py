@@ -10,6 +10,7 @@ from guerdon.config import CriticConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, StartError
+from guerdon.server.logs import OneLine
 
 
 def described(info: ModelInfo) -> str:
@@ -53,7 +54,9 @@ def set_up(log_level: str) -> None:
         rank = f" rank {os.environ.get('RANK', '?')}"
         if not _is_first("RANK") and level in ("DEBUG", "INFO"):
             level = "WARNING"  # the others do what rank 0 does, which says it
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # A scorer given as module:function is looked for where the command is run, as `python -m` would.

@@ -26,6 +26,9 @@ class Signal(IntEnum):
     LOAD = 6
     OFFLOAD = 7
     ONLOAD = 8
+    SWITCH = 9
+    UNLOAD = 10
+    RELEASE = 11
 
 
 class Operation(StrEnum):
@@ -248,9 +251,12 @@ class CriticState:
 class Command:
     """One order to the worker of every rank: what to do, with which model, on what.
 
-    `first_steps` bounds a TRAIN to so many of its global batches; `folder` is where SAVE writes and LOAD reads.
+    `first_steps` bounds a TRAIN to so many of its global batches; `folder` is where SAVE writes and LOAD reads. A LOAD
+    of what only scores puts it beside the model that serves, whose place it takes by SWITCH; UNLOAD leaves that place
+    empty, and RELEASE gives back what is held beside it, and memory that is nobody's any more.
     `lineage` is a number that no LOAD had before where a client goes back to a checkpoint, so that what is learnt
-    from there gets versions of its own; None goes on under the saved one, as a restart does.
+    from there gets versions of its own; None goes on under the saved one, as a restart does. A FORWARD that is `plain`
+    goes by the plain forward, whichever path the model otherwise takes.
     """
 
     signal: Signal
@@ -260,6 +266,7 @@ class Command:
     first_steps: int | None = None
     folder: str = ""
     lineage: int | None = None
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +277,8 @@ class ModelInfo:
     those of the columns of `attributes`. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
     `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
-    folder, hub id or function that it was loaded from, as it was named.
+    folder, hub id or function that it was loaded from, as it was named. `step_rule` tells where steps end, and how
+    their rewards make the whole's.
     """
 
     name: str
@@ -291,6 +299,7 @@ class ModelInfo:
     path: str = "single"
     why: str = ""
     source: str = ""
+    step_rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)

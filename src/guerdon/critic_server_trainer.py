@@ -31,7 +31,8 @@ class CriticServerTrainer:
     """Serves a user's critic as `critic_infer`, `critic_train`, `critic_save`, and trains it with their optimiser.
 
     `critic_validate` and `critic_state` come with them. `host` is the address to listen on: this machine alone by
-    default, where NeMo-Aligner's class listens on all of its addresses (0.0.0.0).
+    default, where NeMo-Aligner's class listens on all of its addresses. 0.0.0.0 needs keys in GUERDON_API_KEYS, or
+    `allow_anonymous`, as other machines reach it.
 
     `model` is a torch module with `infer(inputs=(tokens [B,T], lengths [B])) -> values [B,T]`, or, where
     `cfg.combine_rm_and_critic_server`, `infer_rm_critic` of the same inputs `-> (rewards [B] or [B,1], values)`; and
@@ -59,6 +60,7 @@ class CriticServerTrainer:
         model_forward_micro_batch_size: int,
         *,
         host: str = "127.0.0.1",
+        allow_anonymous: bool = False,
     ) -> None:
         sizes = _setting(cfg, "inference_micro_batch_size")
         self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
@@ -69,7 +71,11 @@ class CriticServerTrainer:
         self.logger, self.ckpt_callback, self.gbs = logger, ckpt_callback, gbs
         is_combined = bool(_setting(cfg, "combine_rm_and_critic_server"))
         self.config = ServerConfig(
-            host=host, port=int(_setting(cfg, "port")), grpc_port=None, critic=CriticConfig(name=_NAME)
+            host=host,
+            port=int(_setting(cfg, "port")),
+            grpc_port=None,
+            allow_anonymous=allow_anonymous,
+            critic=CriticConfig(name=_NAME),
         )
         self.critic = UserCritic(
             ModelInfo(

@@ -3,6 +3,8 @@
 GuerdonError
 ├── InvalidRequest          400 INVALID_ARGUMENT     the request is wrong; the same again fails again
 │   └── UnknownModel        400 NOT_FOUND            no model of that name is served here
+├── Unauthenticated         401 UNAUTHENTICATED      no key, or one that this server does not know
+├── Forbidden               403 PERMISSION_DENIED    the key's role does not allow it
 ├── RouteNotFound           404 NOT_FOUND
 ├── MethodNotAllowed        405 UNIMPLEMENTED
 ├── PayloadTooLarge         413 RESOURCE_EXHAUSTED   larger than the server accepts; never read to its end
@@ -66,6 +68,18 @@ class UnknownModel(InvalidRequest):
     """No model of that name (or version) is served here."""
 
     grpc = "NOT_FOUND"
+
+
+class Unauthenticated(GuerdonError):
+    """The request has no key, or one that is not known here."""
+
+    http, grpc = 401, "UNAUTHENTICATED"
+
+
+class Forbidden(GuerdonError):
+    """The key is known, and does not allow what was asked."""
+
+    http, grpc = 403, "PERMISSION_DENIED"
 
 
 class RouteNotFound(GuerdonError):

@@ -45,7 +45,8 @@ class LocalRewardModel:
         """
         config: ModelConfig = from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)})
         check(config)
-        self._service = build_service(ServerConfig(models=[config], request_timeout_s=_FOREVER_S))
+        limits = {"request_timeout_s": _FOREVER_S, "max_request_sequences": sys.maxsize}
+        self._service = build_service(ServerConfig(models=[config], **limits))  # type: ignore[arg-type]
         self._name = config.name
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="guerdon-local", daemon=True)

@@ -17,10 +17,13 @@ UNKNOWN = "unknown"
 """Stands for every model that is not served: clients may ask for any number of names."""
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+DIFFERENCES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
     "guerdon_requests": (Counter, "Requests to score, by outcome: ok or the error's class.", ("model", "outcome"), ()),
+    "guerdon_client_requests": (Counter, "Requests of any kind, by the key's holder; only where there are keys.",
+                                ("client", "outcome"), ()),
     "guerdon_sequences": (Counter, "Sequences scored, by outcome: ok or failed.", ("model", "outcome"), ()),
     "guerdon_tokens_received": (Counter, "Tokens of accepted sequences.", ("model",), ()),
     "guerdon_tokens_computed": (Counter, "Tokens computed, as the scheduler estimates them.", ("model",), ()),
@@ -28,6 +31,13 @@ TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
     "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
     "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
     "guerdon_batch_sequences": (Histogram, "Sequences in one batch.", ("model",), COUNTS),
+    "guerdon_batch_budget_tokens": (Gauge, "Tokens that one batch may cost; less than at the start after one that did "
+                                    "not fit the memory.", ("model",), ()),
+    "guerdon_out_of_memory": (Counter, "Forwards for which there was not enough memory.", ("model",), ()),
+    "guerdon_recheck_sequences": (Counter, "Sequences scored again by the plain forward, by outcome: same, differs or "
+                                  "failed.", ("model", "outcome"), ()),
+    "guerdon_recheck_difference": (Histogram, "Largest absolute difference of a sequence's scores from the plain ones.",
+                                   ("model",), DIFFERENCES),
     "guerdon_ranks": (Gauge, "Of several processes: data-parallel parts, and tensor-parallel ranks of each.",
                       ("kind",), ()),
     "guerdon_broadcast_seconds": (Histogram, "Time until a command had been sent to every rank.",
@@ -89,6 +99,17 @@ class Metrics:
         """
         return _Request(self, model)
 
+    def client(self, name: str) -> _Client:
+        """A context that counts the request that is handled in it as one of that key's holder.
+
+        The name is empty where there are no keys; then nothing is counted.
+        """
+        return _Client(self, name)
+
+    def asked(self, client: str, error: type[BaseException] | None) -> None:
+        """Counts one request of a key's holder, by the class of the error in which it ended."""
+        self.add("guerdon_client_requests", 1, client, _outcome(error))
+
     def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Records one executed batch."""
         self.observe("guerdon_batch_seconds", seconds, model)
@@ -127,14 +148,31 @@ class _Request:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            outcome = "ok"
-        elif issubclass(kind, GuerdonError):
-            outcome = kind.__name__
-        else:
-            outcome = (Cancelled if issubclass(kind, asyncio.CancelledError) else ServerFault).__name__
-        self._metrics.add("guerdon_requests", 1, self.model, outcome)
+        self._metrics.add("guerdon_requests", 1, self.model, _outcome(kind))
         self._metrics.observe("guerdon_request_seconds", time.monotonic() - self._started, self.model)
+
+
+class _Client:
+    __slots__ = ("_metrics", "_name")
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._metrics, self._name = metrics, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._name:
+            self._metrics.asked(self._name, kind)
+
+
+def _outcome(kind: type[BaseException] | None) -> str:
+    """What a request is counted as that ended with an error of this class, or well."""
+    if kind is None:
+        return "ok"
+    if issubclass(kind, GuerdonError):
+        return kind.__name__
+    return (Cancelled if issubclass(kind, asyncio.CancelledError) else ServerFault).__name__
 
 
 class _QueueDepth:

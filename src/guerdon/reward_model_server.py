@@ -22,7 +22,8 @@ class RewardModelServer:
     `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` turns text into ids. Sequences are collected into
     batches of the preferred sizes `inference_micro_batch_size`; the first in line waits at most
     `max_queue_delay_microseconds` for company. Batches beyond `model_forward_micro_batch_size` are filled up
-    to a multiple of it. T is the longest of the batch, rounded up to `strip_sequence_length_to_multiple`.
+    to a multiple of it. T is the longest of the batch, rounded up to `strip_sequence_length_to_multiple`. A `host`
+    that other machines reach, such as 0.0.0.0, needs keys in GUERDON_API_KEYS, or `allow_anonymous`.
     """
 
     def __init__(
@@ -37,13 +38,20 @@ class RewardModelServer:
         max_queue_delay_microseconds: float = 2000,
         *,
         host: str = "127.0.0.1",
+        allow_anonymous: bool = False,
     ) -> None:
         sizes = inference_micro_batch_size
         self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
         if not self.batch_sizes or min(*self.batch_sizes, model_forward_micro_batch_size) < 1:
             raise ConfigError("a micro batch size is below 1", "give sizes of at least 1")
         self.max_delay_s = max_queue_delay_microseconds / 1e6
-        self.config = ServerConfig(host=host, port=port, grpc_port=None, models=[ModelConfig(name=model_name)])
+        self.config = ServerConfig(
+            host=host,
+            port=port,
+            grpc_port=None,
+            allow_anonymous=allow_anonymous,
+            models=[ModelConfig(name=model_name)],
+        )
         self.scorer = PaddedScorer(
             infer_fn,
             ModelInfo(model_name, "function", path="padded", why="a user's infer_fn"),

@@ -28,7 +28,8 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: str | Path) -> Any:
     """The parsed content of a YAML file; raises ConfigError where it is missing, malformed, or has a key twice."""
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        return yaml.load(text, _Loader) or {}  # a SafeLoader  # nosec B506
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", "check its path") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:

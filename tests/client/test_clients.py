@@ -37,7 +37,7 @@ class ScriptedService(EchoService):
         self.num_looked_up += 1
         return super().model(name, version)
 
-    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self.num_scored += 1
         self.in_progress += 1
         self.most_in_progress = max(self.most_in_progress, self.in_progress)
@@ -45,7 +45,7 @@ class ScriptedService(EchoService):
             await asyncio.sleep(0.03)
             if self.script:
                 raise self.script.pop(0)
-            return await super().score(name, request)
+            return await super().score(name, request, client)
         finally:
             self.in_progress -= 1
 

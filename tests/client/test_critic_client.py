@@ -50,14 +50,14 @@ class ScriptedService(ArithmeticService):
         self.script: dict[str, list[GuerdonError]] = {}
         self.num_calls = 0
 
-    async def call(self, name: str, asked: Any) -> Any:
+    async def call(self, name: str, asked: Any, client: str = "") -> Any:
         if not isinstance(asked, ScoreRequest):
             self._act(name)
-        return await super().call(name, asked)
+        return await super().call(name, asked, client)
 
-    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self._act(name)
-        return await super().score(name, request)
+        return await super().score(name, request, client)
 
     def _act(self, name: str) -> None:
         self.num_calls += 1

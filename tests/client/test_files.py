@@ -45,7 +45,7 @@ class Service(EchoService):
         self.room = 1_000_000
         self.in_progress = self.num_refused = 0
 
-    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self.seen.append(request)
         if any("wrong" in text for text in request.texts or ()):
             raise InvalidRequest("this is wrong")
@@ -58,7 +58,7 @@ class Service(EchoService):
         try:
             if self.room < 1_000_000:
                 await asyncio.sleep(0.005)
-            reply = await super().score(name, request)
+            reply = await super().score(name, request, client)
         finally:
             self.in_progress -= len(request)
         reply.weights_version = self.weights_version
@@ -370,7 +370,8 @@ def test_failed_rows_stay_until_they_are_to_be_retried(tmp_path: Path, service: 
     assert target.read_bytes() == before
     service.seen.clear()
     assert score_file(client, source, target, progress=False, retry_failed=True).num_failed == 0
-    assert len(service.seen) == 2
+    # What the call before had sent already when it failed may be seen only now, a second time.
+    assert len({tuple(seen.texts) for seen in service.seen}) == 2
     assert target.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 

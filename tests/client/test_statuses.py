@@ -59,7 +59,7 @@ def test_statuses_that_others_send() -> None:
     assert type(error_of("NOT_FOUND", "x")) is errors.UnknownModel
     assert type(error_of(429, "x")) is errors.Overloaded
     assert type(error_of(502, "x")) is errors.Unavailable
-    assert type(error_of(401, "x")) is errors.InvalidRequest
+    assert type(error_of(401, "x")) is errors.Unauthenticated
     assert type(error_of(507, "x")) is errors.StorageFailed
     assert type(error_of(599, "x")) is errors.ServerFault
 

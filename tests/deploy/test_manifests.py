@@ -18,7 +18,7 @@ import yaml
 
 import served
 from guerdon import cli
-from guerdon.client import CriticClient
+from guerdon.client import Credentials, CriticClient
 from guerdon.client.retry import RetryPolicy
 from guerdon.config import ServerConfig
 from guerdon.fields import from_mapping
@@ -30,7 +30,14 @@ from server.echo_service import EchoService
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/deploy"
 SCRIPT = EXAMPLES / "critic.slurm"
+KEY = "key-of-the-trainer-0123456789"
 MANIFESTS = ["kserve-reward-model.yaml", "kserve-critic.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the manifests and the script take from outside."""
+    monkeypatch.setenv("GUERDON_API_KEYS", f"train trainer {KEY}")
 
 
 def settings(words: list[str]) -> ServerConfig:
@@ -54,6 +61,7 @@ def test_a_manifests_flags_ports_and_mounts_fit(name: str) -> None:
     config = settings(words)
     assert [config.port] == [port["containerPort"] for port in container["ports"]]
     assert (config.host, config.grpc_port) == ("0.0.0.0", None)
+    assert [variable["name"] for variable in container["env"]] == ["GUERDON_API_KEYS"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
     critic = config.critic
@@ -157,7 +165,8 @@ def test_the_slurm_script_serves_from_two_nodes_and_ends_in_good_order(tmp_path:
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        with CriticClient(url, policy=RetryPolicy.patient(180, wait_for_start=True)) as client:
+        patient = RetryPolicy.patient(180, wait_for_start=True)
+        with CriticClient(url, policy=patient, credentials=Credentials(KEY)) as client:
             row = [np.arange(5, 11)]
             signals = [np.linspace(0, 1, 5, dtype=np.float32)]
             report = client.train(row, signals, signals, [np.ones(5, np.float32)]).result()

@@ -103,7 +103,7 @@ class EchoService(Service):
         models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
         super().__init__(Group(Worker(scorers)), models, config or ServerConfig())
 
-    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self.requests = [*self.requests[-9:], request]
         marks = {int(row[0]) for row in request.tokens or [] if len(row)}
         marks |= {token for mark, token in MARKS.items() if mark in str(request.texts or request.messages)}
@@ -112,7 +112,7 @@ class EchoService(Service):
         if BUSY_TOKEN in marks:
             raise Overloaded("the queue is full", 2.5)
         try:
-            return await super().score(name, request)
+            return await super().score(name, request, client)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import resource
 import stat
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from disks import fill, on_small_disk, remount
 from guerdon.core import Operation
 from guerdon.errors import StartError, StorageFailed, TrainFailed
 from processes import in_child
@@ -22,50 +19,10 @@ from server.driving import Driver
 
 A, B, C, D = (request(name, value) for name, value in zip("abcd", (3, 5, 7, 11), strict=True))
 LARGE = request("large", *range(400), length=12)
-NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-
-
-def on_small_disk(folder: Path, work: Callable[[], Any]) -> Any:
-    """What `work` returns in a child for which `folder` is a disk of 128 KiB; skips where that is not allowed."""
-    user, group = os.getuid(), os.getgid()
-
-    def child() -> Any:
-        if ctypes.CDLL(None).unshare(NEW_MOUNTS | (NEW_USER if user else 0)):
-            return "skip"
-        if user:
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-        subprocess.run(["mount", "--make-rprivate", "/"], check=False)
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], check=False).returncode:
-            return "skip"
-        return work()
-
-    result = in_child(child)
-    if result == "skip":
-        pytest.skip("mounting a small disk is not allowed here")
-    return result
-
-
-def remount(folder: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Takes all the room that there is."""
-    path = folder.parent / folder.name / "filling"
-    with path.open("wb", buffering=0) as f:
-        for size in (4096, 1):
-            try:
-                while True:
-                    f.write(b"x" * size)
-            except OSError:
-                pass
-    return path
 
 
 def test_on_a_full_disk_trains_and_saves_are_refused_and_everything_stays(tmp_path: Path) -> None:

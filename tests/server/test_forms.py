@@ -14,8 +14,10 @@ import pytest
 from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
+from guerdon.server.auth import ANYBODY
 from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate
+from guerdon.server.guard import CALLER
 from guerdon.server.runtime import RunningServer
 from guerdon.wire.forms import Asked, Form, told_plainly
 from server.echo_service import EchoService
@@ -238,7 +240,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
     ):
         bodies.append(body)
         rows.append(num_rows)
-        scope = {"query_string": b"", "headers": []}
+        scope = {CALLER: ANYBODY, "query_string": b"", "headers": []}
         assert asyncio.run_coroutine_threadsafe(handler(scope, received), service._asyncio).result(5)[2] == b"null"
         on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(5)
         assert [thread != on_loop for thread in threads[-2:]] == asides

@@ -18,6 +18,7 @@ class Order:
     num_sequences: int = 0
     num_tokens: int = 0
     is_ready: bool = True
+    client: str = ""
 
 
 def lane(**limits: object) -> Lane[Order]:

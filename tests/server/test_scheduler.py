@@ -183,6 +183,6 @@ def test_dropped_requests_leave_even_behind_others_that_go_first() -> None:
         dropped = job(10, start=20_000 * (i + 1))
         s.add(dropped)
         s.cancel(dropped)
-    assert len(s._jobs) <= 3
+    assert len(s._lines[""].jobs) <= 3
     assert taken(s.take(0.0)) == [90]
     assert s.take(0.0) is None

@@ -157,6 +157,7 @@ async def test_time_counts_from_arrival_and_may_exceed_the_servers_own() -> None
     service.start()
     try:
         waiting = asyncio.create_task(service.score("reward_model", request([scorers.WAITS], timeout_s=30)))
+        await until(lambda: bool(scorers.calls))
         with pytest.raises(DeadlineExceeded):
             await service.score("reward_model", request([1]))
         scorers.hold.set()

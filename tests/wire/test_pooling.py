@@ -16,6 +16,7 @@ from guerdon.core import ModelInfo, Score, ScoreReply, Truncation
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
 from guerdon.server.forms import FORMS
 from guerdon.wire import bodies, openai, samples
+from guerdon.wire.bodies import MAX_DEPTH
 
 RM = ModelInfo("rm", "sequence-classification", source="org/rm", max_length=512)
 MANY = replace(RM, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief", "kind"))
@@ -69,17 +70,22 @@ def test_messages_are_one_sample_whose_parts_are_read_where_it_is_scored():
     assert groups[0] == groups[1] != groups[2]
 
 
-DEEP: list = []
-for _ in range(500):
-    DEEP = [DEEP]
+def nested(depth: int) -> list:
+    """So many lists in each other."""
+    return [nested(depth - 1)] if depth > 1 else []
 
 
-def test_messages_may_have_keys_of_their_own_however_deep():
-    message = {"role": "user", "content": "a", "tool_calls": DEEP}
-    request = FORMS["/classify"].read({"messages": [message]}, {}).request
-    assert request.messages[0][0]["tool_calls"] is DEEP
-    request = FORMS["/reward"].read({"prompt": [message], "response": "b", "label": DEEP}, {}).request
-    assert request.messages[0][0]["tool_calls"] is request.labels[0] is DEEP
+DEEP = nested(500)
+
+
+def test_messages_may_have_keys_of_their_own_and_labels_any_depth_that_all_can_handle():
+    message = {"role": "user", "content": "a", "tool_calls": nested(MAX_DEPTH - 2)}
+    assert FORMS["/classify"].read({"messages": [message]}, {}).request.messages == [[message]]
+    asked = {"prompt": [message], "response": "b", "label": nested(MAX_DEPTH - 1)}
+    assert FORMS["/reward"].read(asked, {}).request.labels == [asked["label"]]
+    for deeper in ({"label": nested(MAX_DEPTH)}, {"prompt": [message | {"tool_calls": nested(MAX_DEPTH)}]}):
+        with pytest.raises(InvalidRequest, match="nested deeper than 64"):
+            FORMS["/reward"].read(asked | deeper, {})
 
 
 def test_a_full_body_of_vllms_client_asks_what_it_says():

@@ -57,7 +57,7 @@ def test_aligned_bytes_are_viewed_and_others_copied():
         ("BYTES", (1,), b"\xff\xff\xff\xffabc", "cut off"),
         ("BYTES", (2,), b"\x01\0\0\0a", "takes 2 BYTES elements, but 1"),
         ("BYTES", (1,), b"\x01\0\0\0a\x01\0\0\0b", "5 bytes more"),
-        ("BYTES", (2**40,), b"", "but 0"),
+        ("BYTES", (2**40,), b"", "at most 1,048,576 are taken"),
         ("INT64", (0, 2**61, 2**61), b"", "too large"),
     ],
 )
@@ -90,7 +90,7 @@ def test_json_data_may_be_flat_or_nested():
         ("INT32", (2,), [0, 2**31], "outside INT32"),
         ("UINT8", (1,), [-1], "-1 is outside UINT8"),
         ("FP32", (1,), ["1"], "not FP32"),
-        ("FP32", (2,), [1.0, {}], "not an array"),
+        ("FP32", (2,), [1.0, {}], "not FP32"),
         ("BOOL", (1,), [1], "not BOOL"),
         ("BYTES", (1,), [1], "not a string"),
         ("BYTES", (1,), None, "not a string"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from guerdon.access import without_key
 from guerdon.actor import stopping
 from guerdon.config import LanguageModelConfig, LearningConfig, ParallelConfig, check
 from guerdon.errors import ConfigError
@@ -218,6 +219,7 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     for section_name in vars(config):
         if section_name != "policy":
             check(getattr(config, section_name), f"{section_name}.")
+    _check_addresses(config)
     check(scheduled(config), "policy.")
     check_sampling(config.rollouts)
     stopping.seconds(config.run.time_limit)
@@ -280,6 +282,21 @@ def check_sampling(rollouts: RolloutConfig) -> None:
             f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, and max_new_tokens is {rollouts.max_new_tokens}",
             "give less of the one, or more of the other",
         )
+
+
+def _check_addresses(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Raises ConfigError for an address with a key: a run's settings are kept in its folder, and told to trackers."""
+    section_name, remote = remote_of(config)
+    found = {f"{section_name}.reward_model.urls": remote.reward_model.urls}
+    if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
+        found[f"{section_name}.critic.url"] = [remote.critic.url]
+    for name, urls in found.items():
+        for url in urls:
+            if without_key(url) != url:
+                raise ConfigError(
+                    f"{name} has a key in {without_key(url)}, and a run keeps and shows its settings",
+                    "leave it out there, and set GUERDON_API_KEY in the environment",
+                )
 
 
 def algorithm_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, ReinforceConfig | PPOConfig]:

@@ -70,7 +70,10 @@ class Trackers:
 
     def _each(self, do: Callable[[Tracker], None]) -> None:
         for tracker in self._files:
-            do(tracker)
+            try:
+                do(tracker)
+            except OSError as e:  # what a disk did not take is tried again with what follows, as long as that is little
+                log.error("%s: %s; the run goes on, make room on the disk", type(tracker).__name__, e)
         for tracker in self._others:
             try:
                 do(tracker)

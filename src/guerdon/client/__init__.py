@@ -2,6 +2,7 @@
 
 from guerdon.client.calls import ModelSignature
 from guerdon.client.clients import AsyncRewardClient, RewardClient
+from guerdon.client.credentials import Credentials
 from guerdon.client.critic import AsyncCriticClient, CriticClient
 from guerdon.client.results import CriticScores, Scores
 from guerdon.client.retry import RetryPolicy
@@ -9,6 +10,7 @@ from guerdon.client.retry import RetryPolicy
 __all__ = [
     "AsyncCriticClient",
     "AsyncRewardClient",
+    "Credentials",
     "CriticClient",
     "CriticScores",
     "ModelSignature",

@@ -10,10 +10,12 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from guerdon.client.addresses import addresses
 from guerdon.client.calls import ModelSignature, make_request, scoring
+from guerdon.client.credentials import Credentials
 from guerdon.client.results import Scores
 from guerdon.client.retry import RetryPolicy
-from guerdon.client.session import AsyncClient, AsyncSession, Session, ThreadedClient, parse_urls
+from guerdon.client.session import AsyncClient, AsyncSession, Session, ThreadedClient
 from guerdon.core import Message, ScoreRequest
 
 _DEFAULT_POLICY = RetryPolicy()
@@ -45,8 +47,9 @@ class ScoreArgs(TypedDict, total=False):
 class RewardClient(ThreadedClient[Session]):
     """Scores samples at one server or several; safe to use from many threads, and after a fork.
 
-    `url` is http://, https:// or grpc:// (a bare host:port means http), or several of them, which then share the
-    load. At most `max_in_flight` requests are on their way at once; more wait here. Closes by itself.
+    `url` is http://, https://, grpc:// or grpcs:// (a bare host:port means http), or several of them, which then share
+    the load. `credentials` are the environment's where they are left out; a URL may have its server's key,
+    http://x:KEY@host:port. At most `max_in_flight` requests are on their way at once; more wait here. Closes by itself.
     """
 
     def __init__(
@@ -56,11 +59,12 @@ class RewardClient(ThreadedClient[Session]):
         *,
         policy: RetryPolicy = _DEFAULT_POLICY,
         max_in_flight: int = 128,
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        new_session = functools.partial(Session, parse_urls(url), policy, max_in_flight)
-        super().__init__(new_session, (url, model, policy, max_in_flight))
+        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight)
+        super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """The samples' scores; blocks. Arguments: `ScoreArgs`. Raises the class that the server raised."""
@@ -98,11 +102,12 @@ class AsyncRewardClient(AsyncClient[AsyncSession]):
         *,
         policy: RetryPolicy = _DEFAULT_POLICY,
         max_in_flight: int = 128,
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        session = AsyncSession(parse_urls(url), policy, max_in_flight)
-        super().__init__(session, (url, model, policy, max_in_flight))
+        session = AsyncSession(addresses(url, credentials), policy, max_in_flight)
+        super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
     async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """The samples' scores. Cancelling the task abandons the request, at the server too."""

@@ -11,13 +11,15 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
+from guerdon.client.addresses import addresses
 from guerdon.client.calls import Errand, ModelSignature, make_request
+from guerdon.client.credentials import Credentials
 from guerdon.client.critic_calls import Rows, controlling, inferring, make_train_request, training, training_loss
 from guerdon.client.futures import AsyncTrainFuture, TrainFuture
 from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
 from guerdon.client.results import CriticScores
 from guerdon.client.retry import RetryPolicy
-from guerdon.client.session import AsyncClient, Call, ThreadedClient, parse_urls
+from guerdon.client.session import AsyncClient, Call, ThreadedClient
 from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
@@ -48,8 +50,10 @@ Name = str | Mapping[str, str]
 """A critic's name, to which each of its models adds its operation; or the models' own names by operation."""
 
 
-def _sessions(url: str, policy: RetryPolicy, max_in_flight: int) -> Callable[[], OrderedSession]:
-    return functools.partial(OrderedSession, parse_urls(url), policy, max_in_flight)
+def _sessions(
+    url: str, policy: RetryPolicy, max_in_flight: int, credentials: Credentials | None
+) -> Callable[[], OrderedSession]:
+    return functools.partial(OrderedSession, addresses(url, credentials), policy, max_in_flight)
 
 
 class _Critic:
@@ -90,8 +94,9 @@ class _Critic:
 class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     """Asks a critic for values, and trains it; safe to use from many threads, and after a fork.
 
-    `url` is the server's http://, https:// or grpc:// address (a bare host:port means http), `name` the critic's
-    name there, or the names of its models by operation (infer, train, save, ...; the others' are critic_<operation>).
+    `url` is the server's http://, https://, grpc:// or grpcs:// address (a bare host:port means http), `credentials`
+    as a RewardClient's, `name` the critic's name there, or the names of its models by operation (infer, train, save,
+    ...; the others' are critic_<operation>).
     Calls go in the order in which they are made: values asked for after a train are those of the trained
     weights, and a train waits for the values before it. A server that is away or restarts is tried again until the
     policy's time is up. One with a folder for checkpoints has lost nothing then, and trains on nothing twice; one
@@ -99,11 +104,18 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
     """
 
     def __init__(
-        self, url: str, name: Name = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+        self,
+        url: str,
+        name: Name = "critic",
+        *,
+        policy: RetryPolicy = _PATIENT,
+        max_in_flight: int = 128,
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._name = name
-        super().__init__(_sessions(url, policy, max_in_flight), (url, name, policy, max_in_flight))
+        new_session = _sessions(url, policy, max_in_flight, credentials)
+        super().__init__(new_session, (url, name, policy, max_in_flight, credentials))
 
     def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values, no rewards; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
@@ -186,10 +198,10 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         """
         self.close()
         known = self._session.caller.endpoints.all
-        url, name, policy, max_in_flight = self._arguments
+        url, name, policy, max_in_flight, credentials = self._arguments
         policy = dataclasses.replace(policy, timeout_s=timeout_s)
-        self._new_session = _sessions(url, policy, max_in_flight)
-        self._arguments = (url, name, policy, max_in_flight)
+        self._new_session = _sessions(url, policy, max_in_flight, credentials)
+        self._arguments = (url, name, policy, max_in_flight, credentials)
         self._open()
         for endpoint, before in zip(self._session.caller.endpoints.all, known, strict=True):
             endpoint.seen = before.seen  # so that it is waited for where it is away
@@ -235,12 +247,18 @@ class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
     """
 
     def __init__(
-        self, url: str, name: Name = "critic", *, policy: RetryPolicy = _PATIENT, max_in_flight: int = 128
+        self,
+        url: str,
+        name: Name = "critic",
+        *,
+        policy: RetryPolicy = _PATIENT,
+        max_in_flight: int = 128,
+        credentials: Credentials | None = None,
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._name = name
-        session = AsyncOrderedSession(parse_urls(url), policy, max_in_flight)
-        super().__init__(session, (url, name, policy, max_in_flight))
+        session = AsyncOrderedSession(addresses(url, credentials), policy, max_in_flight)
+        super().__init__(session, (url, name, policy, max_in_flight, credentials))
 
     async def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
         """The samples' values. Cancelling the task abandons the request, at the server too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from guerdon.client.results import Scores
 from guerdon.client.rows import Sample, bare, read_rows, samples_of
 from guerdon.client.window import Group, Scorer, Window, groups_of
-from guerdon.errors import StartError
+from guerdon.errors import StartError, StorageFailed
 
 
 @dataclass(slots=True)
@@ -73,8 +74,8 @@ def score_file(
     scored again. About `max_in_flight` samples are on their way at once, fewer while the server's queue is full.
 
     Raises StartError, before anything is scored, where a row is malformed or `out_path` is of another input, and
-    where its rows are of other weights than the server's; and the GuerdonError of a server that fails or does not
-    answer, after which the same call continues.
+    where its rows are of other weights than the server's; StorageFailed where the disk does not take them, and the
+    GuerdonError of a server that fails or does not answer, after which the same call continues.
     """
     source, target = Path(in_path), Path(out_path)
     _check_paths(source, target)
@@ -83,8 +84,9 @@ def score_file(
     started = time.monotonic()
     done = _Done(source, target, template)
     if retry_failed and target.exists():
-        _score_again(scorer, done, max_in_flight)
-    with _open(target) as out:
+        with _writing(target):
+            _score_again(scorer, done, max_in_flight)
+    with _writing(target), _open(target) as out:
         done.keep(out, summary)
         summary.num_resumed = summary.num_rows
         rows = itertools.islice(read_rows(source), summary.num_resumed, None)
@@ -252,6 +254,17 @@ def _check_paths(source: Path, target: Path) -> None:
         raise StartError(f"cannot write to {target}", "give another path, ending in .jsonl")
     if target.exists() and source.exists() and target.samefile(source):
         raise StartError(f"cannot write to {target}: it is the same file as {source}", "give another path")
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Tells of a disk that is full, read-only or broken."""
+    try:
+        yield
+    except OSError as e:
+        raise StorageFailed(
+            f"cannot write {target}: {e.strerror or e}; make room on the disk, or mend it, and the same call continues"
+        ) from e
 
 
 def _open(target: Path) -> BinaryIO:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import error_of
+from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
 from guerdon.wire import kserve_grpc
 
@@ -24,6 +24,10 @@ _BROKEN = (
     "Stream removed", "Channel closed",
 )  # fmt: skip
 """What it says there and where it lost one; a server's own UNAVAILABLE says other things."""
+
+
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "CERTIFICATE_REQUIRED", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
+"""In what it says where TLS refuses a connection, and will refuse it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,16 @@ class Call:
         """The error of an exchange that ended in a status."""
         code, details, step = error.code().name, error.details() or "", self.step
         check = "is the server running there? Check host and port (http://host:port for an HTTP port)"
+        if code == "UNAVAILABLE" and any(text in details for text in _UNTRUSTED):
+            return untrusted(self.url, details)
         if code == "UNAVAILABLE" and any(text in details for text in _BROKEN):
             is_sent = not any(text in details for text in _NO_CONNECTION)
             if step.endpoint.seen:
                 message = f"the connection to {self.url} broke before the answer: {details}"
             else:
                 message = f"cannot connect to {self.url}: {details}; {check}"
+                if self.url.startswith("grpcs://"):
+                    message += WITHOUT_CERTIFICATE
             return Unreachable(message, may_have_arrived=is_sent)
         if code == "DEADLINE_EXCEEDED" and not isinstance(step, Infer):
             return Unreachable(f"no sign of life from {self.url} within {step.timeout_s:.3g} s; {check}")
@@ -100,15 +108,21 @@ class Call:
 class GrpcTransport:
     """Performs steps over one channel; thread-safe."""
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
-        self._channel = grpc.insecure_channel(_target(url), options=_options(policy))
+    def __init__(self, address: Address, policy: RetryPolicy) -> None:
+        target, options = address.netloc, _options(policy)
+        if address.has_tls:
+            self._channel = grpc.secure_channel(target, _tls(address), options=options)
+        else:
+            self._channel = grpc.insecure_channel(target, options=options)
+        self._metadata = _metadata(address)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         call = Call(step)
         try:
-            message, rpc = getattr(self._stub, call.method()).with_call(call.request(), timeout=step.timeout_s)
+            method = getattr(self._stub, call.method())
+            message, rpc = method.with_call(call.request(), timeout=step.timeout_s, metadata=self._metadata)
         except grpc.RpcError as e:
             raise call.failure(e) from e
         return call.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
@@ -120,14 +134,20 @@ class GrpcTransport:
 class AsyncGrpcTransport:
     """Performs steps over one channel, within one event loop."""
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
-        self._channel = grpc.aio.insecure_channel(_target(url), options=_options(policy))
+    def __init__(self, address: Address, policy: RetryPolicy) -> None:
+        target, options = address.netloc, _options(policy)
+        if address.has_tls:
+            self._channel = grpc.aio.secure_channel(target, _tls(address), options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        self._metadata = _metadata(address)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     async def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         call = Call(step)
-        rpc = getattr(self._stub, call.method())(call.request(), timeout=step.timeout_s)
+        method = getattr(self._stub, call.method())
+        rpc = method(call.request(), timeout=step.timeout_s, metadata=self._metadata)
         try:
             message = await rpc
         except grpc.RpcError as e:
@@ -138,8 +158,14 @@ class AsyncGrpcTransport:
         await self._channel.close()
 
 
-def _target(url: str) -> str:
-    return urlsplit(url).netloc
+def _tls(address: Address) -> grpc.ChannelCredentials:
+    authorities, key, certificate = address.credentials.read()
+    return grpc.ssl_channel_credentials(authorities, key, certificate)
+
+
+def _metadata(address: Address) -> tuple[tuple[str, str], ...]:
+    authorization = address.credentials.authorization
+    return () if authorization is None else (("authorization", authorization),)
 
 
 def _options(policy: RetryPolicy) -> list[tuple[str, int]]:

@@ -13,9 +13,10 @@ from urllib.parse import quote
 import httpx
 import orjson
 
+from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import error_of
+from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted
 from guerdon.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,6 +33,8 @@ from guerdon.wire import kserve
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _RAYS_HEADER = "x-request-id"
 _KEEP_ALIVE_S = 60.0
+_LASTING = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
+"""In the reasons of TLS's errors that come again as long as nobody changes the settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Call:
         """The error of an exchange that broke."""
         step, url = self.step, self.url
         check = "is the server running there? Check host and port (grpc://host:port for a gRPC port)"
+        if (refusal := _tls_refusal(error)) is not None:
+            return untrusted(url, refusal)
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
             return Unreachable(f"cannot connect to {url}: {str(error) or 'timed out'}; {check}", may_have_arrived=False)
         if isinstance(error, httpx.TimeoutException):
@@ -91,13 +96,15 @@ class Call:
                 )
             return Unreachable(f"{url} takes connections but said nothing within {step.timeout_s:.3g} s; {check}")
         help = "" if step.endpoint.seen else f"; {check}"  # noqa: A001 - the word that errors use
+        if help and url.startswith("https://"):
+            help += WITHOUT_CERTIFICATE  # noqa: A001
         return Unreachable(f"the connection to {url} broke before the answer: {error}{help}")
 
     def _error(self, response: httpx.Response) -> GuerdonError:
         status = response.status_code
         body = _json(response)
         message, kind = (body.get("error"), body.get("kind")) if isinstance(body, dict) else (None, None)
-        if isinstance(self.step, Ready):
+        if isinstance(self.step, Ready) and status not in (401, 403):
             said = f": {message}" if isinstance(message, str) else ""
             return Unavailable(f"model '{self.step.model}' at {self.url} is not ready (status {status}{said})")
         if not isinstance(message, str):
@@ -116,9 +123,9 @@ class Call:
 class HttpTransport:
     """Performs steps over pooled connections; thread-safe."""
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
+    def __init__(self, address: Address, policy: RetryPolicy) -> None:
         self._policy = policy
-        self._options = _options(url)
+        self._options = _options(address)
         # Each holds one connection. One httpx client with many walks through all of them at each request, and
         # spends more time on that than on the exchange.
         self._idle: list[_Connection] = []
@@ -189,9 +196,9 @@ class _Connection:
 class AsyncHttpTransport:
     """Performs steps over pooled connections, within one event loop."""
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
+    def __init__(self, address: Address, policy: RetryPolicy) -> None:
         self._policy = policy
-        self._options = _options(url)
+        self._options = _options(address)
         self._idle: list[httpx.AsyncClient] = []  # as above
         self._is_closed = False
 
@@ -231,16 +238,30 @@ def _keep_alive(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _options(url: str) -> dict[str, Any]:
+def _options(address: Address) -> dict[str, Any]:
     # One TLS context for all; reading the trusted certificates takes longer than many a call.
-    tls = httpx.create_ssl_context() if url.startswith("https://") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if address.has_tls:
+        tls = address.credentials.tls()
     # Binary tensors hardly shrink: decompressing them would cost more than it saves.
     headers = {"Accept-Encoding": "identity"}
+    if address.credentials.authorization is not None:
+        headers["Authorization"] = address.credentials.authorization
     return {"verify": tls, "headers": headers, "limits": httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)}
 
 
 def _timeout(step: Ready | Describe | Infer, policy: RetryPolicy) -> httpx.Timeout:
     return httpx.Timeout(step.timeout_s, connect=min(policy.connect_timeout_s, step.timeout_s))
+
+
+def _tls_refusal(error: BaseException) -> str | None:
+    """What one side has against the other's certificate, or that a side does not speak TLS; None for all else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or not any(word in (cause.reason or "") for word in _LASTING):
+        return None
+    return str(cause)
 
 
 def _json(response: httpx.Response) -> Any:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from guerdon.client.addresses import Address
 from guerdon.client.futures import Failures
 from guerdon.client.progress import Progress
 from guerdon.client.retry import RetryPolicy
@@ -33,8 +34,8 @@ class _Turn:
 class OrderedSession(Session):
     """A session of threads. A call that goes alone waits for all before it, and all after it wait for it."""
 
-    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
-        super().__init__(urls, policy, max_in_flight)
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        super().__init__(addresses, policy, max_in_flight)
         self.failures = Failures()
         self.progress = Progress()
         self._turns: Turnstile[_Turn] = Turnstile()
@@ -86,8 +87,8 @@ class OrderedSession(Session):
 class AsyncOrderedSession(AsyncSession):
     """A session of one event loop, in the same order."""
 
-    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
-        super().__init__(urls, policy, max_in_flight)
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        super().__init__(addresses, policy, max_in_flight)
         self.failures = Failures()
         self.progress = Progress()
         self._turns: Turnstile[asyncio.Future[None]] = Turnstile()

@@ -16,9 +16,11 @@ from guerdon.client.calls import Errand, ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.errors import (
     DeadlineExceeded,
+    Forbidden,
     GuerdonError,
     InvalidRequest,
     Overloaded,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
     Unreachable,
@@ -177,7 +179,8 @@ class Caller:
     def wait_ready(self, model: str, timeout_s: float) -> Generator[Step, Any, None]:
         """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said.
 
-        Raises UnknownModel at once where every server says that it has no such model.
+        Raises UnknownModel at once where every server says that it has no such model, and what no waiting mends: a
+        key or a certificate that is refused.
         """
         started = self.clock()
         pause_s, word_after_s = min(0.1, self.policy.backoff_s), _FIRST_WORD_AFTER_S
@@ -188,7 +191,11 @@ class Caller:
                 left_s = started + timeout_s - self.clock()
                 try:
                     yield Ready(endpoint, model, max(0.1, min(left_s, self.policy.connect_timeout_s)))
+                except (Unauthenticated, Forbidden):
+                    raise
                 except GuerdonError as e:
+                    if isinstance(e, Unreachable) and not e.retryable:
+                        raise
                     unknown = None
                     if not isinstance(e, Unreachable):
                         unknown = yield from self._unknown(endpoint, model)

@@ -8,39 +8,45 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
-from urllib.parse import urlsplit
 
+from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
+from guerdon.client.credentials import Credentials
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.http import AsyncHttpTransport, HttpTransport
 from guerdon.client.retry import Caller, Describe, RetryPolicy, Step, Wait
 from guerdon.client.workers import Workers
-from guerdon.errors import Cancelled, GuerdonError, InvalidRequest
+from guerdon.errors import Cancelled, GuerdonError
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Session")
 A = TypeVar("A", bound="AsyncSession")
 Call = Generator[Step, Any, T]
+Arguments = tuple[Any, Any, RetryPolicy, int, Credentials | None]
+"""What a client was made with: URL, model, policy, max_in_flight, credentials. Those of None are found anew where a
+copy of it arrives, so that a key from the environment is in no pickle."""
 
 
 class Session:
     """The connections, threads and books of one client in one process."""
 
-    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        """Raises ConfigError where the files of the addresses' credentials cannot be read."""
         self.pid = os.getpid()
-        self.caller = Caller(Endpoints(urls), policy, time.monotonic, random.Random())
+        self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
         self.workers = Workers(max_in_flight)
         self._slots = threading.BoundedSemaphore(max_in_flight)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._describing: dict[tuple[Endpoint, str], Future[Any]] = {}
         self._transports: dict[str, Any] = {}
-        for url in urls:
-            self._transports[url] = (_grpc().GrpcTransport if url.startswith("grpc://") else HttpTransport)(url, policy)
+        for address in addresses:
+            kind = _grpc().GrpcTransport if address.is_grpc else HttpTransport
+            self._transports[address.url] = kind(address, policy)
 
     def run(self, call: Call[T]) -> T:
         """The call's result, in this thread."""
@@ -107,8 +113,9 @@ class Session:
 class AsyncSession:
     """The connections and books of one client in one event loop."""
 
-    def __init__(self, urls: list[str], policy: RetryPolicy, max_in_flight: int) -> None:
-        self.caller = Caller(Endpoints(urls), policy, time.monotonic, random.Random())
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
+        self._addresses = {address.url: address for address in addresses}
         self._policy = policy
         self._slots = asyncio.Semaphore(max_in_flight)
         self._transports: dict[str, Any] = {}
@@ -162,15 +169,16 @@ class AsyncSession:
     def _transport(self, url: str) -> Any:
         if url not in self._transports:
             # Made within the loop, which grpcio's belong to.
-            kind = _grpc().AsyncGrpcTransport if url.startswith("grpc://") else AsyncHttpTransport
-            self._transports[url] = kind(url, self._policy)
+            address = self._addresses[url]
+            kind = _grpc().AsyncGrpcTransport if address.is_grpc else AsyncHttpTransport
+            self._transports[url] = kind(address, self._policy)
         return self._transports[url]
 
 
 class ThreadedClient(Generic[S]):
     """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it."""
 
-    def __init__(self, new_session: Callable[[], S], arguments: tuple[Any, Any, RetryPolicy, int]) -> None:
+    def __init__(self, new_session: Callable[[], S], arguments: Arguments) -> None:
         self._new_session = new_session
         self._arguments = arguments
         self._open()
@@ -202,7 +210,7 @@ class ThreadedClient(Generic[S]):
 class AsyncClient(Generic[A]):
     """A client for one event loop; close it with `aclose` or `async with`."""
 
-    def __init__(self, session: A, arguments: tuple[Any, Any, RetryPolicy, int]) -> None:
+    def __init__(self, session: A, arguments: Arguments) -> None:
         self._session = session
         self._arguments = arguments
 
@@ -222,36 +230,20 @@ class AsyncClient(Generic[A]):
         return _rebuild, (type(self), *self._arguments)
 
 
-def parse_urls(url: str | Sequence[str]) -> list[str]:
-    """The servers' URLs, with their scheme and without a trailing slash; raises InvalidRequest."""
-    urls = [_parse_url(u) for u in ([url] if isinstance(url, str) else url)]
-    if not urls:
-        raise InvalidRequest("no server URL given")
-    return list(dict.fromkeys(urls))
-
-
-def _parse_url(url: str) -> str:
-    full = (url if "://" in url else f"http://{url}").rstrip("/")
-    help = "give http://host:port, https://host:port or grpc://host:port"  # noqa: A001 - the word that errors use
-    try:
-        parts = urlsplit(full)
-        port = parts.port
-    except ValueError as e:
-        raise InvalidRequest(f"server URL {url!r}: {e}; {help}") from e
-    if parts.scheme not in ("http", "https", "grpc") or not parts.hostname:
-        raise InvalidRequest(f"server URL {url!r} is not one: {help}")
-    if parts.scheme == "grpc" and (port is None or parts.path):
-        raise InvalidRequest(f"server URL {url!r} needs a port and no path: {help}")
-    return full
-
-
 def _grpc() -> Any:
     try:
         from guerdon.client import grpc
     except ImportError as e:
-        raise ImportError("grpc:// URLs need gRPC, which is an extra: pip install 'guerdon[grpc]'") from e
+        raise ImportError("grpc:// and grpcs:// URLs need gRPC, which is an extra: pip install 'guerdon[grpc]'") from e
     return grpc
 
 
-def _rebuild(cls: Callable[..., T], url: Any, model: Any, policy: RetryPolicy, max_in_flight: int) -> T:
-    return cls(url, model, policy=policy, max_in_flight=max_in_flight)
+def _rebuild(
+    cls: Callable[..., T],
+    url: Any,
+    model: Any,
+    policy: RetryPolicy,
+    max_in_flight: int,
+    credentials: Credentials | None,
+) -> T:
+    return cls(url, model, policy=policy, max_in_flight=max_in_flight, credentials=credentials)

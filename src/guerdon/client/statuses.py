@@ -30,7 +30,27 @@ def error_of(
     return _BY_GRPC.get(status, errors.ServerFault)(message)
 
 
+WITHOUT_CERTIFICATE = (
+    "; where clients must have certificates, give the credentials' cert_file and key_file (GUERDON_CERT_FILE, "
+    "GUERDON_KEY_FILE)"
+)
+"""What else may be wrong where a server ends a connection of TLS: few say why."""
+
+
+def untrusted(url: str, why: str) -> errors.Unreachable:
+    """The error of a connection that TLS refuses, and will refuse again."""
+    error = errors.Unreachable(
+        f"no connection to {url}: {why}; check http or https, and the credentials' ca_file and cert_file "
+        "(GUERDON_CA_FILE, GUERDON_CERT_FILE)",
+        may_have_arrived=False,
+    )
+    error.retryable = False
+    return error
+
+
 _BY_HTTP: dict[int, type[GuerdonError]] = {
+    401: errors.Unauthenticated,
+    403: errors.Forbidden,
     404: errors.RouteNotFound,
     405: errors.MethodNotAllowed,
     413: errors.PayloadTooLarge,
@@ -43,6 +63,8 @@ _BY_HTTP: dict[int, type[GuerdonError]] = {
 }
 _BY_GRPC: dict[str, type[GuerdonError]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.Forbidden,
     "NOT_FOUND": errors.UnknownModel,
     "RESOURCE_EXHAUSTED": errors.PayloadTooLarge,
     "UNIMPLEMENTED": errors.Unsupported,

@@ -1,15 +1,18 @@
-"""Python objects from rank 0 to all others, and from each of them back: pickled, by as few collectives as will do.
+"""Bytes from rank 0 to all others, and from each of them back, by as few collectives as will do; and from all to all.
 
-An object travels as a block of a fixed size, which begins with the object's length; what the block does not hold
-follows it. So most commands and results take one collective each. Pickle goes only between processes of one launch.
+What is sent travels as a block of a fixed size, which begins with its length; what the block does not hold follows it.
+So most commands and results take one collective each.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from guerdon.distributed import portable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +65,24 @@ def gather(group: ProcessGroup) -> list[bytes]:
             data += rest.numpy().tobytes()
         told.append(data[:length])
     return told
+
+
+def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """What all ranks of the group, which must call it, give: each reads all others' values, by rank.
+
+    Raises UnpicklingError where one gives what is no data; all values have been exchanged then.
+    """
+    device = torch.device(_get_object_coll_device(group))  # a group of GPUs may have no way over the CPU
+    own = torch.frombuffer(bytearray(portable.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    tables = [torch.empty_like(padded) for _ in sizes]
+    distributed.all_gather(tables, padded, group=group)
+    found = [table[: int(size)].cpu().numpy().tobytes() for table, size in zip(tables, sizes, strict=True)]
+    return [portable.loads(data) for data in found]
 
 
 def _blocks(data: bytes, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

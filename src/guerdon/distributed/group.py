@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from guerdon.core import Command, Signal
+from guerdon.distributed import portable
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import GuerdonError, RanksLost
@@ -54,7 +54,7 @@ class Group:
         if self._ranks.size == 1:
             return self._worker.merge(command, [self._worker.execute(command)])
         started = time.monotonic()
-        self._send(pickle.dumps(command, _PROTOCOL))
+        self._send(portable.dumps(command))
         sent = time.monotonic()
         error, part = self._attempt(command)
         executed = time.monotonic()
@@ -88,7 +88,7 @@ class Group:
             # What cannot be read, on a host with other code, is this command's failure.
             data = self._receive()
             self._ranks.doing.failed, self._ranks.doing.failure = 0, None
-            error, command = _attempted(functools.partial(pickle.loads, data))
+            error, command = _attempted(functools.partial(portable.loads, data))
             part = None
             if error is not None:
                 self._num_commands += 1
@@ -143,9 +143,9 @@ class Group:
 
         ranks = self._ranks
         assert ranks.control is not None
-        failure, data = _attempted(lambda: pickle.dumps((error and ranks.portable(error), part), _PROTOCOL))
+        failure, data = _attempted(lambda: portable.dumps((error and ranks.portable(error), part)))
         if failure is not None:  # what is no object for another process
-            data = pickle.dumps((ranks.portable(failure), None), _PROTOCOL)
+            data = portable.dumps((ranks.portable(failure), None))
         with self._told():
             frames.send_to_leader(data, ranks.control)
 
@@ -156,7 +156,11 @@ class Group:
         assert self._ranks.control is not None
         with self._told():
             _, *others = frames.gather(self._ranks.control)
-        return [own, *map(pickle.loads, others)]
+        outcomes = [own]
+        for data in others:
+            error, outcome = _attempted(functools.partial(portable.loads, data))
+            outcomes.append(outcome if error is None else (error, None))
+        return outcomes
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -171,9 +175,6 @@ class Group:
         assert self._pulse is not None
         self.has_ended = True
         self._pulse.stop()
-
-
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
 def _attempted(work: Callable[[], Any]) -> tuple[BaseException | None, Any]:

@@ -190,9 +190,8 @@ class Ranks:
     def _told(self, what: Any, where: str, failure: BaseException | None) -> list[Any]:
         if self.size == 1:
             return [what]
-        from torch import distributed
+        from guerdon.distributed import frames
 
-        told: list[Any] = [None] * self.size
         doing = self.doing
         before = doing.failed, doing.failure
         if failure is not None:
@@ -200,7 +199,7 @@ class Ranks:
             doing.failed = IN_TALK
         try:
             with self.waiting():
-                distributed.all_gather_object(told, (where, what), group=self.control)
+                told = frames.exchange((where, what), self.control)
         except RuntimeError as e:
             raise RanksLost(f"another rank was lost: {_first_line(e)}") from e
         doing.failed, doing.failure = before
@@ -266,7 +265,7 @@ def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
         return ALONE
     from torch import distributed
 
-    from guerdon.distributed import joining
+    from guerdon.distributed import frames, joining
 
     place = None if device is None else _device(device)
     try:
@@ -275,10 +274,8 @@ def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
         rank, size = distributed.get_rank(), distributed.get_world_size()
         control, heartbeat = joining.new_group(), joining.new_group()
         layout = {field.name: getattr(config, field.name) for field in dataclasses.fields(ParallelConfig)}
-        told: list[Any] = [None] * size
         own = Member(rank, socket.gethostname(), os.getpid(), joining.machine())
-        distributed.all_gather_object(told, (own, layout), group=control)
-        members, layouts = zip(*told, strict=True)
+        members, layouts = zip(*frames.exchange((own, layout), control), strict=True)
         _check_layout(members, layouts)
         # All make them here: later a rank that cannot load would leave the others waiting for it in this.
         mesh = frozen_mesh = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from guerdon.core import Command, ModelInfo, Score, Scored, Sequence, Signal, TrainReport, TrainRequest
+from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.distributed.shards import shards
 from guerdon.errors import GuerdonError, ServerFault
@@ -17,6 +18,7 @@ class Scorer(Protocol):
     """A model, or a user's function, that scores sequences.
 
     One that `takes_all` is given all of them on every rank, whose parts it knows itself, and rank 0's results count.
+    One that runs by several paths also has `score_plainly`, which does the same by the plain forward.
     """
 
     info: ModelInfo
@@ -62,35 +64,79 @@ class Worker:
 
     A FORWARD's sequences are split over the data-parallel ranks, but for a scorer that `takes_all`. What a trainer is
     given it splits itself, global batch by global batch.
+
+    Another scorer is loaded beside the one that serves, on a thread of its own where this rank is the only one: with
+    the commands LOAD and RELEASE, any other may be executed at the same time.
     """
 
     def __init__(
-        self, scorers: dict[str, Scorer], trainers: dict[str, Trainer] | None = None, ranks: Ranks = ALONE
+        self,
+        scorers: dict[str, Scorer],
+        trainers: dict[str, Trainer] | None = None,
+        ranks: Ranks = ALONE,
+        load: Callable[[str, str], Scorer] | None = None,
     ) -> None:
-        self._scorers = scorers
+        """`load(name, folder)` makes the scorer that may take the place of that name; all ranks call it alike."""
+        self._scorers = dict(scorers)
         self._trainers = trainers or {}
         self._ranks = ranks
+        self._load = load
+        self._beside: dict[str, Scorer] = {}
         self._ticking: set[str] = set()
+        self._tick: Callable[..., None] | None = None
 
     def watch(self, tick: Callable[..., None]) -> None:
         """Has `tick` called while its models compute, where they can tell."""
+        self._tick = tick
         models: list[tuple[str, Scorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
         self._ticking = {name for name, model in models if model.watch(tick)}
 
-    def execute(self, command: Command) -> Scored | TrainReport | None:
-        """Does this rank's part: of FORWARD a Scored, of TRAIN and VALIDATE a TrainReport."""
-        if command.signal is Signal.EXIT:
-            return None
-        if command.signal is Signal.FORWARD:
-            scorer = self._scorers[command.model]
-            own = command.sequences
-            if not scorer.takes_all:
-                own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
-            results = list(scorer.score(own)) if own or self._ranks.in_step else []
-            if len(results) != len(own):
-                raise ServerFault(f"{command.model} gave {len(results)} results for {len(own)} samples")
-            return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
-        trainer = self._trainers[command.model]
+    def execute(self, command: Command) -> Any:
+        """Does this rank's part: of FORWARD a Scored, of TRAIN and VALIDATE a TrainReport, of a scorer's LOAD on rank 0
+        what was loaded."""
+        name = command.model
+        match command.signal:
+            case Signal.EXIT:
+                return None
+            case Signal.FORWARD:
+                with computing.HERE.computing():
+                    return self._forward(command)
+            case Signal.LOAD if name not in self._trainers:
+                assert self._load is not None
+                self._beside[name] = made = self._load(name, command.folder)
+                return made if self._ranks.is_leader else None
+            case Signal.SWITCH:
+                self._switch(name)
+            case Signal.UNLOAD:
+                del self._scorers[name]
+            case Signal.RELEASE:
+                self._beside.pop(name, None)
+                computing.release()
+            case _:
+                with computing.HERE.computing():
+                    return self._operate(self._trainers[name], command)
+        return None
+
+    def _forward(self, command: Command) -> Scored:
+        scorer: Any = self._scorers[command.model]
+        own = command.sequences
+        if not scorer.takes_all:
+            own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
+        score = scorer.score_plainly if command.plain else scorer.score
+        results = list(score(own)) if own or self._ranks.in_step else []
+        if len(results) != len(own):
+            raise ServerFault(f"{command.model} gave {len(results)} results for {len(own)} samples")
+        return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
+
+    def _switch(self, name: str) -> None:
+        """Gives the place of that name to what was loaded beside it."""
+        self._scorers[name] = made = self._beside.pop(name)
+        if self._tick is not None:
+            self._ticking.discard(name)
+            if made.watch(self._tick):
+                self._ticking.add(name)
+
+    def _operate(self, trainer: Trainer, command: Command) -> TrainReport | None:
         match command.signal:
             case Signal.TRAIN:
                 assert command.train is not None
@@ -108,7 +154,7 @@ class Worker:
                 trainer.onload()
         return None
 
-    def merge(self, command: Command, parts: list[Any]) -> Scored | TrainReport | None:
+    def merge(self, command: Command, parts: list[Any]) -> Any:
         """The results in the sequences' order; of all else every rank has the same, and the first counts."""
         if command.signal is not Signal.FORWARD or self._scorers[command.model].takes_all:
             return parts[0]

@@ -15,7 +15,7 @@ import numpy as np
 
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo, Score, Sequence, Truncation
-from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
+from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,14 @@ class FunctionScorer:
     takes_all = False
 
     def __init__(self, config: ModelConfig) -> None:
-        """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters."""
+        """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters, and
+        ConfigError for a setting that a function cannot have."""
+        if config.recheck_share:
+            raise ConfigError(
+                f"recheck_share is {config.recheck_share:g}, and {config.model} is a function: there is no second way "
+                "to run it",
+                "leave it out there",
+            )
         self._function = _import(config.model)
         if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
             raise CheckpointError(
@@ -209,7 +216,8 @@ def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int)
 
 
 def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
-    rewards = np.asarray(values, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what comes of it is told of the sample
+        rewards = np.asarray(values, dtype=np.float32)
     if rewards.ndim == 0 or rewards.size != count:
         returned = "a single number" if rewards.ndim == 0 else f"{rewards.size} rewards"
         returned = f"the function returned {returned} for {count} samples; return a list of one a sample"

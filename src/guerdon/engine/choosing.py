@@ -24,11 +24,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Largest accepted difference between two paths' hidden states, relative to their root mean square."""
 GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 """The same for gradients, which are rounded on the way up and on the way down."""
+_LONGEST = 64
+"""Tokens of the longest sequence that is tried."""
 
 
 def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, str]:
     """The first path that agrees with the plain forward on all ranks, and why not a better one."""
-    rows = _probe_rows(info.vocab_size or 2, min(64, info.max_length or 64), engine.pad_token_id)
+    rows = probe_rows(info.vocab_size, info.max_length, engine.pad_token_id)
     candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
     if engine.device.type != "cpu":
         candidates.append("padded")  # on a CPU padding costs more than batching gains
@@ -139,10 +141,11 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return relative if np.isfinite(relative) else float("inf")
 
 
-def _probe_rows(vocab_size: int, longest: int, avoid: int) -> list[np.ndarray]:
-    """A few random sequences, most with a shared beginning, of at most `longest` tokens; never the padding token."""
+def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> list[np.ndarray]:
+    """A few short random sequences, int64 `[T]`, most with a shared beginning; never the padding token."""
+    longest = min(_LONGEST, max_length or _LONGEST)
     rng = np.random.default_rng(0)
-    ids = np.setdiff1d(np.arange(vocab_size), [avoid])
+    ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
     prompt = rng.choice(ids, longest // 2)
     rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
     rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]

@@ -27,6 +27,7 @@ def describe(
     eos_token_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    step_rule: str = "",
 ) -> ModelInfo:
     """What clients and transports need to know; raises ConfigError where `max_length` goes beyond the model's table."""
     several = parts.num_outputs > 1 and not parts.is_process_reward
@@ -48,6 +49,7 @@ def describe(
         weights_version=checkpoint.fingerprint(),
         dtype=dtype_name(dtype),
         device=str(device),
+        step_rule=step_rule,
     )
 
 

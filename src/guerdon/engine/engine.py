@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from guerdon.core import Score, Sequence
+from guerdon.engine.choosing import probe_rows
 from guerdon.engine.forward import Forward, Layout
 from guerdon.engine.heads import to_scores
+from guerdon.engine.layout import alike
 from guerdon.engine.loading import LoadedModel
 from guerdon.engine.packing import PackedBatch
-from guerdon.errors import ConfigError, SampleFailed
+from guerdon.errors import CheckpointError, ConfigError, SampleFailed
+
+_NOT_FINITE = "its weights are broken, or too large for its dtype: try --dtype float32, or an earlier checkpoint"
 
 
 class Engine(Forward):
@@ -32,6 +36,20 @@ class Engine(Forward):
                 "leave --truncation out: cut sequences would shift the positions that clients count",
             )
         super().__init__(loaded)
+        with alike(self.ranks):
+            failed = self._failed_probes()
+            if failed and len(failed) == len(self._probes()):
+                raise CheckpointError(f"{loaded.info.name} scores nothing: {failed[0]}", _NOT_FINITE)
+
+    def check_scores(self) -> None:
+        """Raises CheckpointError where not every one of the self-check's sequences has a finite score.
+
+        A model may be served that fails on some; one that takes another's place while it serves has to do better.
+        """
+        with alike(self.ranks):
+            if failed := self._failed_probes():
+                count = len(self._probes())
+                raise CheckpointError(f"{len(failed)} of {count} random sequences fail: {failed[0]}", _NOT_FINITE)
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order; sequences with equal tokens are computed once.
@@ -39,9 +57,23 @@ class Engine(Forward):
         Ranks in step call it at the same time, those without sequences, too.
         """
         with self.no_gradients():
-            return self._score(sequences)
+            return self._score(sequences, self.path)
 
-    def _score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """As `score`, by the model as transformers runs it, one sequence at a time: what every path is held against."""
+        with self.no_gradients(), self.plain_attention():
+            return self._score(sequences, "single")
+
+    def _probes(self) -> list[Sequence]:
+        """The self-check's sequences, with a step at the end of each."""
+        info = self.info
+        rows = probe_rows(info.vocab_size, info.max_length, self.pad_token_id)
+        return [Sequence(row, steps=np.array([len(row) - 1])) for row in rows]
+
+    def _failed_probes(self) -> list[SampleFailed]:
+        return [result for result in self.score(self._probes()) if isinstance(result, SampleFailed)]
+
+    def _score(self, sequences: list[Sequence], path: str) -> list[Score | SampleFailed]:
         slots: dict[bytes, int] = {}
         rows: list[np.ndarray] = []
         limits: list[int | None] = []
@@ -53,7 +85,7 @@ class Engine(Forward):
                 limits.append(s.prompt_length)
             where.append(slot)
         outputs: dict[int, torch.Tensor] = {}
-        for layout in self.layouts(rows, limits):
+        for layout in self.layouts(rows, limits, path=path):
             if not layout.rows:
                 continue
             if self.head.per_token:

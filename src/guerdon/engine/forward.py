@@ -120,34 +120,39 @@ class Forward:
         """Makes what is computed next independent of the lengths seen before; `layouts` does so by itself."""
         self._classes.prepare()
 
-    def layouts(self, rows: list[np.ndarray], limits: list[int | None] | None = None) -> Iterator[Layout]:
+    def layouts(
+        self, rows: list[np.ndarray], limits: list[int | None] | None = None, *, path: str | None = None
+    ) -> Iterator[Layout]:
         """The rows' hidden states, micro-batch by micro-batch, with the graph attached where gradients are enabled.
 
-        `limits` bounds what may be shared of each row, as `pack` has it. Call backward before the next micro-batch is
-        taken, for only one fits the token budget. Where `ranks.in_step`, all must call it at the same time, with rows
-        or without, and each gets as many layouts as the one with most: fillers at the end, whose backward the others
-        wait for.
+        They go by `path`, whose attention must be in use, where that is not the chosen one. `limits` bounds what may be
+        shared of each row, as `pack` has it. Call backward before the next micro-batch is taken, for only one fits the
+        token budget. Where `ranks.in_step`, all must call it at the same time, with rows or without, and each gets as
+        many layouts as the one with most: fillers at the end, whose backward the others wait for.
         """
         limits = limits or [None] * len(rows)
-        forwards = self._forwards(rows, limits)
+        path = path or self.path
+        forwards = self._forwards(rows, limits, path)
         if not self.ranks.in_step:
             for forward in forwards:
                 yield forward()
             return
         planned = list(forwards)
         missing = self.ranks.most(len(planned)) - len(planned)
-        for forward in [*planned, *[self._filler] * missing]:
+        for forward in planned:
             yield forward()
+        for _ in range(missing):
+            yield self._filler(path)
 
-    def _forwards(self, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Callable[[], Layout]]:
+    def _forwards(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[Callable[[], Layout]]:
         for members in self._classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for forward in self._plan(self.path, some, bounds):
+            for forward in self._plan(path, some, bounds):
                 yield functools.partial(_numbered, forward, members)
 
-    def _filler(self) -> Layout:
+    def _filler(self, path: str) -> Layout:
         """A layout of one token and no rows, by way of the same layers."""
-        layout = next(self.run(self.path, [np.array([self.pad_token_id])], [None]))
+        layout = next(self.run(path, [np.array([self.pad_token_id])], [None]))
         return Layout(layout.hidden, [], [], np.zeros(0, dtype=np.int64))
 
     def no_gradients(self) -> AbstractContextManager[Any]:

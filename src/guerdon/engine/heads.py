@@ -30,6 +30,9 @@ class StepRule:
     separator_ids: tuple[int, ...]
     reduction: Reduction = "min"
 
+    def __str__(self) -> str:
+        return f"{self.reduction} of the steps that end with {self.separator!r}, tokens {list(self.separator_ids)}"
+
     def positions(self, sequence: Sequence) -> np.ndarray:
         """The sequence's own `steps`, else each separator's last token behind the prompt: int64 `[K]`."""
         if sequence.steps is not None:
@@ -120,7 +123,7 @@ def to_scores(
 def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     attributes = logits.float().cpu().numpy()
     rewards = _standardise(head, (attributes * head.weights).sum(axis=1))
-    is_fine = np.isfinite(attributes).all(axis=1) & np.isfinite(rewards)
+    is_fine = np.isfinite(attributes).all(axis=1) & _fits(rewards)
     several = head.num_outputs > 1
     return [
         Score(reward=reward, attributes=row if several else None) if fine else _failed("reward", row)
@@ -155,11 +158,12 @@ def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[
     for steps in np.split(is_right, np.cumsum([len(p) for p in positions])[:-1]):
         if len(steps) == 0:
             results.append(_no_steps(head.steps))
-        elif np.isfinite(steps).all():
-            reward = _standardise(head, _REDUCE[head.steps.reduction](steps.astype(np.float64)))
-            results.append(Score(reward=float(reward), steps=steps))
-        else:
+        elif not np.isfinite(steps).all():
             results.append(_failed("step rewards", steps))
+        else:
+            reward = _standardise(head, _REDUCE[head.steps.reduction](steps.astype(np.float64)))
+            fine = _fits(reward).all()
+            results.append(Score(float(reward), steps=steps) if fine else _failed("reward", np.atleast_1d(reward)))
     return results
 
 
@@ -175,8 +179,14 @@ def _standardise(head: Head, rewards: np.ndarray) -> np.ndarray:
     return (rewards - head.mean) / head.std
 
 
+def _fits(rewards: np.ndarray) -> np.ndarray:
+    """Which rewards, float64, are finite as the float32 that answers have."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(rewards.astype(np.float32))
+
+
 def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
-    bad = int(np.argmin(np.isfinite(numbers)))
+    bad = int(np.argmin(_fits(numbers)))
     where = f" at index {bad} of {len(numbers)}" if len(numbers) > 1 else ""
     return SampleFailed(
         f"the model's {what} for this sample is not finite: {numbers[bad]}{where}; "

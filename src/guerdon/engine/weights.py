@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import StoredTensor
 from guerdon.engine.heads import Pooling
@@ -56,6 +57,7 @@ def fill(
     `sharded_class`.
     """
     how: dict[str, Any] = {}
+    model_class = _laid_out_alone(model_class)
     if ranks.is_sharded:
         model_class, how = sharded_class(model_class, config, ranks)
     with _quiet():
@@ -83,6 +85,23 @@ def fill(
             "config.json is another model's, or this head is of a kind that cannot be served",
         )
     return model
+
+
+def _laid_out_alone(model_class: Any) -> Any:
+    """The class, whose modules are made without weights while nothing in this process computes.
+
+    A model that takes another's place is loaded while that one serves.
+    """
+
+    class Alone(model_class):
+        @classmethod
+        def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            return [computing.HERE.building(), *super().get_init_context(*args, **kwargs)]
+
+    # transformers looks for a class's code by these names.
+    Alone.__name__, Alone.__qualname__ = model_class.__name__, model_class.__qualname__
+    Alone.__module__ = model_class.__module__
+    return Alone
 
 
 def check_labels_per_token(num_outputs: int, folder: Path) -> None:

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
 from guerdon.server.gate import Place
+from guerdon.wire import bodies
 from guerdon.wire.kserve import InferRequest
 
 T = TypeVar("T")
@@ -19,7 +20,10 @@ T = TypeVar("T")
 INLINE_BYTES = 1 << 20
 """A larger body is decoded in a thread, since the event loop would stand still meanwhile."""
 
+_WEIGHED_BYTES = 65_536
 _INFLATE_INLINE_BYTES = 65_536
+_INFLATE_READ_BYTES = 65_536
+_INFLATE_STEP_BYTES = 4 << 20
 
 
 class UploadTooSlow(DeadlineExceeded):
@@ -58,12 +62,13 @@ class Coming:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, place: Place, max_bytes: int, timeout_s: float
+    scope: Scope, receive: Receive, place: Place, max_bytes: int, timeout_s: float, read_timeout_s: float
 ) -> tuple[int | None, bytes]:
     """The JSON's length as the headers tell it, and the whole body, decompressed; `place` holds its bytes.
 
     Raises PayloadTooLarge as soon as it is known to be larger than `max_bytes`, Overloaded where the place has no
-    room for it, UploadTooSlow where it takes longer than `timeout_s`, Cancelled where the client leaves.
+    room for it, UploadTooSlow where it takes longer than `timeout_s`, or nothing more of it comes for `read_timeout_s`,
+    Cancelled where the client leaves.
     """
     header_length, encoding = None, b""
     for key, value in scope["headers"]:
@@ -77,49 +82,91 @@ async def read_body(
             header_length = int(value)
         elif key == b"content-encoding":
             encoding = value.strip().lower()
-    try:
-        async with asyncio.timeout(timeout_s):
-            body = await _received(receive, place, max_bytes)
-    except TimeoutError as e:
-        raise UploadTooSlow(f"the body did not come within {timeout_s:g} s; send it faster, or fewer rows") from e
-    if encoding not in (b"", b"identity"):
-        if encoding not in (b"gzip", b"deflate"):
-            raise InvalidRequest(
-                f"Content-Encoding {encoding.decode('latin-1')!r} is not known here: use gzip or deflate"
-            )
-        body = await off_loop(functools.partial(_inflate, body, max_bytes), len(body), _INFLATE_INLINE_BYTES)
+    if encoding not in (b"", b"identity", b"gzip", b"deflate"):
+        raise InvalidRequest(f"Content-Encoding {encoding.decode('latin-1')!r} is not known here: use gzip or deflate")
+    body = await _received(receive, place, max_bytes, timeout_s, read_timeout_s)
+    if encoding in (b"gzip", b"deflate"):
+        body = await _inflated(body, place, max_bytes)
         place.hold(len(body))
+    text = memoryview(body)[:header_length]
+    if len(text) > _WEIGHED_BYTES:  # what is shorter is read at once, and alone
+        memory = await off_loop(functools.partial(bodies.memory, text), len(text))
+        # What JSON is read into takes more than was sent; what one body may have always fits.
+        place.reach(min(memory + len(body) - len(text), max_bytes))
     return header_length, body
 
 
-async def _received(receive: Receive, place: Place, max_bytes: int) -> bytes:
+async def _received(receive: Receive, place: Place, max_bytes: int, timeout_s: float, read_timeout_s: float) -> bytes:
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + timeout_s
     chunks: list[bytes] = []
     size, has_more = 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Cancelled("the client left")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > max_bytes:
-            raise _too_large("the body", max_bytes)
-        place.reach(size)
-        has_more = message.get("more_body", False)
+    try:
+        async with asyncio.timeout(None) as waiting:
+            while has_more:
+                now = loop.time()
+                waiting.reschedule(min(ends, now + read_timeout_s))
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client left")
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                if size > max_bytes:
+                    raise _too_large("the body", max_bytes)
+                place.reach(size)
+                has_more = message.get("more_body", False)
+    except TimeoutError as e:
+        if loop.time() >= ends:
+            told = f"the body did not come within {timeout_s:g} s"
+        else:
+            told = f"nothing more of the body came for {read_timeout_s:g} s"
+        raise UploadTooSlow(f"{told}; send it faster, or fewer rows") from e
     return b"".join(chunks)
 
 
-def _inflate(body: bytes, max_bytes: int) -> bytes:
-    """What a gzip or zlib stream holds, never more than `max_bytes` of it."""
-    stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
-    try:
-        inflated = stream.decompress(body, max_bytes + 1)
-    except zlib.error as e:
-        raise InvalidRequest(f"the body is not what Content-Encoding says: {e}") from e
-    if len(inflated) > max_bytes:
-        raise _too_large("the decompressed body", max_bytes)
-    if not stream.eof or stream.unused_data:
-        raise InvalidRequest("the compressed body is cut off, or more follows it")
-    return inflated
+async def _inflated(body: bytes, place: Place, max_bytes: int) -> bytes:
+    """What a gzip or zlib stream holds, never more than `max_bytes` of it, and no more than the place has room for."""
+    inflating = _Inflating(body, max_bytes)
+    while not inflating.is_done:
+        place.hold(min(len(body) + inflating.num_bytes + _INFLATE_STEP_BYTES, max_bytes))
+        await off_loop(inflating.step, len(body) + inflating.num_bytes, _INFLATE_INLINE_BYTES)
+        if inflating.num_bytes > max_bytes:
+            raise _too_large("the decompressed body", max_bytes)
+    return b"".join(inflating.chunks)
+
+
+class _Inflating:
+    """A compressed body on its way to what it holds, a step at a time."""
+
+    def __init__(self, body: bytes, max_bytes: int) -> None:
+        self.chunks: list[bytes] = []
+        self.num_bytes = 0
+        self.is_done = False
+        self._body = memoryview(body)
+        self._most = max_bytes
+        self._position = 0
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
+
+    def step(self) -> None:
+        """Adds at most _INFLATE_STEP_BYTES to the chunks, and none beyond one too many; raises InvalidRequest."""
+        stream, ends = self._stream, min(self.num_bytes + _INFLATE_STEP_BYTES, self._most + 1)
+        while self.num_bytes < ends and not self.is_done:
+            given: bytes | memoryview = stream.unconsumed_tail
+            if not given:
+                given = self._body[self._position : self._position + _INFLATE_READ_BYTES]
+                self._position += len(given)
+            try:
+                chunk = stream.decompress(given, ends - self.num_bytes)
+            except zlib.error as e:
+                raise InvalidRequest(f"the body is not what Content-Encoding says: {e}") from e
+            self.num_bytes += len(chunk)
+            self.chunks.append(chunk)
+            if stream.eof:
+                if stream.unused_data or self._position < len(self._body):
+                    raise InvalidRequest("more follows the compressed body")
+                self.is_done = True
+            elif not given:
+                raise InvalidRequest("the compressed body is cut off")
 
 
 def _too_large(what: str, max_bytes: int) -> PayloadTooLarge:

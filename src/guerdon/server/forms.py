@@ -15,6 +15,7 @@ from guerdon.metrics import UNKNOWN
 from guerdon.server.asgi import JSON, Reply, score_headers, unless_left
 from guerdon.server.body import off_loop, read_body
 from guerdon.server.gate import Gate, Place
+from guerdon.server.guard import caller_of
 from guerdon.server.service import Service
 from guerdon.wire import bodies, pooling, sglang, tei, trainers
 from guerdon.wire.forms import Asked, Form
@@ -35,7 +36,7 @@ class FormHandler:
     def __init__(self, form: Form, service: Service, config: ServerConfig, gate: Gate) -> None:
         self._form = form
         self._service = service
-        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s)
+        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
@@ -43,7 +44,8 @@ class FormHandler:
         service, query = self._service, _query(scope)
         name = query.get("model", "")
         # Until the body tells of another model, the request is counted as one to this.
-        with service.metrics.request(self._counted_as(name)) as counted, Place(self._gate) as place:
+        client = caller_of(scope).name
+        with service.metrics.request(self._counted_as(name)) as counted, Place(self._gate, client) as place:
             service.check_ready()
             _, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
@@ -59,7 +61,7 @@ class FormHandler:
             asked.check(info)
             reply = ScoreReply([], [], info.weights_version)
             if asked.request is not None:
-                reply = await unless_left(service.score(info.name, asked.request), receive)
+                reply = await unless_left(service.score(info.name, asked.request, client), receive)
             write = functools.partial(_write, asked, reply, info)
             payload = await off_loop(write, max(size, len(reply.results) * _ROW_BYTES))
         return 200, [*score_headers(reply), JSON], payload

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from guerdon.config import ServerConfig
+from collections.abc import Collection
+
+from guerdon.config import LimitsConfig
 from guerdon.errors import Overloaded
+from guerdon.server.shares import Shares
 
 _RETRY_AFTER_S = 1.0
 
 
 class Gate:
-    """Counts what is in progress, and refuses what goes beyond the config's bounds."""
+    """Counts what is in progress, and refuses what goes beyond the config's bounds.
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.max_requests = config.max_requests
-        self.max_bytes = max(config.max_bodies_mb, config.max_body_mb) << 20  # one body always fits
-        self.num_requests = 0
-        self.num_bytes = 0
+    `clients` are the names of those who share both evenly once there is not enough of it.
+    """
+
+    def __init__(self, config: LimitsConfig, clients: Collection[str] = ()) -> None:
+        # One body always fits; where clients have parts of their own, into everybody's half.
+        least_mb = config.max_body_mb * (2 if len(clients) > 1 else 1)
+        self.requests = Shares(config.max_requests, clients)
+        self.bytes = Shares(max(config.max_bodies_mb, least_mb) << 20, clients)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in progress."""
+        return self.requests.taken
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes their bodies have."""
+        return self.bytes.taken
 
 
 class Place:
     """A context that holds one request's place at the gate; entering raises Overloaded where all are taken."""
 
-    __slots__ = ("_gate", "_num_bytes")
+    __slots__ = ("_client", "_gate", "_num_bytes")
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, client: str = "") -> None:
         self._gate = gate
+        self._client = client
         self._num_bytes = 0
 
     def reach(self, num_bytes: int) -> None:
@@ -34,24 +51,30 @@ class Place:
 
     def hold(self, num_bytes: int) -> None:
         """Says how many bytes of body the request has now; raises Overloaded where the gate has no room for them."""
-        gate = self._gate
-        total = gate.num_bytes + num_bytes - self._num_bytes
-        if total > gate.max_bytes:
+        more, total = num_bytes - self._num_bytes, self._gate.bytes
+        if more > 0 and not total.has_room(self._client, more):
             raise Overloaded(
-                f"the bodies of the requests in progress would exceed {gate.max_bytes >> 20} MiB; try again",
+                f"the bodies of the requests in progress would exceed {total.total >> 20} MiB{self._share(total)}; "
+                "try again",
                 _RETRY_AFTER_S,
             )
-        gate.num_bytes, self._num_bytes = total, num_bytes
+        total.take(self._client, more)
+        self._num_bytes = num_bytes
 
     def __enter__(self) -> Place:
-        gate = self._gate
-        if gate.num_requests >= gate.max_requests:
+        requests = self._gate.requests
+        if not requests.has_room(self._client, 1):
             raise Overloaded(
-                f"{gate.max_requests} requests are in progress, which is the limit; try again", _RETRY_AFTER_S
+                f"{requests.total} requests are in progress, which is the limit{self._share(requests)}; try again",
+                _RETRY_AFTER_S,
             )
-        gate.num_requests += 1
+        requests.take(self._client, 1)
         return self
 
+    def _share(self, of: Shares) -> str:
+        """What an error adds where others have parts that this client cannot take."""
+        return f", or {self._client}'s share of it" if of.taken < of.total and self._client else ""
+
     def __exit__(self, *_: object) -> None:
-        self._gate.num_requests -= 1
-        self._gate.num_bytes -= self._num_bytes
+        self._gate.requests.give(self._client, 1)
+        self._gate.bytes.give(self._client, self._num_bytes)

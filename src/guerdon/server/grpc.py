@@ -12,17 +12,30 @@ from typing import Any
 
 import grpc
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from guerdon.access import Role
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
-from guerdon.errors import GuerdonError, ServerFault, StartError, TrainFailed, UnknownModel
+from guerdon.errors import (
+    GuerdonError,
+    InvalidRequest,
+    ServerFault,
+    StartError,
+    TrainFailed,
+    Unauthenticated,
+    UnknownModel,
+)
 from guerdon.metrics import UNKNOWN
-from guerdon.server import about
+from guerdon.server import about, tls
+from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.body import Coming, off_loop
 from guerdon.server.gate import Gate, Place
+from guerdon.server.logs import failure, without_frames
+from guerdon.server.receiving import Receiving
 from guerdon.server.service import Service
-from guerdon.wire import kserve_grpc, operations, signature
+from guerdon.wire import kserve_grpc, operations, repository, signature
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.operations import Answer, Asked
 
@@ -31,25 +44,27 @@ logger = logging.getLogger("guerdon.grpc")
 SERVICE = "inference.GRPCInferenceService"
 
 _HEADROOM_BYTES = 65_536
+_SPARE_STREAMS = 100
+_MOST_SMALL_BYTES = 1 << 20
 _MOST_TEXT_BYTES = 2000  # each of which may travel as three
 _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
 
 def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> tuple[grpc.aio.Server, int]:
-    """A bound, not yet started gRPC server and its port; raises StartError where the port cannot be had."""
+    """A bound, not yet started gRPC server and its port.
+
+    Raises StartError where the port cannot be had, ConfigError where the files of TLS are not what they say.
+    """
     address = f"[{config.host}]" if ":" in config.host else config.host
-    grpc_server = grpc.aio.server(
-        options=(
-            # The default of 4 MiB is less than what clients send; the default of sharing ports hides a second server.
-            ("grpc.max_receive_message_length", min((config.max_body_mb << 20) + _HEADROOM_BYTES, _MOST_BYTES)),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-        )
-    )
-    front = _Front(service, gate or Gate(config))
+    grpc_server = grpc.aio.server(options=_options(config))
+    front = _Front(service, config, gate or Gate(config, service.access.names))
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, front.handlers()),))
+    credentials = _credentials(config)
     try:
-        port = grpc_server.add_insecure_port(f"{address}:{config.grpc_port}")
+        if credentials is None:
+            port = grpc_server.add_insecure_port(f"{address}:{config.grpc_port}")
+        else:
+            port = grpc_server.add_secure_port(f"{address}:{config.grpc_port}", credentials)
     except RuntimeError as e:
         raise StartError(
             f"cannot listen for gRPC on {address}:{config.grpc_port}: in use, or not an address of this machine",
@@ -58,79 +73,208 @@ def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> 
     return grpc_server, port
 
 
-class _Front:
-    """The methods of the service; those that the protocol has beyond these answer UNIMPLEMENTED."""
+def _options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
+    """gRPC's settings: what a connection and a message may be, and when a connection ends."""
+    return (
+        # The default of 4 MiB is less than what clients send; the default of sharing ports hides a second server.
+        ("grpc.max_receive_message_length", min((config.max_body_mb << 20) + _HEADROOM_BYTES, _MOST_BYTES)),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),
+        # Beyond the gate's number, so that a call too many is refused and does not wait in its client.
+        ("grpc.max_concurrent_streams", config.max_requests + _SPARE_STREAMS),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.server_handshake_timeout_ms", math.ceil(config.header_timeout_s * 1000)),
+        ("grpc.max_connection_idle_ms", math.ceil(config.idle_timeout_s * 1000)),
+        # A host that has vanished, or a client that reads nothing of its connection, is noticed by unanswered pings.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Before its turn a message may fill its stream's window, which would otherwise grow with the connection.
+        ("grpc.http2.bdp_probe", 0),
+    )
 
-    def __init__(self, service: Service, gate: Gate) -> None:
+
+def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    tls.context(config)  # which says what is wrong
+    pems = tls.pems(config)
+    if pems is None:
+        return None
+    key, cert, authority = pems
+    return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=authority is not None)
+
+
+class _Call:
+    """One call: who makes it, and its message, of which nothing is read before `message` asks for it."""
+
+    __slots__ = ("_receiving", "caller", "context")
+
+    def __init__(self, context: grpc.aio.ServicerContext, caller: Caller, receiving: Receiving) -> None:
+        self.context = context
+        self.caller = caller
+        self._receiving = receiving
+
+    async def message(self) -> bytes:
+        """The message's bytes."""
+        return await self._receiving.message(self.context, self.caller.name)
+
+    async def parsed(self, kind: Any) -> Any:
+        """The message, of a method whose messages are small; raises InvalidRequest."""
+        data = await self.message()
+        if len(data) > _MOST_SMALL_BYTES:
+            raise InvalidRequest(f"the message has {len(data)} bytes; this method takes at most {_MOST_SMALL_BYTES}")
+        try:
+            return kind.FromString(data)
+        except DecodeError as e:
+            raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.name}: {e}") from e
+
+
+Method = Callable[[_Call], Awaitable[Any]]
+
+
+class _Front:
+    """The methods of the service; those that the protocol has beyond these answer UNIMPLEMENTED.
+
+    Each reads its one message by itself, as a stream's only one, which is the same on the wire: so that it is not read
+    before its sender's key was seen, nor while too many others are.
+    """
+
+    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
         self._service = service
         self._gate = gate
+        self._max_bytes = config.max_body_mb << 20
+        self._receiving = Receiving(config, service.access.names)
         self._names = {info.name for info in service.models()}
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        methods = (
-            (self.ServerLive, pb.ServerLiveRequest),
-            (self.ServerReady, pb.ServerReadyRequest),
-            (self.ModelReady, pb.ModelReadyRequest),
-            (self.ServerMetadata, pb.ServerMetadataRequest),
-            (self.ModelMetadata, pb.ModelMetadataRequest),
-            (self.ModelConfig, pb.ModelConfigRequest),
-            (self.ModelInfer, _Sized),
-            (self.RepositoryIndex, pb.RepositoryIndexRequest),
+        is_open = {self.ServerLive: True, self.ServerReady: True}
+        methods: tuple[Method, ...] = (
+            *is_open,
+            self.ModelReady,
+            self.ServerMetadata,
+            self.ModelMetadata,
+            self.ModelConfig,
+            self.ModelInfer,
+            self.RepositoryIndex,
+            self.RepositoryModelLoad,
+            self.RepositoryModelUnload,
         )
         return {
-            method.__name__: grpc.unary_unary_rpc_method_handler(
-                _answering(method), request.FromString, lambda reply: reply.SerializeToString()
+            method.__name__: grpc.stream_unary_rpc_method_handler(
+                self._answering(method, method in is_open), None, lambda reply: reply.SerializeToString()
             )
-            for method, request in methods
+            for method in methods
         }
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, _: Any) -> pb.ServerLiveResponse:
+    def _answering(self, method: Method, is_open: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+        """`method` for callers with a key, where it is not open to all; what it raises is told in gRPC's way."""
+        service = self._service
+
+        async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                if is_open:
+                    return await method(_Call(context, ANYBODY, self._receiving))
+                sent = dict(context.invocation_metadata())
+                try:
+                    caller = service.access.caller(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
+                except Unauthenticated as e:
+                    service.metrics.asked(UNKNOWN, type(e))
+                    raise
+                with service.metrics.client(caller.name):
+                    return await method(_Call(context, caller, self._receiving))
+            except GuerdonError as e:
+                error = without_frames(e)
+            except asyncio.CancelledError:
+                raise
+            except Exception as e:
+                failure(logger, logging.ERROR, "unexpected error in %s", method.__name__, error=e)
+                error = ServerFault("internal error; the server's log has the details")
+            trailing = [("guerdon-error", type(error).__name__)]
+            if error.retry_after_s is not None:
+                trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
+            if isinstance(error, TrainFailed):
+                trailing.append(("guerdon-num-steps", str(error.num_steps)))
+            await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
+            raise error  # abort has raised already
+
+        return answer
+
+    async def ServerLive(self, _: _Call) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, _: Any) -> pb.ServerReadyResponse:
+    async def ServerReady(self, _: _Call) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=self._service.is_ready())
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, _: Any) -> pb.ModelReadyResponse:
+    async def ModelReady(self, call: _Call) -> pb.ModelReadyResponse:
+        request = await call.parsed(pb.ModelReadyRequest)
         try:
             self._service.model(request.name, request.version)
         except UnknownModel:  # an answer, not an error: so Triton has it, and its clients count on it
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=self._service.is_ready(request.name))
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, _: Any) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(self, _: _Call) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(**about.server())
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, _: Any) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(self, call: _Call) -> pb.ModelMetadataResponse:
+        request = await call.parsed(pb.ModelMetadataRequest)
         return pb.ModelMetadataResponse(**signature.metadata(self._service.model(request.name, request.version)))
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, _: Any) -> pb.ModelConfigResponse:
+    async def ModelConfig(self, call: _Call) -> pb.ModelConfigResponse:
+        request = await call.parsed(pb.ModelConfigRequest)
         config = signature.config(self._service.model(request.name, request.version))
         return json_format.ParseDict({"config": config}, pb.ModelConfigResponse())
 
-    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, _: Any) -> pb.RepositoryIndexResponse:
+    async def RepositoryIndex(self, call: _Call) -> pb.RepositoryIndexResponse:
+        request = await call.parsed(pb.RepositoryIndexRequest)
         return pb.RepositoryIndexResponse(models=about.repository_index(self._service, request.ready))
 
-    async def ModelInfer(self, sized: _Sized, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
-        service, size, name = self._service, sized.num_bytes, sized.message.model_name
-        label = name if name in self._names else UNKNOWN
-        with service.metrics.request(label), contextlib.ExitStack() as held:
+    async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
+        call.caller.need(Role.ADMIN, "to load a model")
+        request = await call.parsed(pb.RepositoryModelLoadRequest)
+        version = await self._service.repository.load(request.model_name, repository.source_of(request.parameters))
+        call.context.set_trailing_metadata((("guerdon-weights-version", version),))
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(self, call: _Call) -> pb.RepositoryModelUnloadResponse:
+        call.caller.need(Role.ADMIN, "to unload a model")
+        request = await call.parsed(pb.RepositoryModelUnloadRequest)
+        await self._service.repository.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
+        service, caller, context = self._service, call.caller, call.context
+        with service.metrics.request(UNKNOWN) as counted, contextlib.ExitStack() as held:
+            place = Place(self._gate, caller.name)
+            held.enter_context(place)
+            data = await call.message()
+            place.hold(size := len(data))
+            # What typed contents are parsed into takes more than was sent; what one body may have always fits.
+            place.reach(min(kserve_grpc.memory(data), self._max_bytes))
+            message = await off_loop(functools.partial(kserve_grpc.parse, data), size)
+            del data
+            name = message.model_name
+            counted.model = name if name in self._names else UNKNOWN
             with service.arriving(name):
-                place = held.enter_context(Place(self._gate))
-                place.hold(size)
-                info = service.model(name, sized.message.model_version)
+                info = service.model(name, message.model_version)
+                if isinstance(info, OperationInfo):
+                    caller.need(Role.TRAIN, info.name)
                 service.check_ready()
-            decode = functools.partial(_decode, sized.message, info, context.time_remaining())
-            del sized.message  # whoever waits for long does not hold it
+                if isinstance(info, ModelInfo):
+                    service.check_room(info.name, caller.name)  # before it is decoded for nothing
+            decode = functools.partial(_decode, message, info, context.time_remaining())
+            del message  # whoever waits for long does not hold it
             if isinstance(info, OperationInfo):
                 coming = Coming(decode, size, place)
                 del decode
-                answer: Answer = await service.call(info.name, coming)
+                answer: Answer = await service.call(info.name, coming, caller.name)
                 decoded = coming.form
             else:
                 decoded, asked = await off_loop(decode, size)
                 del decode
-                answer = await service.call(info.name, asked)
+                answer = await service.call(info.name, asked, caller.name)
             reply = await off_loop(functools.partial(_encode, answer, decoded, info), size)
+            # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
+            context.add_done_callback(_leaving(held.pop_all()))
         trailing: list[tuple[str, str]] = []
         if isinstance(answer, ScoreReply):
             trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
@@ -139,20 +283,6 @@ class _Front:
             trailing.append(("guerdon-weights-version", answer.weights_version))
         context.set_trailing_metadata(tuple(trailing))
         return reply
-
-
-class _Sized:
-    """A request to score, and the bytes that it had on the wire, which the message itself would have to count."""
-
-    __slots__ = ("message", "num_bytes")
-
-    def __init__(self, message: pb.ModelInferRequest, num_bytes: int) -> None:
-        self.message = message
-        self.num_bytes = num_bytes
-
-    @staticmethod
-    def FromString(data: bytes) -> _Sized:
-        return _Sized(pb.ModelInferRequest.FromString(data), len(data))
 
 
 def _decode(
@@ -169,29 +299,11 @@ def _encode(answer: Answer, request: InferRequest, info: ModelInfo | OperationIn
     return kserve_grpc.encode(operations.to_reply(answer, request, info))
 
 
-def _answering(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """`method`, with what it raises told in gRPC's way."""
+def _leaving(held: contextlib.ExitStack) -> Callable[[Any], None]:
+    def leave(_: Any) -> None:
+        held.close()
 
-    @functools.wraps(method)
-    async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            return await method(request, context)
-        except GuerdonError as e:
-            error = e
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            logger.exception("unexpected error in %s", method.__name__)
-            error = ServerFault("internal error; the server's log has the details")
-        trailing = [("guerdon-error", type(error).__name__)]
-        if error.retry_after_s is not None:
-            trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
-        if isinstance(error, TrainFailed):
-            trailing.append(("guerdon-num-steps", str(error.num_steps)))
-        await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
-        raise error  # abort has raised already
-
-    return answer
+    return leave
 
 
 def _cut(text: str) -> str:

@@ -15,26 +15,30 @@ import orjson
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from guerdon.access import Role
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
 from guerdon.errors import (
     Cancelled,
+    Forbidden,
     GuerdonError,
     MethodNotAllowed,
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
     TrainFailed,
+    Unauthenticated,
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
-from guerdon.server import about
+from guerdon.server import about, logs
 from guerdon.server.asgi import JSON, Handler, Headers, Reply, score_headers, send_reply, unless_left, version_header
 from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
 from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate, Place
+from guerdon.server.guard import Guard, caller_of
 from guerdon.server.service import Service
-from guerdon.wire import bodies, forms, kserve, openai, operations, signature
+from guerdon.wire import bodies, forms, kserve, openai, openapi, operations, repository, signature
 from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.http")
@@ -45,15 +49,18 @@ Told = Callable[[GuerdonError], tuple[int, Any]]
 _BINARY = (b"content-type", b"application/octet-stream")
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
-_LINGER_S = 1.0
+_CHALLENGES = [(b"www-authenticate", b'%s realm="guerdon"' % scheme) for scheme in (b"Bearer", b"Basic")]
+"""What has a browser ask for a key; one a line, as some browsers read no second one in a line."""
 
-_TOLD = "guerdon.told"
-"""Where the scope has how its endpoint tells errors."""
+_UNREAD = (PayloadTooLarge, UploadTooSlow, Unauthenticated, Forbidden)
+"""Errors that come before the body was read: the connection ends with them."""
+
+_LINGER_S = 1.0
 
 
 def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASGIApp:
     """The ASGI application over `service`; `gate` counts requests together with other transports."""
-    gate = gate or Gate(config)
+    gate = gate or Gate(config, service.access.names)
     front = _Front(service, config, gate)
     get, post = ("GET", "HEAD"), ("POST",)
     model = "/v2/models/{name}"
@@ -65,18 +72,22 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
         Route("/v2/health/ready", _Endpoint(get, front.ready)),
         Route("/v2", _Endpoint(get, front.server)),
         Route("/v2/repository/index", _Endpoint(post, front.index)),
+        Route("/v2/repository/models/{name}/load", _Endpoint(post, front.load)),
+        Route("/v2/repository/models/{name}/unload", _Endpoint(post, front.unload)),
+        Route("/openapi.json", _Endpoint(get, front.openapi)),
         Route("/metrics", _Endpoint(get, front.metrics)),
         Route("/health", _Endpoint(get, front.health)),
-        Route("/v1/models", _Endpoint(get, front.models, openai.told)),
-        Route("/v1/models/{name:path}", _Endpoint(get, front.one_model, openai.told)),
+        Route("/v1/models", _Endpoint(get, front.models)),
+        Route("/v1/models/{name:path}", _Endpoint(get, front.one_model)),
     ]
     routes += [
-        Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate), form.told))
+        Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate)))
         for path, form in FORMS.items()
     ]
     for path, handler in (("/ready", front.model_ready), ("", front.model_metadata), ("/config", front.model_config)):
         routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
-    return _Errors(Router(routes, redirect_slashes=False, default=_unknown))
+    router = Router(routes, redirect_slashes=False, default=_unknown)
+    return _Errors(Guard(router, service.access, config, service.metrics))
 
 
 def _told(error: GuerdonError) -> tuple[int, Any]:
@@ -90,7 +101,7 @@ class _Front:
 
     def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
         self._service = service
-        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s)
+        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
         self._gate = gate
         self._created = int(time.time())
         self._names = {info.name for info in service.models()}
@@ -100,9 +111,13 @@ class _Front:
         label = name if name in self._names else UNKNOWN
         with service.metrics.request(label), contextlib.ExitStack() as held:
             with service.arriving(name):
-                place = held.enter_context(Place(self._gate))
-                info = self._model(scope)
+                caller, info = caller_of(scope), self._model(scope)
+                if isinstance(info, OperationInfo):
+                    caller.need(Role.TRAIN, info.name)
+                place = held.enter_context(Place(self._gate, caller.name))
                 service.check_ready()
+                if isinstance(info, ModelInfo):
+                    service.check_room(info.name, caller.name)  # before its body is read and decoded for nothing
                 header_length, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
             decode = functools.partial(_decode, body, header_length, info)
@@ -110,13 +125,13 @@ class _Front:
             if isinstance(info, OperationInfo):
                 coming = Coming(decode, size, place)
                 del decode
-                answer: Answer = await unless_left(service.call(info.name, coming), receive)
+                answer: Answer = await unless_left(service.call(info.name, coming, caller.name), receive)
                 request = coming.form
             else:
                 request, asked = await off_loop(decode, size)
                 del decode
                 assert isinstance(asked, ScoreRequest)
-                answer = await unless_left(service.score(info.name, asked), receive)
+                answer = await unless_left(service.score(info.name, asked, caller.name), receive)
             payload, header_length = await off_loop(functools.partial(_encode, answer, request, info), size)
         headers: Headers = []
         if isinstance(answer, ScoreReply):
@@ -142,8 +157,7 @@ class _Front:
         return 200 if self._service.is_ready() else 503, [], b""
 
     async def models(self, scope: Scope, receive: Receive) -> Reply:
-        infos = [info for info in self._service.models() if isinstance(info, ModelInfo)]
-        return _json(openai.models(infos, self._created))
+        return _json(openai.models(self._service.loaded(), self._created))
 
     async def one_model(self, scope: Scope, receive: Receive) -> Reply:
         return _json(openai.model(self._service.scored_by(scope["path_params"]["name"]), self._created))
@@ -158,10 +172,31 @@ class _Front:
         return _json(signature.config(self._model(scope)))
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
-        with Place(self._gate) as place:
+        with Place(self._gate, caller_of(scope).name) as place:
             _, body = await read_body(scope, receive, place, *self._body_limits)
         only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
         return _json(about.repository_index(self._service, only_ready))
+
+    async def load(self, scope: Scope, receive: Receive) -> Reply:
+        name, body = await self._admins(scope, receive)
+        version = await self._service.repository.load(name, repository.source(body))
+        return 200, [version_header(version)], b""
+
+    async def unload(self, scope: Scope, receive: Receive) -> Reply:
+        name, _ = await self._admins(scope, receive)
+        await self._service.repository.unload(name)
+        return 200, [], b""
+
+    async def _admins(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:
+        """The model that an admin names, and the request's body."""
+        caller, name = caller_of(scope), scope["path_params"]["name"]
+        caller.need(Role.ADMIN, f"to load or unload {name}")
+        with Place(self._gate, caller.name) as place:
+            _, body = await read_body(scope, receive, place, *self._body_limits)
+        return name, body
+
+    async def openapi(self, scope: Scope, receive: Receive) -> Reply:
+        return _json(openapi.document(self._service.models()))
 
     async def metrics(self, scope: Scope, receive: Receive) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
@@ -172,25 +207,20 @@ class _Front:
 
 
 class _Endpoint:
-    """An ASGI application of one handler; an instance, since Starlette wraps plain functions.
+    """An ASGI application of one handler; an instance, since Starlette wraps plain functions."""
 
-    `told` is how an error is told in its protocol.
-    """
-
-    def __init__(self, methods: tuple[str, ...], handler: Handler, told: Told = _told) -> None:
+    def __init__(self, methods: tuple[str, ...], handler: Handler) -> None:
         self._methods = methods
         self._handler = handler
-        self._told = told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_TOLD] = self._told
         if scope["method"] not in self._methods:
             raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(self._methods)}, not {scope['method']}")
         await send_reply(send, await self._handler(scope, receive))
 
 
 class _Errors:
-    """Turns whatever `inner` raises into its status and body, as the endpoint's protocol has them."""
+    """Turns whatever `inner` raises into its status and body, as the path's protocol has them."""
 
     def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
@@ -202,19 +232,21 @@ class _Errors:
         except Cancelled:
             return
         except GuerdonError as e:
-            error = e
+            error = logs.without_frames(e)
         except asyncio.CancelledError:
             error = Unavailable("the server is stopping")
-        except Exception:
-            logger.exception("unexpected error in %s %s", scope["method"], scope["path"])
+        except Exception as e:
+            logs.failure(logger, logging.ERROR, "unexpected error in %s %r", scope["method"], scope["path"], error=e)
             error = ServerFault("internal error; the server's log has the details")
         headers: Headers = [JSON]
+        if isinstance(error, Unauthenticated):
+            headers += _CHALLENGES
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
-        refused = isinstance(error, PayloadTooLarge | UploadTooSlow)
+        refused = isinstance(error, _UNREAD)
         if refused:
             headers.append((b"connection", b"close"))
-        status, told = scope.get(_TOLD, _told)(error)
+        status, told = _teller(scope)(error)
         await send_reply(send, (status, headers, bodies.write(told)), more_body=refused)
         if refused:
             await _linger(receive, send)
@@ -224,6 +256,14 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
     raise RouteNotFound(
         f"no such path: {scope['path']}; this server speaks KServe v2 under /v2, and takes POST to {', '.join(FORMS)}"
     )
+
+
+def _teller(scope: Scope) -> Told:
+    """How errors are told at the path, whichever part of the server raised them."""
+    path = scope["path"]
+    if path in FORMS:
+        return FORMS[path].told
+    return openai.told if path.startswith("/v1/models") else _told
 
 
 def _readiness(is_ready: bool) -> Reply:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from guerdon.server.scheduler import Batch, Job, Scheduler
+from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
 
 
 class Turn(Protocol):
-    """Whatever takes its turn between scores; it counts in the queue by what it holds, and as one sequence at least.
+    """Whatever takes its turn between scores; it counts in the queue by what it holds, and as one sequence at least,
+    of the client that asked for it.
 
     Until it `is_ready`, all behind it wait for it.
     """
@@ -21,6 +22,7 @@ class Turn(Protocol):
     num_sequences: int
     num_tokens: int
     is_ready: bool
+    client: str
 
 
 OrderT = TypeVar("OrderT", bound=Turn)
@@ -35,30 +37,35 @@ class Lane(Generic[OrderT]):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._held: deque[Job | OrderT] = deque()  # its first is an order
-        self._num_held_sequences = 0
-        self._num_held_tokens = 0
+        self._room = scheduler.room
 
     @property
     def num_sequences(self) -> int:
         """Sequences that wait, those of orders included."""
-        return self._scheduler.num_sequences + self._num_held_sequences
+        return self._room.sequences.taken
 
     @property
     def num_tokens(self) -> int:
         """Tokens that wait, those of orders included."""
-        return self._scheduler.num_tokens + self._num_held_tokens
+        return self._room.tokens.taken
+
+    @property
+    def limits(self) -> Limits:
+        """What one batch may hold."""
+        return self._scheduler.limits
 
     def add(self, job: Job) -> None:
         """Accepts the whole job, or raises Overloaded at once."""
         if not self._held:
             self._scheduler.add(job)
             return
-        self.check_room(*_size(job))
+        self._room.check(*_size(job))
         self._hold(job)
 
-    def add_order(self, order: OrderT) -> None:
-        """Accepts the order behind all that came before, or raises Overloaded."""
-        self.check_room(*_size(order))
+    def add_order(self, order: OrderT, *, finds_room: bool = False) -> None:
+        """Accepts the order behind all that came before, or raises Overloaded, unless it `finds_room` in any case."""
+        if not finds_room:
+            self._room.check(*_size(order))
         self._hold(order)
 
     def fill(self, order: OrderT, num_sequences: int, num_tokens: int) -> bool:
@@ -68,12 +75,12 @@ class Lane(Generic[OrderT]):
         """
         if order not in self._held:
             return False
-        self._count(order, -1)
+        self._room.give(*_size(order))
         try:
-            self.check_room(num_sequences, num_tokens)
+            self._room.check(num_sequences, num_tokens, order.client)
             order.num_sequences, order.num_tokens, order.is_ready = num_sequences, num_tokens, True
         finally:
-            self._count(order, 1)
+            self._room.take(*_size(order))
         return True
 
     def drop_order(self, order: OrderT) -> bool:
@@ -81,7 +88,7 @@ class Lane(Generic[OrderT]):
         if order not in self._held:
             return False
         self._held.remove(order)
-        self._count(order, -1)
+        self._room.give(*_size(order))
         self._release()
         return True
 
@@ -92,15 +99,15 @@ class Lane(Generic[OrderT]):
             self.drop_order(order)
         return orders
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
-        """Raises Overloaded where the queue has no room for so much more; an empty one has room for anything."""
-        self._scheduler.check_room(num_sequences, num_tokens, held=(self._num_held_sequences, self._num_held_tokens))
+    def check_room(self, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
+        """Raises Overloaded where the queue has no room for so much more, as `Room.check`."""
+        self._room.check(num_sequences, num_tokens, client)
 
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet."""
         if job in self._held:
             self._held.remove(job)
-            self._count(job, -1)
+            self._room.give(*_size(job))
             job.cancelled = True
         else:
             self._scheduler.cancel(job)
@@ -109,18 +116,22 @@ class Lane(Generic[OrderT]):
         """Empties the queue; returns the jobs and orders that were in it."""
         jobs, orders = self._scheduler.drop_all(), []
         for item in self._held:
+            self._room.give(*_size(item))
             if isinstance(item, Job):
                 item.cancelled = True
                 jobs.append(item)
             else:
                 orders.append(item)
         self._held.clear()
-        self._num_held_sequences = self._num_held_tokens = 0
         return jobs, orders
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""
         self._scheduler.observe(num_tokens, seconds)
+
+    def shrink(self, max_batch_tokens: int) -> None:
+        """Lets a batch hold no more than so many tokens from now on."""
+        self._scheduler.shrink(max_batch_tokens)
 
     def starts_at(self) -> float | None:
         """When the next batch or order may start: None where there is none that may, 0.0 for at once."""
@@ -142,7 +153,7 @@ class Lane(Generic[OrderT]):
         if not order.is_ready:
             return None
         self._held.popleft()
-        self._count(order, -1)
+        self._room.give(*_size(order))
         self._release()
         return order
 
@@ -150,21 +161,15 @@ class Lane(Generic[OrderT]):
         """Gives the scheduler the scores that no order holds back any more."""
         while self._held and isinstance(job := self._held[0], Job):
             self._held.popleft()
-            self._count(job, -1)
-            self._scheduler.add(job)
+            self._scheduler.put(job)
 
     def _hold(self, item: Job | OrderT) -> None:
         self._held.append(item)
-        self._count(item, 1)
-
-    def _count(self, item: Job | OrderT, sign: int) -> None:
-        num_sequences, num_tokens = _size(item)
-        self._num_held_sequences += sign * num_sequences
-        self._num_held_tokens += sign * num_tokens
+        self._room.take(*_size(item))
 
 
-def _size(item: Job | Turn) -> tuple[int, int]:
-    """Sequences and tokens."""
+def _size(item: Job | Turn) -> tuple[int, int, str]:
+    """Sequences, tokens, and whose they are."""
     if isinstance(item, Job):
-        return len(item.sequences), sum(s.num_tokens for s in item.sequences)
-    return max(1, item.num_sequences), item.num_tokens
+        return len(item.sequences), sum(s.num_tokens for s in item.sequences), item.client
+    return max(1, item.num_sequences), item.num_tokens, item.client

@@ -6,14 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol
+from typing import Any
 
-from guerdon.core import Command, Scored, Signal, TrainReport
+from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
 from guerdon.metrics import Metrics
+from guerdon.server.attempt import Attempt
+from guerdon.server.attempt import Group as Group
 from guerdon.server.lane import Lane
+from guerdon.server.logs import failure
+from guerdon.server.recheck import Recheck
 from guerdon.server.scheduler import Batch, Job, Scheduler
 
 log = logging.getLogger(__name__)
@@ -21,22 +25,20 @@ log = logging.getLogger(__name__)
 _STOPPING = "the server is stopping; try again later"
 _BREAKS_S = 2.0
 """How soon what waits for a lost rank breaks off by itself, unless the rank's host has vanished without a word."""
-
-
-class Group(Protocol):
-    """Whatever executes one command on every rank and answers with rank 0's result."""
-
-    def lead(self, command: Command) -> Scored | TrainReport | None: ...
+_RECOVERS_S = 0.1
+"""How long to wait where there was no memory to choose a batch."""
 
 
 class Order:
     """Something to do on the loop's thread between two batches of a model, in its turn.
 
     `run(group)` gives the `outcome`, or raises it; `then(group)`, where given, is done after that is known. Without
-    `run` it only holds its place until `Loop.fill`. `num_sequences` and `num_tokens` are what it holds while it waits.
+    `run` it only holds its place until `Loop.fill`. `num_sequences` and `num_tokens` are what it holds while it waits,
+    for `client`.
     """
 
-    def __init__(self, run: Callable[[Group], Any] | None = None) -> None:
+    def __init__(self, run: Callable[[Group], Any] | None = None, client: str = "") -> None:
+        self.client = client
         self.num_sequences = self.num_tokens = 0
         self.outcome: Future[Any] = Future()
         self.outcome.set_running_or_notify_cancel()  # what was accepted is done, whoever leaves
@@ -53,7 +55,7 @@ class Order:
         except GuerdonError as e:
             self.fail(e)
         except BaseException as e:
-            log.exception("an order failed")
+            failure(log, logging.ERROR, "an order failed", error=e)
             self.fail(ServerFault(f"{type(e).__name__}: {e}"))
         else:
             with contextlib.suppress(InvalidStateError):
@@ -63,8 +65,8 @@ class Order:
                 then(group)
             except RanksLost as e:
                 log.error("what follows an order was not done: %s", e)
-            except BaseException:
-                log.exception("what follows an order failed")
+            except BaseException as e:
+                failure(log, logging.ERROR, "what follows an order failed", error=e)
 
     def fail(self, error: GuerdonError) -> None:
         """Has the error for its outcome, unless it has one, also where another thread does the same."""
@@ -76,7 +78,8 @@ class Loop:
     """Runs batches and orders of all models in turn, on a thread of its own.
 
     `deliver(jobs)` is called on that thread with the jobs that a batch completed, `on_crash()` when the thread
-    ends although it was not told to; then every job that waits has failed.
+    ends although it was not told to; then every job that waits has failed. `recheck` is the share, by model, of what
+    was answered that is scored again by the plain forward, as exactly as the model's `dtypes` allow.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Loop:
         metrics: Metrics,
         *,
         on_crash: Callable[[], None],
+        recheck: Mapping[str, float] | None = None,
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self._group = group
         self._lanes: dict[str, Lane[Order]] = {name: Lane(s) for name, s in schedulers.items()}
@@ -94,11 +99,14 @@ class Loop:
         self._deliver = deliver
         self._metrics = metrics
         self._on_crash = on_crash
+        self._recheck = Recheck(recheck or {}, dtypes or {}, metrics)
         self._wake = threading.Condition()
         self._stopping = False
         self.loss: RanksLost | None = None
         self._running: Batch | Order = Batch()
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
+        for name, scheduler in schedulers.items():
+            metrics.set("guerdon_batch_budget_tokens", scheduler.limits.max_batch_tokens, name)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -112,12 +120,15 @@ class Loop:
             self._lanes[model].add(job)
             self._wake.notify()
 
-    def order(self, model: str, order: Order) -> None:
-        """Queues an order behind all that was asked of the model before; raises as `submit`."""
+    def order(self, model: str, order: Order, *, finds_room: bool = False) -> None:
+        """Queues an order behind all that was asked of the model before; raises as `submit`.
+
+        One that `finds_room` is accepted also where the queue is full.
+        """
         with self._wake:
             if self._stopping:
                 raise Unavailable(_STOPPING)
-            self._lanes[model].add_order(order)
+            self._lanes[model].add_order(order, finds_room=finds_room)
             self._wake.notify()
 
     def fill(
@@ -143,10 +154,10 @@ class Loop:
             self._wake.notify()  # for those that it held back
         return is_dropped
 
-    def check_room(self, model: str, num_sequences: int) -> None:
-        """Raises Overloaded where the model's queue is full already."""
+    def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
+        """Raises Overloaded where the model's queue is full for this client already."""
         with self._wake:
-            self._lanes[model].check_room(num_sequences)
+            self._lanes[model].check_room(num_sequences, num_tokens, client)
 
     def cancel(self, model: str, job: Job) -> None:
         """Drops what of a job has not started."""
@@ -195,8 +206,10 @@ class Loop:
             self.loss = e
             self._on_crash()
             self._fail(e, *self._drop_all())
-        except BaseException:
-            log.critical("the thread that computes has ended; nothing can be scored any more", exc_info=True)
+        except BaseException as e:
+            failure(
+                log, logging.CRITICAL, "the thread that computes has ended; nothing can be scored any more", error=e
+            )
             self._on_crash()
             error = ServerFault("the server cannot compute any more; restart it")
             self._fail(error, *self._drop_all())
@@ -230,19 +243,56 @@ class Loop:
             if isinstance(self._running, Order):
                 self._running.execute(self._group)
             else:
-                self._compute(model, self._running)
+                try:
+                    self._compute(model, self._running)
+                except MemoryError as e:  # no forward's, which `_compute` sees to
+                    self._give_up(model, self._running, e)
             self._running = Batch()
         if self.loss is None:
             self._group.lead(Command(Signal.EXIT))
 
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()
-        scored = self._execute(model, batch)
+        attempt = Attempt(self._group, model)
+        scored = attempt.score(batch)
         seconds = time.monotonic() - started
         with self._wake:
             self._lanes[model].observe(batch.num_tokens, seconds)
         self._metrics.batch(model, len(batch.entries), batch.num_tokens, seconds)
+        if attempt.num_out_of_memory:
+            self._spare(model, attempt)
         self._resolve(batch, scored, seconds)
+        self._recheck.after(model, batch, scored, self._group)
+
+    def _spare(self, model: str, attempt: Attempt) -> None:
+        """After a batch that was too large for the memory: no later one is."""
+        self._metrics.add("guerdon_out_of_memory", attempt.num_out_of_memory, model)
+        lane, fits = self._lanes[model], attempt.fits
+        if fits is None or lane.limits.batch_sizes:
+            return
+        with self._wake:
+            before = lane.limits.max_batch_tokens
+            lane.shrink(fits)
+            after = lane.limits.max_batch_tokens
+        self._metrics.set("guerdon_batch_budget_tokens", after, model)
+        if after < before:
+            log.warning(
+                "%s: out of memory with a batch of %d tokens or less; from now on a batch has %d at most. Give "
+                "--max-batch-tokens %d to start with that",
+                model,
+                before,
+                after,
+                after,
+            )
+
+    def _give_up(self, model: str, batch: Batch, error: MemoryError) -> None:
+        """Answers what a batch's jobs still wait for, where there was no memory to do so as usual."""
+        failure(log, logging.ERROR, "%s: out of memory beside a forward", model, error=error)
+        jobs = list(batch.jobs())
+        with self._wake:
+            for job in jobs:
+                self._lanes[model].cancel(job)
+        self._fail(ServerFault("the server's memory ran out; send fewer samples at once"), jobs, [])
 
     def _next(self) -> tuple[str, Batch | Order] | None:
         """Waits for the next batch or order, the models taking turns; None when stopping and nothing is left."""
@@ -250,7 +300,12 @@ class Loop:
             while True:
                 now = time.monotonic()
                 for name in self._turn:
-                    taken = self._lanes[name].take(now, hurry=self._stopping)
+                    try:
+                        taken = self._lanes[name].take(now, hurry=self._stopping)
+                    except MemoryError as e:  # what was chosen already is not lost
+                        failure(log, logging.ERROR, "%s: no memory to choose a batch", name, error=e)
+                        self._wake.wait(_RECOVERS_S)
+                        continue
                     if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)
@@ -262,32 +317,6 @@ class Loop:
                     return None
                 starts = [t for lane in self._lanes.values() if (t := lane.starts_at()) is not None]
                 self._wake.wait(min(starts) - now if starts else None)
-
-    def _execute(self, model: str, batch: Batch) -> Scored:
-        """Results in batch order; when a batch raises, halves are tried, so that only the guilty one fails.
-
-        Unavailable is no sample's fault, and every sample's answer.
-        """
-        try:
-            scored = self._group.lead(Command(Signal.FORWARD, model, batch.sequences))
-            assert isinstance(scored, Scored)
-            if len(scored.results) != len(batch.entries):
-                raise ValueError(f"{len(scored.results)} results for {len(batch.entries)} samples")
-            return scored
-        except Unavailable as e:
-            return Scored([e] * len(batch.entries), "")
-        except GuerdonError as e:
-            error: GuerdonError = e
-        # SystemExit, too: what a user's function raises must not end this thread.
-        except BaseException as e:
-            error = ServerFault(f"the model failed on this sample: {type(e).__name__}: {e}")
-            if len(batch.entries) == 1:
-                log.exception("%s failed on a sample", model)
-        if len(batch.entries) == 1 or all(job.cancelled for job, _ in batch.entries):
-            return Scored([error] * len(batch.entries), "")
-        half = len(batch.entries) // 2
-        first, second = (self._execute(model, Batch(part)) for part in (batch.entries[:half], batch.entries[half:]))
-        return Scored([*first.results, *second.results], first.weights_version or second.weights_version)
 
     def _resolve(self, batch: Batch, scored: Scored, seconds: float) -> None:
         for (job, i), result in zip(batch.entries, scored.results, strict=True):

@@ -61,15 +61,19 @@ class Sum:
 
     def __init__(self, config: RewardConfig, infos: ListLike[ModelInfo]) -> None:
         """`infos` are the components' in the config's order; raises ConfigError where no sample suits them all."""
-        self.info = _info(config, infos)
         self._config = config
-        self._infos = infos
+        self.renew(infos)
         self._seen = [Running() for _ in infos]
         if not (self.info.takes_text or self.info.takes_tokens):
             raise ConfigError(
                 f"no sample can be scored by all components of {config.name}: {_readings(infos)}",
                 "give the checkpoints their tokenizers, and the functions a first parameter `texts` or `responses`",
             )
+
+    def renew(self, infos: ListLike[ModelInfo]) -> None:
+        """Takes note of what the components are now, which answer as they did."""
+        self.info = _info(self._config, infos)
+        self._infos = infos
 
     @property
     def components(self) -> tuple[str, ...]:

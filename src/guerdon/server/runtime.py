@@ -5,36 +5,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-
-import orjson
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from typing import Any
 
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
-from guerdon.server import http
+from guerdon.server import http, logs, tls
+from guerdon.server.auth import Access
+from guerdon.server.connections import HttpServer
 from guerdon.server.gate import Gate
 from guerdon.server.service import Service
 
-GRACE_S = 30.0
-"""How long accepted work may take after the signal to stop."""
+log = logging.getLogger(__name__)
 
 _MOST_FILES = 65_536
+_SPARE_FILES = 256
 
-_KEEP_ALIVE_S = 3600
-"""A trainer's idle connections outlive its generation phase; a shorter time would race with its next request."""
+_LAST_ANSWERS_S = 1.0
+"""Time in which answers that are due when the server ends reach those who wait for them."""
+
+_FRAMES = logs.Frames()
 
 OnStarted = Callable[[str, str | None], None]
 """Called with the HTTP URL and the gRPC URL (None without gRPC) once both accept connections."""
 
 
 def check_addresses(config: ServerConfig) -> None:
-    """Takes both ports and gives them back; raises StartError where one cannot be had, before a model is loaded."""
+    """Raises StartError where a port, a key or a certificate cannot be had: before models are loaded.
+
+    The ports are taken and given back.
+    """
+    Access(config)
+    tls.context(config)
     with contextlib.ExitStack() as taken:
         taken.enter_context(_listen(config.host, config.port, "HTTP"))
         if config.grpc_port is not None:
@@ -46,7 +53,7 @@ def run(
     config: ServerConfig,
     *,
     on_started: OnStarted | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
     late: RanksLost | None = None,
 ) -> None:
     """Runs `serve` on an event loop of its own until SIGTERM or SIGINT."""
@@ -71,45 +78,47 @@ async def serve(
     *,
     on_started: OnStarted | None = None,
     stop: asyncio.Event | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
     late: RanksLost | None = None,
 ) -> None:
     """Starts the service and its transports, and returns when `stop` is set or SIGTERM or SIGINT has come.
 
     From then on the server is not ready: it refuses new work with 503, finishes what it has accepted within
-    `grace_s` seconds, and cancels the rest; with `late` the rest is taken back first, and whoever asked is told that,
-    so that it is not done again where the server comes back. Raises StartError where an address cannot be had,
-    RanksLost where the service has lost a rank, or `late`, once its clients were told.
+    `grace_s` seconds (None: as many as the config has), and cancels the rest; with `late` the rest is taken back first,
+    and whoever asked is told that, so that it is not done again where the server comes back. Raises StartError where
+    an address cannot be had, RanksLost where the service has lost a rank, or `late`, once its clients were told.
     """
     stop = stop or asyncio.Event()
+    grace_s = config.shutdown_timeout_s if grace_s is None else grace_s
     check(config)
-    gate = Gate(config)
+    context = tls.context(config)
+    gate = Gate(config, service.access.names)
+    secure = "" if context is None else "s"
     listener = _listen(config.host, config.port, "HTTP")
-    http_url = _url("http", config.host, listener.getsockname()[1])
-    http_server = _HttpServer(_uvicorn_config(service, config, gate))
+    http_url = _url("http" + secure, config.host, listener.getsockname()[1])
+    http_server = HttpServer(http.app(service, config, gate), config, context, _num_connections(config))
     try:
         grpc_server, grpc_url = None, None
         if config.grpc_port is not None:
             from guerdon.server import grpc  # only here: gRPC is optional
 
             grpc_server, grpc_port = grpc.server(service, config, gate)
-            grpc_url = _url("grpc", config.host, grpc_port)
+            grpc_url = _url("grpc" + secure, config.host, grpc_port)
     except BaseException:
         listener.close()
         raise
+    _log_without_texts()
     service.start()
     ends = asyncio.get_running_loop().time() + grace_s
     try:
         with _stopping(stop):
-            serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+            await http_server.start(listener)
             if grpc_server is not None:
                 await grpc_server.start()
-            while not http_server.started and not serving.done():  # noqa: ASYNC110 - uvicorn tells it no other way
-                await asyncio.sleep(0.001)
             if on_started is not None:
                 on_started(http_url, grpc_url)
             stops = [asyncio.create_task(event.wait()) for event in (stop, service.ending)]
-            await asyncio.wait((*stops, serving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
             for waiting in stops:
                 waiting.cancel()
             service.ready = False
@@ -120,10 +129,10 @@ async def serve(
                         await asyncio.sleep(0.01)
             if gate.num_requests and late is not None and service.loss is None:
                 await asyncio.to_thread(service.lost, late)
-            http_server.should_exit = True
+            ending = [http_server.stop(_LAST_ANSWERS_S)]
             if grpc_server is not None:
-                await grpc_server.stop(grace=1.0)
-            await serving
+                ending.append(grpc_server.stop(grace=_LAST_ANSWERS_S))
+            await asyncio.gather(*ending)
     finally:
         await asyncio.to_thread(service.stop, max(ends - asyncio.get_running_loop().time(), 1.0))
     if service.loss is not None:
@@ -140,7 +149,7 @@ class RunningServer:
     grpc_url: str | None
     _error: BaseException | None = None
 
-    def __init__(self, service: Service, config: ServerConfig, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, service: Service, config: ServerConfig, *, grace_s: float | None = None) -> None:
         self._loop = _new_event_loop()
         self._stop = asyncio.Event()
         self._is_started = threading.Event()
@@ -166,7 +175,7 @@ class RunningServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, service: Service, config: ServerConfig, grace_s: float) -> None:
+    def _run(self, service: Service, config: ServerConfig, grace_s: float | None) -> None:
         serving = serve(service, config, on_started=self._started, stop=self._stop, grace_s=grace_s)
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -179,38 +188,6 @@ class RunningServer:
     def _started(self, http_url: str, grpc_url: str | None) -> None:
         self.http_url, self.grpc_url = http_url, grpc_url
         self._is_started.set()
-
-
-class _HttpProtocol(HttpToolsProtocol):
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP in the form that all other errors have."""
-        body = orjson.dumps({"error": msg, "kind": "InvalidRequest"})
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
-        self.transport.close()
-
-
-class _HttpServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to `serve`, which ends both transports."""
-        yield
-
-
-def _uvicorn_config(service: Service, config: ServerConfig, gate: Gate) -> uvicorn.Config:
-    return uvicorn.Config(
-        http.app(service, config, gate),
-        http=_HttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
 
 
 def _listen(host: str, port: int, protocol: str) -> socket.socket:
@@ -243,6 +220,33 @@ def _stopping(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _num_connections(config: ServerConfig) -> int:
+    """How many HTTP connections there may be: never so many that no file is left for the rest."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return config.max_connections
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return config.max_connections
+    return min(config.max_connections, max(files - _SPARE_FILES, files // 2))
+
+
+def _log_without_texts() -> None:
+    """Keeps what errors say, which may be a sample's text, out of what libraries log."""
+    for name in ("asyncio", "uvicorn.error", "grpc._cython.cygrpc"):
+        logging.getLogger(name).addFilter(_FRAMES)
+
+    def unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None:
+            log.error("%s", context["message"])
+        else:
+            logs.failure(log, logging.ERROR, "%s", context["message"], error=error)
+
+    asyncio.get_running_loop().set_exception_handler(unhandled)
 
 
 def _allow_many_connections() -> None:

@@ -4,6 +4,11 @@ Cost is tokens computed: a sequence that begins like another of its group in the
 is no timer: whatever waits when the worker is free makes the next batch. A big request gives way after each
 budget's worth of tokens, so that small ones join; sequences that begin alike stay together. Only a scorer with
 preferred batch sizes (a user's padded function) makes its first sequence wait for company.
+
+Clients that have something waiting get equal parts of the tokens computed, by start-time fair queueing (Goyal, Vin
+and Cheng, 1996): next is whoever had least, and one that had nothing waiting joins where the others are now, so that it
+neither pays for what it had while nobody else asked nor saves what it did not use. Priority orders a client's own
+requests only: else whoever asks for the highest would have it all.
 """
 
 from __future__ import annotations
@@ -11,11 +16,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 
 from guerdon.core import MIN_SHARED, Score, Sequence, common_prefix
-from guerdon.errors import GuerdonError, Overloaded
+from guerdon.errors import GuerdonError
+from guerdon.server.room import Room
 
 Result = Score | GuerdonError
 
@@ -25,12 +31,13 @@ class Job:
     """One accepted request: its sequences, and their results as they come in.
 
     Times are in seconds on the caller's clock: `arrived`, and `taken` when its last sequence was taken up.
-    `weights_version` names the weights that gave the results.
+    `weights_version` names the weights that gave the results. `client` is who asks, by name.
     """
 
     sequences: list[Sequence]
     priority: int = 0
     arrived: float = 0.0
+    client: str = ""
     taken: float = 0.0
     compute_s: float = 0.0
     cancelled: bool = False
@@ -51,9 +58,10 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Sequences to compute together, as places in their jobs; `num_tokens` is the estimated cost."""
+    """Sequences to compute together, as places in their jobs; `num_tokens` is the estimated cost, that of `costs`."""
 
     entries: list[tuple[Job, int]] = field(default_factory=list)
+    costs: list[int] = field(default_factory=list)
     num_tokens: int = 0
 
     @property
@@ -67,6 +75,12 @@ class Batch:
         for job, _ in self.entries:
             counts[job] = counts.get(job, 0) + 1
         return counts
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """Two batches of half the sequences each."""
+        half = len(self.entries) // 2
+        first, second = self.costs[:half], self.costs[half:]
+        return Batch(self.entries[:half], first, sum(first)), Batch(self.entries[half:], second, sum(second))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,45 +99,52 @@ class Limits:
     max_delay_s: float = 0.0
 
 
-class Scheduler:
-    """The queue of one model. Not thread-safe: its owner holds a lock."""
+@dataclass(slots=True)
+class _Line:
+    """One client's jobs, first the next, and how far it is: its tokens so far, where all began together."""
 
-    def __init__(self, limits: Limits) -> None:
+    at: int
+    jobs: list[tuple[int, int, Job]] = field(default_factory=list)
+    num_dead: int = 0
+
+
+class Scheduler:
+    """The queue of one model, of which `clients` have parts of their own. Not thread-safe: its owner holds a lock.
+
+    `room` counts what waits here and what its owner holds back from here.
+    """
+
+    def __init__(self, limits: Limits, clients: Collection[str] = ()) -> None:
         self.limits = limits
+        self.room = Room(limits.max_queue_sequences, limits.max_queue_tokens, clients)
         self.num_tokens = 0
         self.num_sequences = 0
         self._turns = itertools.count()
-        self._jobs: list[tuple[int, int, Job]] = []
+        self._lines: dict[str, _Line] = {}
+        self._left_at: dict[str, int] = {}  # how far those clients were that have no line now
+        self._at = 0  # how far the one was that was served last
         self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
-        self._num_dead = 0
-        self._tokens_per_s = 0.0
+        self._batch = Batch()
 
     def add(self, job: Job) -> None:
-        """Accepts the whole job, or raises Overloaded at once; an empty queue accepts any job."""
-        tokens = sum(s.num_tokens for s in job.sequences)
-        self.check_room(len(job.sequences), tokens)
-        self.num_tokens += tokens
+        """Accepts the whole job, or raises Overloaded at once, as `Room.check`."""
+        num_tokens = sum(s.num_tokens for s in job.sequences)
+        self.room.check(len(job.sequences), num_tokens, job.client)
+        self.room.take(len(job.sequences), num_tokens, job.client)
+        self.put(job)
+
+    def put(self, job: Job) -> None:
+        """Takes in a job that `room` counts already."""
+        self.num_tokens += sum(s.num_tokens for s in job.sequences)
         self.num_sequences += len(job.sequences)
         self._push(job)
         if self.limits.shares:
             for i, s in enumerate(job.sequences):
                 self._groups.setdefault(_group(s), deque()).append((job, i))
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0, held: tuple[int, int] = (0, 0)) -> None:
-        """Raises Overloaded where the queue has no room for so much more; an empty queue has room for anything.
-
-        `held` are the sequences and tokens that wait elsewhere for their turn in this queue.
-        """
-        waiting, waiting_tokens = self.num_sequences + held[0], self.num_tokens + held[1]
-        if waiting and (
-            waiting_tokens + num_tokens > self.limits.max_queue_tokens
-            or waiting + num_sequences > self.limits.max_queue_sequences
-        ):
-            raise Overloaded(
-                f"the queue has no room for {num_sequences} more sequences ({num_tokens} tokens): "
-                f"{waiting} ({waiting_tokens} tokens) wait; try again later, or send fewer at once",
-                self.retry_after_s(held[1]),
-            )
+    def check_room(self, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
+        """Raises Overloaded where the queue has no room for so much more, as `Room.check`."""
+        self.room.check(num_sequences, num_tokens, client)
 
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet; what runs now finishes unread."""
@@ -132,80 +153,88 @@ class Scheduler:
             if job.queued[i]:
                 self._leave(job, i)
         job.waiting.clear()
-        self._num_dead += 1
-        if 2 * self._num_dead > len(self._jobs):
+        line = self._lines.get(job.client)
+        if line is None:
+            return
+        line.num_dead += 1
+        if 2 * line.num_dead > len(line.jobs):
             # Behind others of higher priority a dropped job might never come to the head, where it would go.
-            self._jobs = [entry for entry in self._jobs if entry[2].waiting]
-            heapq.heapify(self._jobs)
-            self._num_dead = 0
+            line.jobs = [entry for entry in line.jobs if entry[2].waiting]
+            heapq.heapify(line.jobs)
+            line.num_dead = 0
 
     def drop_all(self) -> list[Job]:
         """Empties the queue; returns the jobs that were in it."""
-        jobs = [job for *_, job in self._jobs if job.waiting]
+        jobs = list(dict.fromkeys([*self._batch.jobs(), *self._waiting()]))
+        self._batch = Batch()
         for job in jobs:
             self.cancel(job)
         return jobs
 
+    def shrink(self, max_batch_tokens: int) -> None:
+        """Lets a batch hold no more than so many tokens from now on."""
+        self.limits = replace(self.limits, max_batch_tokens=min(max_batch_tokens, self.limits.max_batch_tokens))
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""
-        rate = num_tokens / max(seconds, 1e-6)
-        self._tokens_per_s = rate if not self._tokens_per_s else 0.9 * self._tokens_per_s + 0.1 * rate
-
-    def retry_after_s(self, num_held_tokens: int = 0) -> float:
-        """Seconds until half of what waits now, here and held back elsewhere, will be done, between 1 and 60."""
-        if not self._tokens_per_s:
-            return 1.0
-        return min(60.0, max(1.0, 0.5 * (self.num_tokens + num_held_tokens) / self._tokens_per_s))
+        self.room.observe(num_tokens, seconds)
 
     def starts_at(self) -> float | None:
         """When the next batch may start: None with an empty queue, 0.0 for at once."""
+        if self._batch.entries:
+            return 0.0
         if not self.num_sequences:
             return None
         sizes = self.limits.batch_sizes
         if not sizes or self.num_sequences >= min(sizes):
             return 0.0
-        return min(job.arrived for *_, job in self._jobs if job.waiting) + self.limits.max_delay_s
+        return min(job.arrived for job in self._waiting()) + self.limits.max_delay_s
 
     def take(self, now: float, *, hurry: bool = False) -> Batch | None:
-        """The next batch at time `now`, or None where there is none, or none yet; `hurry` waits for no company."""
+        """The next batch at time `now`, or None where there is none, or none yet; `hurry` waits for no company.
+
+        Where memory ends amid it, MemoryError is raised and the next call goes on: no sequence is lost.
+        """
         start = self.starts_at()
         if start is None or (start > now and not hurry):
             return None
-        batch = self._padded() if self.limits.batch_sizes else self._by_tokens()
+        if self.limits.batch_sizes:
+            self._padded(self._batch)
+        else:
+            self._by_tokens(self._batch)
+        batch, self._batch = self._batch, Batch()
         for job in batch.jobs():
             if not job.waiting:
                 job.taken = now
         return batch
 
-    def _padded(self) -> Batch:
+    def _padded(self, batch: Batch) -> None:
         """The largest preferred number of sequences that waits; all of them where even the smallest does not."""
-        fitting = [n for n in self.limits.batch_sizes if n <= self.num_sequences]
-        batch = Batch()
-        for _ in range(max(fitting) if fitting else self.num_sequences):
+        num_sequences = len(batch.entries) + self.num_sequences
+        fitting = [n for n in self.limits.batch_sizes if n <= num_sequences]
+        while len(batch.entries) < (max(fitting) if fitting else num_sequences):
             job = self._head()
             assert job is not None
             i = job.waiting[0]
             self._take(batch, job, i, job.sequences[i].num_tokens)
-        return batch
 
-    def _by_tokens(self) -> Batch:
-        batch, budget = Batch(), self.limits.max_batch_tokens
+    def _by_tokens(self, batch: Batch) -> None:
+        budget = self.limits.max_batch_tokens
         served: dict[Job, int] = {}
         while (job := self._head()) is not None:
             members = self._together(job)
             room, wanted = budget - batch.num_tokens, sum(cost for *_, cost in members)
             # A group that fits the next batch whole waits for it, unless this one would stay mostly empty.
             if batch.entries and room < wanted <= budget and 2 * room < budget:
-                return batch
+                return
             for owner, i, cost in members:
                 if batch.entries and batch.num_tokens + cost > budget:
-                    return batch
+                    return
                 self._take(batch, owner, i, cost)
                 served[owner] = served.get(owner, 0) + cost
                 if 2 * served[owner] >= budget:
                     served[owner] = 0
                     self._give_way(owner)
-        return batch
 
     def _together(self, job: Job) -> list[tuple[Job, int, int]]:
         """The group of the job's next sequence, the job's own first, with the tokens that each adds to a batch.
@@ -238,14 +267,18 @@ class Scheduler:
 
     def _take(self, batch: Batch, job: Job, i: int, cost: int) -> None:
         batch.entries.append((job, i))
+        batch.costs.append(cost)
         batch.num_tokens += cost
+        self._lines[job.client].at += cost
         self._leave(job, i)
         while job.waiting and not job.queued[job.waiting[0]]:
             job.waiting.popleft()
 
     def _leave(self, job: Job, i: int) -> None:
         job.queued[i] = False
-        self.num_tokens -= job.sequences[i].num_tokens
+        num_tokens = job.sequences[i].num_tokens
+        self.room.give(1, num_tokens, job.client)
+        self.num_tokens -= num_tokens
         self.num_sequences -= 1
         if self.limits.shares:
             key = _group(job.sequences[i])
@@ -255,17 +288,36 @@ class Scheduler:
             if not members:
                 del self._groups[key]
 
+    def _waiting(self) -> Iterator[Job]:
+        return (job for line in self._lines.values() for *_, job in line.jobs if job.waiting)
+
     def _head(self) -> Job | None:
-        while self._jobs and not self._jobs[0][2].waiting:
-            heapq.heappop(self._jobs)
-        return self._jobs[0][2] if self._jobs else None
+        """The next job of the client that is least far; of those equally far the one that came first."""
+        best: _Line | None = None
+        for client, line in list(self._lines.items()):
+            while line.jobs and not line.jobs[0][2].waiting:
+                heapq.heappop(line.jobs)
+            if not line.jobs:
+                self._left_at[client] = line.at
+                del self._lines[client]
+            elif best is None or (line.at, line.jobs[0][1]) < (best.at, best.jobs[0][1]):
+                best = line
+        if best is None:
+            return None
+        self._at = best.at
+        return best.jobs[0][2]
 
     def _push(self, job: Job) -> None:
-        heapq.heappush(self._jobs, (-job.priority, next(self._turns), job))
+        line = self._lines.get(job.client)
+        if line is None:
+            line = self._lines[job.client] = _Line(self._left_at.pop(job.client, 0))
+        line.at = max(line.at, self._at)
+        heapq.heappush(line.jobs, (-job.priority, next(self._turns), job))
 
     def _give_way(self, job: Job) -> None:
-        if self._jobs and self._jobs[0][2] is job:
-            heapq.heappop(self._jobs)
+        line = self._lines[job.client]
+        if line.jobs and line.jobs[0][2] is job:
+            heapq.heappop(line.jobs)
             if job.waiting:
                 self._push(job)
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
-
-import numpy as np
 
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import (
     ControlRequest,
-    Message,
     ModelInfo,
     OperationInfo,
     Score,
     ScoreReply,
     ScoreRequest,
+    Sequence,
     TrainRequest,
-    Truncation,
 )
 from guerdon.errors import (
     DeadlineExceeded,
@@ -33,38 +27,18 @@ from guerdon.errors import (
     Overloaded,
     RanksLost,
     Unavailable,
-    UnknownModel,
     named,
 )
-from guerdon.messages import response
 from guerdon.metrics import Metrics
-from guerdon.server import samples
+from guerdon.server import reading, samples
+from guerdon.server.auth import Access
+from guerdon.server.catalog import Catalog, Served
 from guerdon.server.critic import Coming, Critic
 from guerdon.server.critic import Result as Done
 from guerdon.server.loop import Group, Loop
+from guerdon.server.repository import Repository
 from guerdon.server.rewards import Sum
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
-
-log = logging.getLogger(__name__)
-
-
-class Encoder(Protocol):
-    """Turns text into ids, or says in a text's place what is wrong with it; thread-safe."""
-
-    def encode(
-        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
-    ) -> list[np.ndarray | InvalidRequest]: ...
-
-    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
-
-
-class Served(Protocol):
-    """What the service asks of a model that its worker holds: what it is, and how text becomes its ids."""
-
-    info: ModelInfo
-    encoder: Encoder | None
-    max_batch_tokens: int
-    takes_all: bool
 
 
 class Service:
@@ -82,32 +56,38 @@ class Service:
         critic: Critic | None = None,
         *,
         num_parts: int = 1,
+        is_alone: bool = True,
     ) -> None:
         """`limits` overrides, by model name, the batch limits that come from the config.
 
         The trainer of `critic` is among the models, and was restored before. Of a batch each of `num_parts` computes
-        its part, so that it may be so much larger, but for a model that `takes_all`.
+        its part, so that it may be so much larger, but for a model that `takes_all`. `is_alone` says whether this
+        process is the whole `group`.
         """
         self.ready = False
         self.loss: RanksLost | None = None
         self.ending = asyncio.Event()
         self.metrics = Metrics() if critic is None else critic.metrics
+        self.access = Access(config)
         self._critic = critic
-        self._operations = {} if critic is None else {info.name: info for info in critic.infos}
         self._config = config
-        self._models = {served.info.name: (model, served) for model, served in models}
-        self._sums = {
-            reward.name: Sum(reward, [self._models[part.model][1].info for part in reward.components])
-            for reward in config.rewards
-        }
-        own = {name: _limits(model, served, num_parts) for name, (model, served) in self._models.items()}
-        limits = own | (limits or {})
-        schedulers = {n: Scheduler(x) for n, x in limits.items()}
-        self._loop = Loop(group, schedulers, self._deliver, self.metrics, on_crash=self._crashed)
-        self._tokenisers = ThreadPoolExecutor(2, thread_name_prefix="guerdon-tokenise")
+        self._catalog = Catalog(models, config.rewards, () if critic is None else critic.infos)
+        own = {served.info.name: _limits(model, served, num_parts) for model, served in models}
+        schedulers = {n: Scheduler(x, self.access.names) for n, x in (own | (limits or {})).items()}
+        self._loop = Loop(
+            group,
+            schedulers,
+            self._deliver,
+            self.metrics,
+            on_crash=self._crashed,
+            recheck={served.info.name: model.recheck_share for model, served in models},
+            dtypes={served.info.name: served.info.dtype for _, served in models},
+        )
+        self.repository = Repository(self._catalog, self._loop, group, config.model_repository, is_alone=is_alone)
+        self._reader = reading.Reader()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth)
-        self.metrics.watch_models(self._infos)
+        self.metrics.watch_models(self._catalog.loaded)
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -122,7 +102,7 @@ class Service:
         self.loss = self.loss or self._loop.loss
         if self._critic is not None and has_ended:
             self._critic.close()
-        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
 
     def end(self) -> None:
         """Has whoever runs the service stop it, as on SIGTERM; from any thread, and as often as one likes."""
@@ -156,45 +136,35 @@ class Service:
             raise Unavailable("the server is not ready: it is starting or stopping")
 
     def models(self) -> list[ModelInfo | OperationInfo]:
-        """All that can be asked for by name: sums of rewards, the served models, and the critic's operations."""
-        return [*self._infos(), *self._operations.values()]
+        """All that can be asked for by name: sums of rewards, models, and the critic's operations."""
+        return self._catalog.models()
+
+    def loaded(self) -> list[ModelInfo]:
+        """All that gives scores now: sums and models, less those that are unloaded."""
+        return self._catalog.loaded()
 
     def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
         """The model or operation of that name; raises UnknownModel, which names those that are served."""
-        if version in ("", "1"):
-            if name in self._sums:
-                return self._sums[name].info
-            if name in self._models:
-                return self._models[name][1].info
-            if name in self._operations:
-                return self._operations[name]
-        asked = f"{name!r} version {version}" if version else repr(name)
-        names = ", ".join(sorted(info.name for info in self.models()))
-        raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
+        return self._catalog.model(name, version)
 
     def scored_by(self, name: str) -> ModelInfo:
-        """The model that a protocol means which may leave the name out: then the first one, the one named in the
-        settings before all others, sums first. A checkpoint's own name will do, as its folder or hub id was given,
-        where it is no other model's name.
-
-        Raises UnknownModel, also where several models were loaded from what is named.
-        """
-        infos = self._infos()
-        if not name:
-            return infos[0]
-        found = [info for info in infos if info.name == name] or [info for info in infos if info.source == name]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(info.name for info in found)
-            raise UnknownModel(f"several models were loaded from {name!r}; ask for one by its name: {names}")
-        raise UnknownModel(f"unknown model {name!r}; served here: {', '.join(info.name for info in infos)}")
+        """The model that a protocol means which may leave the name out, or give a checkpoint's; raises UnknownModel."""
+        return self._catalog.scored_by(name)
 
     def is_ready(self, name: str | None = None) -> bool:
-        """Whether the model or operation of that name can be asked, None for all of them."""
+        """Whether the model or operation of that name can be asked, None for all of them that are loaded."""
         has_fault = self._critic is not None and self._critic.fault is not None
-        is_critics = self._critic is not None and name in (None, self._critic.lane, *self._operations)
-        return self.ready and not (has_fault and is_critics)
+        is_critics = self._critic is not None and name in (None, self._critic.lane, *self._catalog.operations)
+        return self.ready and not (has_fault and is_critics) and (name is None or self._catalog.is_loaded(name))
+
+    def check_room(self, name: str, client: str = "") -> None:
+        """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
+
+        For whoever has not decoded a request yet: then that is not done for nothing.
+        """
+        for component in self._components(name):
+            self._catalog.entries[component].loaded()
+            self._loop.check_room(component, 1, client=client)
 
     @contextlib.contextmanager
     def arriving(self, name: str) -> Iterator[None]:
@@ -202,47 +172,55 @@ class Service:
         try:
             yield
         except (GuerdonError, asyncio.CancelledError) as e:
-            if self._critic is not None and name in self._operations:
-                self._critic.refused(self._operations[name].operation, e)
+            if self._critic is not None and name in self._catalog.operations:
+                self._critic.refused(self._catalog.operations[name].operation, e)
             raise
 
-    async def call(self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest | Coming) -> ScoreReply | Done:
+    async def call(
+        self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest | Coming, client: str = ""
+    ) -> ScoreReply | Done:
         """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
         if isinstance(asked, ScoreRequest):
-            return await self.score(name, asked)
+            return await self.score(name, asked, client)
         critic, info = self._critic, self.model(name)
         assert critic is not None and isinstance(info, OperationInfo)
         return await critic.call(info.operation, asked, self._loop)
 
-    async def score(self, name: str, request: ScoreRequest) -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         """One result a sample, in order; cancelling the call drops what has not started.
 
         Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
         DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
         """
+        if len(request) > self._config.max_request_sequences:
+            raise InvalidRequest(
+                f"the request has {len(request)} samples, and this server takes at most "
+                f"{self._config.max_request_sequences} at once; send them in several requests"
+            )
         # Behind a train a score may wait for as long as that takes.
         is_critics = self._critic is not None and self._critic.lane == name
         allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
-                if name in self._sums:
-                    return await self._summed(self._sums[name], request)
-                return await self._score(name, request, time.monotonic())
+                if name in self._catalog.sums:
+                    return await self._summed(self._catalog.sums[name], request, client)
+                return await self._score(name, request, time.monotonic(), client)
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
-    def _infos(self) -> list[ModelInfo]:
-        sums = [made.info for made in self._sums.values()]
-        return [*sums, *(served.info for _, served in self._models.values())]
+    def _components(self, name: str) -> tuple[str, ...]:
+        """The models that score what is asked of that name."""
+        made = self._catalog.sums.get(name)
+        return (name,) if made is None else made.components
 
-    async def _summed(self, made: Sum, request: ScoreRequest) -> ScoreReply:
+    async def _summed(self, made: Sum, request: ScoreRequest, client: str) -> ScoreReply:
         """What all components together make of the request; where one refuses it, the others drop it, too."""
         made.check(request)
         started = time.monotonic()
 
         async def asked(component: str) -> ScoreReply:
             try:
-                return await self._score(component, request, started)
+                return await self._score(component, request, started, client)
             except Overloaded as e:
                 raise named(component, e) from e
 
@@ -268,23 +246,14 @@ class Service:
             self.metrics.add("guerdon_sequences", failed, name, "failed")
         self.metrics.observe("guerdon_queue_seconds", reply.queue_s, name)
 
-    async def _score(self, name: str, request: ScoreRequest, started: float) -> ScoreReply:
+    async def _score(self, name: str, request: ScoreRequest, started: float, client: str) -> ScoreReply:
         self.model(name)
-        model, served = self._models[name]
-        info = served.info
         if self._critic is not None and self._critic.lane == name and (fault := self._critic.fault) is not None:
             raise fault
-        cut = samples.truncation(request, model, info)
-        results: list[Result | None] = []
-        sequences = []
-        for i, row in enumerate(await self._rows(name, served, request, cut)):
-            s = samples.sequence(row, request, i)
-            if cut is not None:
-                s = samples.truncated(s, cut)
-            sequences.append(s)
-            results.append(row if isinstance(row, InvalidRequest) else samples.wrong(s, info))
-        accepted = [i for i, r in enumerate(results) if r is None]
-        job = Job([sequences[i] for i in accepted], request.priority, started)
+        version, sequences, wrong = await self._sequences(name, request, client)
+        results: list[Result | None] = [*wrong]
+        accepted = [i for i, error in enumerate(wrong) if error is None]
+        job = Job([sequences[i] for i in accepted], request.priority, started, client=client)
         if accepted:
             await self._answered(name, job)
             for i, result in zip(accepted, job.results, strict=True):
@@ -295,10 +264,32 @@ class Service:
         queue_s = max(0.0, job.taken - started) if accepted else 0.0
         done: list[Score | GuerdonError] = [r for r in results if r is not None]
         lengths = [len(s.tokens) for s in sequences]
-        version = job.weights_version or info.weights_version
-        reply = ScoreReply(done, lengths, version, queue_s, job.compute_s)
+        reply = ScoreReply(done, lengths, job.weights_version or version, queue_s, job.compute_s)
         self._count(name, reply)
         return reply
+
+    async def _sequences(
+        self, name: str, request: ScoreRequest, client: str
+    ) -> tuple[str, list[Sequence], list[InvalidRequest | None]]:
+        """The version that serves when this returns, what that is to compute, and of each what is wrong with it."""
+        entry = self._catalog.entries[name]
+        while True:
+            model, served = entry.config, entry.loaded()
+            cut = samples.truncation(request, model, served.info)
+            reading.check(served, request)
+            if served.encoder is not None and request.tokens is None:
+                self._loop.check_room(name, len(request), client=client)  # before work is spent on it
+            rows = await self._reader.rows(served, request, cut, client)
+            if entry.served is served:
+                break  # else another model has taken its place, whose tokenizer may be another
+        sequences = [samples.sequence(row, request, i) for i, row in enumerate(rows)]
+        if cut is not None:
+            sequences = [samples.truncated(s, cut) for s in sequences]
+        wrong = [
+            row if isinstance(row, InvalidRequest) else samples.wrong(s, served.info)
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+        return served.info.weights_version, sequences, wrong
 
     async def _answered(self, name: str, job: Job) -> None:
         """Returns when every sequence of the job has its result."""
@@ -325,51 +316,6 @@ class Service:
     def _crashed(self) -> None:
         """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
         self.ready = False
-
-    async def _rows(
-        self, name: str, served: Served, request: ScoreRequest, cut: Truncation | None
-    ) -> ListLike[np.ndarray | str | InvalidRequest]:
-        """What the scorer reads of each sample: its ids, or its text, or what is wrong with it."""
-        info = served.info
-        if not len(request):
-            raise InvalidRequest("the request has no samples; send at least one")
-        if request.tokens is not None:
-            if not info.takes_tokens:
-                raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
-            return request.tokens
-        if request.messages is not None and not info.takes_messages:
-            raise InvalidRequest(
-                f"{info.name} reads no messages"
-                + (
-                    ", but texts; name the function's first parameter `responses`, or "
-                    if info.kind == "function"
-                    else ": it has no chat template; "
-                )
-                + "send sentences or tokens, formatted for it"
-            )
-        if request.texts is not None and not info.takes_text:
-            raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
-        if served.encoder is None:
-            if request.add_special_tokens or request.truncation is not None:
-                raise InvalidRequest(
-                    f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "
-                    "leave these options out"
-                )
-            return request.texts or [_response(conversation) for conversation in request.messages or ()]
-        self._loop.check_room(name, len(request))  # before work is spent on it
-        run = asyncio.get_running_loop().run_in_executor
-        if request.texts is not None:
-            added = request.add_special_tokens
-            return await run(self._tokenisers, served.encoder.encode, request.texts, added, cut if added else None)
-        return await run(self._tokenisers, served.encoder.encode_messages, request.messages or [])
-
-
-def _response(conversation: list[Message]) -> str | InvalidRequest:
-    """What a function reads of a conversation."""
-    try:
-        return response(conversation)
-    except InvalidRequest as e:
-        return e
 
 
 def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:

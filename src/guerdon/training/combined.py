@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from torch import distributed
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.distributed import frames
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed
@@ -87,16 +87,23 @@ class CriticWithReward:
 
         Where a model cannot be brought to the device, this is every sequence's failure. Raises Offloaded.
         """
+        return self._score(sequences, is_plain=False)
+
+    def score_plainly(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
+        """As `score`, by the plain forward of both. Raises Offloaded."""
+        return self._score(sequences, is_plain=True)
+
+    def _score(self, sequences: list[Sequence], is_plain: bool) -> list[Score | GuerdonError]:
         self._critic.check_ready()
         rewarded = [s for s in sequences if s.wants_reward]
         any_wanted = any(self._told(bool(rewarded))) if self._swaps else bool(rewarded)
         try:
             if self._swaps and self._there is self._reward:
-                rewards = self._score_rewards(rewarded, any_wanted)
-                values = self._score_values(sequences)
+                rewards = self._score_rewards(rewarded, any_wanted, is_plain)
+                values = self._score_values(sequences, is_plain)
             else:
-                values = self._score_values(sequences)
-                rewards = self._score_rewards(rewarded, any_wanted)
+                values = self._score_values(sequences, is_plain)
+                rewards = self._score_rewards(rewarded, any_wanted, is_plain)
         except _NotBrought as e:
             return [ServerFault(str(e)) for _ in sequences]
         reward = iter(rewards)
@@ -141,16 +148,18 @@ class CriticWithReward:
                 raise
         self._there = self._critic.engine
 
-    def _score_values(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    def _score_values(self, sequences: list[Sequence], is_plain: bool) -> list[Score | SampleFailed]:
         self._bring_alike(self._critic.engine)
-        return self._critic.score(sequences)
+        return self._critic.score_plainly(sequences) if is_plain else self._critic.score(sequences)
 
-    def _score_rewards(self, sequences: list[Sequence], any_wanted: bool) -> list[Score | SampleFailed]:
+    def _score_rewards(self, sequences: list[Sequence], any_wanted: bool, is_plain: bool) -> list[Score | SampleFailed]:
         """The rewards, once the model has come for whoever of those that swap together has any to make."""
         if not any_wanted:
             return []
         self._bring_alike(self._reward)
-        return self._reward.score(sequences) if sequences else []
+        if not sequences:
+            return []
+        return self._reward.score_plainly(sequences) if is_plain else self._reward.score(sequences)
 
     def _bring_alike(self, engine: Engine) -> None:
         """As `_bring`, on all ranks that hold parts of one model or on none of them."""
@@ -172,13 +181,11 @@ class CriticWithReward:
         if self._ranks.tensor_size == 1:
             return [what]
         # A part of the batch is theirs alone; other parts may be without a sequence, and not be asked at all.
-        told: list[Any] = [None] * self._ranks.tensor_size
         try:
             with self._ranks.waiting():
-                distributed.all_gather_object(told, what, group=self._ranks.tensor_group)
+                return frames.exchange(what, self._ranks.tensor_group)
         except RuntimeError as e:
             raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
-        return told
 
     def _bring_critic(self) -> None:
         self._critic.check_ready()

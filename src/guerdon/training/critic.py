@@ -137,6 +137,11 @@ class CriticTrainer:
         self.check_ready()
         return self.engine.score(sequences)
 
+    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """As `score`, by the plain forward. Raises Offloaded."""
+        self.check_ready()
+        return self.engine.score_plainly(sequences)
+
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
         """One optimiser step a global batch, of which `first_steps` bounds the number.
 

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from guerdon.errors import InvalidRequest
 
+MAX_VALUES = 1 << 24
+"""More values than the JSON of one body may have: they take a gigabyte, and seconds in which nothing else is done."""
 
-def parse(body: bytes) -> Any:
-    """The body's JSON, whatever it is; raises InvalidRequest where it is none."""
+MAX_DEPTH = 64
+"""Deeper than what a client may send to be kept: Python stops at about a thousand, in whatever is done with it."""
+
+_VALUE_BYTES = 64
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlist = _SHOWN.maxlevel = 16
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
+
+
+def parse(body: bytes | memoryview, what: str = "the body") -> Any:
+    """The JSON, whatever it is; raises InvalidRequest where it is none, or has more values than one body may have."""
+    check_values([body], what)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"the body is not valid JSON: {e}") from e
+        raise InvalidRequest(f"{what} is not valid JSON: {e}") from e
+
+
+def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:
+    """Raises InvalidRequest where the JSON texts have more values together than one body may have."""
+    # What is shorter cannot have so many.
+    if sum(map(len, texts)) > MAX_VALUES // 2 and sum(map(num_values, texts)) > MAX_VALUES:
+        raise InvalidRequest(
+            f"{what} has more than {MAX_VALUES:,} values as JSON; send tensors in binary form, or fewer samples"
+        )
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Raises InvalidRequest where lists and objects stand in each other so deep that others could not handle it."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level if isinstance(outer, list | dict) for inner in _inside(outer)]
+        if not level:
+            return
+    raise InvalidRequest(f"{what} is nested deeper than {MAX_DEPTH} lists and objects; send it flatter")
+
+
+def num_values(text: bytes | memoryview) -> int:
+    """How many values there are at most in the JSON, an object counted as four, and a list as two: they take more."""
+    found = np.frombuffer(text, np.uint8)
+    return sum(weight * int(np.count_nonzero(found == ord(mark))) for mark, weight in ((",", 1), ("[", 2), ("{", 4)))
+
+
+def memory(body: bytes | memoryview) -> int:
+    """The bytes that a body takes at most about while it is read as JSON."""
+    return len(body) + _VALUE_BYTES * num_values(body)
+
+
+def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def shown(value: Any) -> str:
+    """The value for an error's text: what is long or deep is not written out."""
+    return _SHOWN.repr(value)
 
 
 def write(answer: Any) -> bytes:

@@ -20,6 +20,7 @@ from guerdon.core import (
     TrainRequest,
 )
 from guerdon.errors import InvalidRequest
+from guerdon.wire.bodies import shown
 from guerdon.wire.kserve import InferReply, InferRequest, timeout_s
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs, known_outputs
 from guerdon.wire.tensors import Tensor, floats, integers
@@ -102,7 +103,7 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
         raise InvalidRequest(f"model '{info.name}' needs the inputs {', '.join(needed)}; missing: {', '.join(missing)}")
     name = request.parameters.get(TRAIN_ID, "")
     if not isinstance(name, str):
-        raise InvalidRequest(f"parameter '{TRAIN_ID}' is {name!r}; it must be a text")
+        raise InvalidRequest(f"parameter '{TRAIN_ID}' is {shown(name)}; it must be a text")
     tokens = integers(inputs["tokens"])
     if tokens.ndim != 2:
         raise InvalidRequest(f"input 'tokens' must have shape [N, T], not {list(tokens.shape)}")

@@ -11,6 +11,7 @@ import numpy as np
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, SampleFailed
 
+_MOST_TEXT = 2000
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -46,9 +47,15 @@ class Form:
     told: Callable[[GuerdonError], tuple[int, Any]]
 
 
+def text_of(error: GuerdonError) -> str:
+    """The error's text, or the beginning of a long one: some show what was sent."""
+    text = str(error)
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."
+
+
 def told_plainly(error: GuerdonError) -> tuple[int, Any]:
     """An error as KServe v2's form and the trainers' have it."""
-    return error.http, {"error": str(error), "kind": type(error).__name__}
+    return error.http, {"error": text_of(error), "kind": type(error).__name__}
 
 
 def number(value: float) -> np.float32:

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from guerdon.errors import InvalidRequest, Unsupported
-from guerdon.wire import tensors
+from guerdon.wire import bodies, tensors
 from guerdon.wire.tensors import Tensor
 
 
@@ -55,7 +55,7 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
         raise InvalidRequest("inputs must be a list of tensors")
     binary_default = bool(parameters.get("binary_data_output", False))
     outputs = _requested(requested, binary_default) if requested else None
-    return InferRequest(_inputs(inputs, binary), outputs, _id(header), parameters, binary_default)
+    return InferRequest(_inputs(inputs, binary), outputs, _name(header, "id"), parameters, binary_default)
 
 
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
@@ -102,12 +102,15 @@ def decode_reply(body: bytes, header_length: int | None) -> InferReply:
     outputs = header.get("outputs")
     if not isinstance(outputs, list):
         raise InvalidRequest("the reply has no outputs")
+    parameters = header.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest("the reply's parameters are no object")
     return InferReply(
-        model_name=str(header.get("model_name", "")),
-        model_version=str(header.get("model_version", "")),
+        model_name=_name(header, "model_name"),
+        model_version=_name(header, "model_version"),
         outputs=list(_inputs(outputs, binary).values()),
-        id=_id(header),
-        parameters=header.get("parameters") or {},
+        id=_name(header, "id"),
+        parameters=parameters,
     )
 
 
@@ -121,18 +124,13 @@ def count(parameters: dict[str, Any], name: str) -> int:
     """The parameter as a number from 0 up, 0 where it is not given; raises InvalidRequest where it is not one."""
     value = parameters.get(name, 0)
     if type(value) is not int or value < 0:
-        raise InvalidRequest(f"parameter '{name}' is {value!r}; it must be an integer from 0 up")
+        raise InvalidRequest(f"parameter '{name}' is {bodies.shown(value)}; it must be an integer from 0 up")
     return value
 
 
 def parse_object(text: bytes | memoryview) -> dict[str, Any]:
     """The JSON object in `text`; raises InvalidRequest where it is none."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(
-            f"the body, or the part before its binary tensors ({len(text)} bytes), is not valid JSON: {e}"
-        ) from e
+    value = bodies.parse(text, f"the body, or the part before its binary tensors ({len(text)} bytes),")
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {type(value).__name__}")
     return value
@@ -147,8 +145,10 @@ def _split(body: bytes, header_length: int | None) -> tuple[dict[str, Any], memo
     return parse_object(view[:header_length]), view[header_length:]
 
 
-def _id(header: dict[str, Any]) -> str:
-    value = header.get("id")
+def _name(header: dict[str, Any], key: str) -> str:
+    value = header.get(key)
+    if value is not None and type(value) not in (str, int):
+        raise InvalidRequest(f"{key} is {bodies.kind_of(value)}; send a string, or leave it out")
     return "" if value is None else str(value)
 
 
@@ -175,8 +175,8 @@ def _inputs(entries: list[Any], binary: memoryview) -> dict[str, Tensor]:
             continue
         if type(size) is not int or not 0 <= size <= len(binary) - offset:
             raise InvalidRequest(
-                f"input '{name}': binary_data_size is {size!r}, but {len(binary) - offset} bytes are left after "
-                "the JSON and the tensors before; check Inference-Header-Content-Length"
+                f"input '{name}': binary_data_size is {bodies.shown(size)}, but {len(binary) - offset} bytes are left "
+                "after the JSON and the tensors before; check Inference-Header-Content-Length"
             )
         found[name] = tensors.from_raw(name, datatype, shape, binary[offset : offset + size])
         offset += size

@@ -6,12 +6,24 @@ import math
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
+from guerdon.wire.bodies import shown
 from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.rows import check_count
 from guerdon.wire.tensors import Tensor
+
+MAX_PARTS = 4096
+MAX_PARTS_BYTES = 32 << 20
+"""A message may have so many parts, and so many bytes of them beside the raw contents."""
+
+_SMALL_BYTES = 65_536
+_PART_FACTOR = 24
+_RAW = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_FIXED_BYTES = {1: 8, 5: 4}
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -27,6 +39,25 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+
+
+def parse(data: bytes) -> pb.ModelInferRequest:
+    """The message in `data`; raises InvalidRequest where it is none, or has more parts than a request needs.
+
+    Each part takes up to fifty times as much memory as it does on the wire, whatever it is for; raw contents do not.
+    """
+    memory(data)
+    try:
+        return pb.ModelInferRequest.FromString(data)
+    except DecodeError as e:
+        raise InvalidRequest(f"the message is no ModelInferRequest: {e}") from e
+
+
+def memory(data: bytes) -> int:
+    """The bytes that the message takes at most about once it is parsed; raises InvalidRequest as `parse` does."""
+    if len(data) <= _SMALL_BYTES:
+        return len(data)
+    return len(data) + _PART_FACTOR * _num_bytes_beside_raw(data)
 
 
 def decode(message: pb.ModelInferRequest) -> InferRequest:
@@ -90,16 +121,53 @@ def decode_reply(message: pb.ModelInferResponse) -> InferReply:
     return InferReply(message.model_name, message.model_version, outputs, message.id, _parameters(message.parameters))
 
 
+def _num_bytes_beside_raw(data: bytes) -> int:
+    position, num_parts, num_bytes = 0, 0, 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        start, kind = position, tag & 7
+        if kind == 0:
+            _, position = _varint(data, position)
+        elif kind in _FIXED_BYTES:
+            position += _FIXED_BYTES[kind]
+        elif kind == 2:
+            length, position = _varint(data, position)
+            position += length
+        else:
+            raise InvalidRequest(f"the message is no ModelInferRequest: a part of the kind {kind}")
+        num_parts += 1
+        num_bytes += 0 if tag >> 3 == _RAW else position - start
+        if num_parts > MAX_PARTS or num_bytes > MAX_PARTS_BYTES:
+            raise InvalidRequest(
+                f"the message has more than {MAX_PARTS:,} parts, or {MAX_PARTS_BYTES >> 20} MiB beside its raw "
+                "contents; send tensors in raw_input_contents"
+            )
+    return num_bytes
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number that begins at the position, and where it ends."""
+    value = 0
+    for i, byte in enumerate(data[position : position + 10]):
+        value |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            return value, position + i + 1
+    raise InvalidRequest("the message is no ModelInferRequest: it is cut off")
+
+
 def _from_contents(name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents) -> Tensor:
     field = _CONTENTS.get(datatype)
     if field is None:
-        raise InvalidRequest(f"input '{name}': datatype {datatype!r} has no typed contents; send raw_input_contents")
+        raise InvalidRequest(
+            f"input '{name}': datatype {shown(datatype)} has no typed contents; send raw_input_contents"
+        )
     elements = getattr(contents, field)
     if datatype != "BYTES":
         widest = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}[tensors.DTYPES[datatype].kind]
-        return tensors.from_json(name, datatype, shape, np.array(elements, widest))
+        return tensors.from_numbers(name, datatype, shape, np.array(elements, widest))
     if len(elements) != math.prod(shape):
         raise InvalidRequest(tensors.count_differs(name, shape, len(elements)))
+    check_count(len(elements), f"input '{name}'")
     return Tensor(name, datatype, shape, list(elements))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import GuerdonError, InvalidRequest, UnknownModel
+from guerdon.wire.forms import text_of
 
 _TYPES = {
     400: "BadRequestError",
@@ -75,4 +76,4 @@ def request_id(body: dict[str, Any], name: str) -> str:
 def _told(error: GuerdonError) -> tuple[int, dict[str, Any]]:
     status = 404 if isinstance(error, UnknownModel) else error.http
     kind = _TYPES.get(status, type(error).__name__)
-    return status, {"message": str(error), "type": kind, "param": None, "code": status}
+    return status, {"message": text_of(error), "type": kind, "param": None, "code": status}

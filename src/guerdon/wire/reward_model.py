@@ -9,13 +9,17 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.wire.bodies import check_depth, check_values
 from guerdon.wire.kserve import InferReply, InferRequest, count, timeout_s
-from guerdon.wire.rows import scores_of
+from guerdon.wire.rows import check_count, scores_of
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
 from guerdon.wire.tensors import Tensor, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
 """The level of a request that names none. Triton's levels count down: 1 goes first."""
+
+_MOST_NUMBERS = 1 << 26
+"""More than the values of all rows of one answer, which may be many more than the characters that were sent."""
 
 _CONTENTS = ("sentences", "messages", "tokens", "input_ids")
 
@@ -43,6 +47,7 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     num_rows = content.shape[0] if content.shape else 0
     if num_rows == 0:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
+    check_count(num_rows, f"input '{content.name}'")
 
     asked = ScoreRequest(timeout_s=timeout_s(request.parameters), priority=_priority(request.parameters))
     if content.name in ("sentences", "messages"):
@@ -50,7 +55,7 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
             raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
         texts = _texts(content)
         if content.name == "messages":
-            asked.messages = [_conversation(i, text) for i, text in enumerate(texts)]
+            asked.messages = [_conversation(i, value) for i, value in enumerate(_jsons(content, texts))]
         else:
             asked.texts = texts
     else:
@@ -63,7 +68,7 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     if "prompts" in inputs:
         asked.prompts = _told(inputs["prompts"], num_rows)
     if "labels" in inputs:
-        asked.labels = [_json("labels", row, text) for row, text in enumerate(_told(inputs["labels"], num_rows))]
+        asked.labels = _jsons(inputs["labels"], _told(inputs["labels"], num_rows))
     if "step_positions" in inputs:
         asked.steps = _step_rows(inputs["step_positions"], num_rows)
     return asked
@@ -113,16 +118,21 @@ def _told(tensor: Tensor, num_rows: int) -> list[str]:
     return texts
 
 
-def _json(name: str, row: int, text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as e:
-        hint = "; write text in quotes, and null where there is none" if name == "labels" else ""
-        raise InvalidRequest(f"input '{name}', row {row}: not valid JSON: {e}{hint}") from e
+def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
+    """The value in each of the texts, which are the tensor's."""
+    check_values(list(tensor.data), f"input '{tensor.name}'")
+    values = []
+    for row, text in enumerate(texts):
+        try:
+            values.append(orjson.loads(text))
+        except orjson.JSONDecodeError as e:
+            hint = "; write text in quotes, and null where there is none" if tensor.name == "labels" else ""
+            raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
+        check_depth(values[-1], f"input '{tensor.name}', row {row}")
+    return values
 
 
-def _conversation(row: int, text: str) -> list[Message]:
-    messages = _json("messages", row, text)
+def _conversation(row: int, messages: Any) -> list[Message]:
     if (
         not isinstance(messages, list)
         or not messages
@@ -206,6 +216,11 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
     if name == "values":
         content = request.inputs.get("tokens") or request.inputs.get("input_ids")
         width = content.shape[1] if content is not None else max(width, *reply.lengths)
+        if content is None and num_rows * width > _MOST_NUMBERS:
+            raise InvalidRequest(
+                f"{num_rows:,} rows, the longest of {width:,} tokens, make a table of values that is larger than "
+                f"{_MOST_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+            )
     table = np.full((num_rows, width), 0 if name == "values" else np.nan, np.float32)
     for out, row, result in zip(table, rows, results, strict=True):
         if row is not None:

@@ -8,7 +8,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from guerdon.core import Score, ScoreReply
-from guerdon.errors import GuerdonError, named
+from guerdon.errors import GuerdonError, InvalidRequest, named
+
+MAX_ROWS = 1 << 20
+"""More samples than one body may have, whatever the server's own limit: each takes much more memory than it sends."""
+
+
+def check_count(count: int, what: str) -> None:
+    """Raises InvalidRequest where there are more samples, or texts, than one body may have."""
+    if count > MAX_ROWS:
+        raise InvalidRequest(f"{what} has {count:,} entries, at most {MAX_ROWS:,} are taken; send fewer in a request")
 
 
 def groups_of(prompts: Iterable[str]) -> np.ndarray:

@@ -10,8 +10,8 @@ import numpy as np
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.messages import part_text, plain
-from guerdon.wire.bodies import kind_of
-from guerdon.wire.rows import groups_of
+from guerdon.wire.bodies import check_depth, kind_of
+from guerdon.wire.rows import check_count, groups_of
 
 MAX_JOINED = 1 << 24
 """More characters than one prompt comes to with all its responses: the body itself is much smaller then."""
@@ -64,6 +64,7 @@ def read_messages(value: Any, name: str) -> list[Message]:
             raise InvalidRequest(f"{name}[{i}] is {kind_of(message)}; send an object with role and content")
         if not isinstance(message.get("role"), str):
             raise InvalidRequest(f"{name}[{i}].role is {kind_of(message.get('role'))}; send a string, such as user")
+    check_depth(value, name)
     return value
 
 
@@ -153,6 +154,7 @@ def _entries(value: Any, name: str, wanted: str) -> list[Any]:
         raise InvalidRequest(f"{name} is {kind_of(value)}; send {wanted}")
     if not value:
         raise InvalidRequest(f"{name} is an empty list; send {wanted}")
+    check_count(len(value), name)
     return value
 
 

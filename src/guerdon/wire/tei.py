@@ -18,9 +18,9 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.wire.bodies import check_url, kind_of, model_of, object_of
-from guerdon.wire.forms import Asked, Form
+from guerdon.wire.forms import Asked, Form, text_of
 from guerdon.wire.labels import Activation, components_of, labels_of, numbers_of
-from guerdon.wire.rows import groups_of, scores_of
+from guerdon.wire.rows import check_count, groups_of, scores_of
 from guerdon.wire.samples import choice, flag, with_special_tokens
 
 _EXAMPLE = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
@@ -68,8 +68,8 @@ def told(error: GuerdonError) -> tuple[int, Any]:
     """An error as TEI tells it: by its own statuses, and a type of its six."""
     for kind, status, name in _TOLD:
         if isinstance(error, kind):
-            return status, {"error": str(error), "error_type": name}
-    return error.http, {"error": str(error), "error_type": "Backend" if error.http >= 500 else "Validation"}
+            return status, {"error": text_of(error), "error_type": name}
+    return error.http, {"error": text_of(error), "error_type": "Backend" if error.http >= 500 else "Validation"}
 
 
 FORMS = {"/predict": Form(read_predict, told)}
@@ -85,6 +85,7 @@ def _rows(value: Any) -> tuple[list[list[str]], bool]:
         raise InvalidRequest(f"inputs is {what}; send {_SHAPES}")
     if not isinstance(value[0], list):
         return [_row(value, "inputs")], True
+    check_count(len(value), "inputs")
     return [_row(row, f"inputs[{i}]") for i, row in enumerate(value)], False
 
 

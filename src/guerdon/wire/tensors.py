@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from guerdon.errors import InvalidRequest
+from guerdon.wire.bodies import shown
+from guerdon.wire.rows import check_count
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -21,9 +24,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """numpy's type of each numeric datatype. BF16, which numpy lacks, is held as float32."""
 
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
+_ELEMENTS: dict[str, set[type]] = {"BYTES": {str}, "b": {bool}, "i": {int}, "u": {int}, "f": {int, float, type(None)}}
+"""What may stand in JSON's data, by numpy's kind."""
+
 _INTEGERS = ("INT64", "INT32")
 _FLOATS = ("FP32", "FP64", "FP16", "BF16")
-_MAX_RANK = 16
+
+MAX_RANK = 16
+MAX_DIMENSION = 2**62
+"""A tensor has at most so many dimensions, each of them below the other bound."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +57,13 @@ class Tensor:
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple; raises InvalidRequest unless it is a list of dimensions of 0 or more."""
-    if not isinstance(shape, list) or len(shape) > _MAX_RANK:
-        raise InvalidRequest(f"input '{name}': shape must be a list of at most {_MAX_RANK} integers")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK:
+        raise InvalidRequest(f"input '{name}': shape must be a list of at most {MAX_RANK} integers")
     for dim in shape:
-        if type(dim) is not int or not 0 <= dim < 2**62:
-            raise InvalidRequest(f"input '{name}': shape {shape} has {dim!r}; every dimension is an integer from 0 up")
+        if type(dim) is not int or not 0 <= dim < MAX_DIMENSION:
+            raise InvalidRequest(
+                f"input '{name}': shape {shown(shape)} has {shown(dim)}; every dimension is an integer from 0 up"
+            )
     return tuple(shape)
 
 
@@ -83,30 +94,36 @@ def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Te
 
     Raises InvalidRequest where the datatype is unknown, an element is not of it, or their number is not the shape's.
     """
-    if datatype == "BYTES":
-        elements = _flatten_texts(name, data)
-        if len(elements) != prod(shape):
-            raise InvalidRequest(count_differs(name, shape, len(elements)))
-        return Tensor(name, datatype, shape, elements)
+    is_text = datatype == "BYTES"
+    kind = "BYTES" if is_text else _dtype(name, datatype).kind
+    elements, kinds = _flat(name, data)
+    if len(elements) != prod(shape):
+        raise InvalidRequest(count_differs(name, shape, len(elements)))
+    # Before numpy sees them, which would make texts of all numbers where there is one text, each as wide as that.
+    if not kinds <= _ELEMENTS[kind]:
+        raise InvalidRequest(f"input '{name}': data holds something that is not {'a string' if is_text else datatype}")
+    if is_text:
+        check_count(len(elements), f"input '{name}'")
+        return Tensor(name, datatype, shape, [element.encode() for element in elements])
+    # As float64, null is what is not a number.
+    array = _integers(elements) if kind in "iu" else np.array(elements, np.float64 if kind == "f" else np.bool_)
+    return from_numbers(name, datatype, shape, array)
+
+
+def from_numbers(name: str, datatype: str, shape: tuple[int, ...], array: np.ndarray) -> Tensor:
+    """The tensor of the array's numbers; raises InvalidRequest where they are too many or few, or not of datatype."""
     dtype = _dtype(name, datatype)
-    try:
-        array = np.array(data)
-        if array.dtype == object and dtype.kind == "f":
-            array = np.array(data, np.float64)  # null stands for what is not a number
-    except (ValueError, TypeError) as e:
-        raise InvalidRequest(
-            f"input '{name}': data is not an array of numbers: its rows differ in length, or hold something else"
-        ) from e
     if array.size != prod(shape):
         raise InvalidRequest(count_differs(name, shape, array.size))
-    if array.size and array.dtype.kind not in {"b": "b", "f": "iuf"}.get(dtype.kind, "iu"):
-        raise InvalidRequest(f"input '{name}': data holds something that is not {datatype}")
     if dtype.kind in "iu" and array.size:
+        if array.dtype.kind not in "iu":
+            raise InvalidRequest(f"input '{name}': data holds something that is not {datatype}")
         bounds = np.iinfo(dtype)
         low, high = int(array.min()), int(array.max())
         if low < bounds.min or high > bounds.max:
             raise InvalidRequest(f"input '{name}': {low if low < bounds.min else high} is outside {datatype}")
-    return Tensor(name, datatype, shape, _reshape(name, array.astype(dtype), shape))
+    with np.errstate(over="ignore"):
+        return Tensor(name, datatype, shape, _reshape(name, array.astype(dtype), shape))
 
 
 def to_raw(tensor: Tensor) -> bytes:
@@ -143,7 +160,7 @@ def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:
 def _dtype(name: str, datatype: Any) -> np.dtype[Any]:
     dtype = DTYPES.get(datatype) if isinstance(datatype, str) else None
     if dtype is None:
-        raise InvalidRequest(f"input '{name}': unknown datatype {datatype!r}; known: BYTES, {', '.join(DTYPES)}")
+        raise InvalidRequest(f"input '{name}': unknown datatype {shown(datatype)}; known: BYTES, {', '.join(DTYPES)}")
     return dtype
 
 
@@ -155,6 +172,7 @@ def _reshape(name: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _split_bytes(name: str, count: int, raw: bytes | memoryview) -> list[bytes]:
+    check_count(count, f"'{name}'")
     elements: list[bytes] = []
     offset, end = 0, len(raw)
     while offset + 4 <= end and len(elements) < count:
@@ -170,12 +188,23 @@ def _split_bytes(name: str, count: int, raw: bytes | memoryview) -> list[bytes]:
     return elements
 
 
-def _flatten_texts(name: str, data: Any) -> list[bytes]:
+def _integers(elements: list[int]) -> np.ndarray:
+    """Left to itself, numpy would make floats of those that are partly below 2^63 and partly not."""
+    try:
+        return np.array(elements, np.int64)
+    except OverflowError:
+        return np.array(elements, np.uint64 if min(elements) >= 0 and max(elements) < 2**64 else object)
+
+
+def _flat(name: str, data: Any) -> tuple[list[Any], set[type]]:
+    """The elements of data, flat or nested, and their types; raises InvalidRequest where its rows are not alike."""
     items = data if isinstance(data, list) else [data]
-    for _ in range(_MAX_RANK):
-        if not any(isinstance(item, list) for item in items):
+    kinds = {*map(type, items)}
+    for _ in range(MAX_RANK):
+        if list not in kinds:
             break
-        items = [element for item in items for element in (item if isinstance(item, list) else [item])]
-    if not all(isinstance(item, str) for item in items):
-        raise InvalidRequest(f"input '{name}': data holds something that is not a string")
-    return [item.encode() for item in items]
+        if kinds != {list} or len({*map(len, items)}) != 1:
+            raise InvalidRequest(f"input '{name}': data is not an array: its rows differ in length, or are none")
+        items = list(chain.from_iterable(items))
+        kinds = {*map(type, items)}
+    return items, kinds

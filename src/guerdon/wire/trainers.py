@@ -7,7 +7,7 @@ from typing import Any
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.wire.bodies import check_url, kind_of, model_of, object_of
+from guerdon.wire.bodies import check_depth, check_url, kind_of, model_of, object_of
 from guerdon.wire.forms import Asked, Form, number, told_plainly
 from guerdon.wire.labels import attributes_of
 from guerdon.wire.rows import groups_of, scores_of
@@ -64,6 +64,7 @@ def read_slime(body: Any, query: Mapping[str, str]) -> Asked:
     else:
         raise InvalidRequest(f"prompt is {kind_of(prompt)}; send a string, or a list of messages")
     request.labels = [body["label"]] if "label" in body else None
+    check_depth(request.labels, "label")
 
     def answer(reply: ScoreReply, info: ModelInfo) -> Any:
         (score,) = scores_of(reply)
@@ -92,6 +93,7 @@ def _openrlhfs(body: dict[str, Any]) -> ScoreRequest:
     for name, values in (("prompts", prompts), ("labels", labels)):
         if values and len(values) != len(texts):
             raise InvalidRequest(f"{name} has {len(values)} entries, query {len(texts)}; send one a text, or none")
+    check_depth(labels, "labels")
     return ScoreRequest(
         texts=texts, groups=groups_of(prompts) if prompts else None, prompts=prompts, labels=labels or None
     )

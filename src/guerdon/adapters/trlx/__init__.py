@@ -3,7 +3,8 @@
     reward_fn = create_reward_fn("./my-reward-model", tokenizer="gpt2", delta_reward=True)
     trlx.train(reward_fn=reward_fn, prompts=[{"prompt": ..., "original_output": ...}], config=config)
 
-With TRITON_HOST=host:port/model in the environment the server there is asked over gRPC, guerdon's or any Triton.
+With TRITON_HOST=host:port/model in the environment the server there is asked over gRPC, guerdon's or any Triton; over
+TLS with grpcs://host:port/model. Its key is GUERDON_API_KEY's, or stands in x:KEY@host:port/model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+from guerdon.access import without_key
 from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.adapters.trlx.function import RewardFunction
 from guerdon.adapters.trlx.input_ids import InputIdsClient
@@ -60,11 +62,14 @@ def create_reward_fn(
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer or model)
     if host:
-        address, slash, name = host.partition("/")
-        if not slash or not name or "/" in name:
-            raise ConfigError(f"TRITON_HOST is {host!r}", "give host:port/model, such as 10.0.0.1:5557/reward_model")
+        scheme, _, rest = host.rpartition("://")
+        address, slash, name = rest.partition("/")
+        if not slash or not name or "/" in name or scheme not in ("", "grpc", "grpcs"):
+            raise ConfigError(
+                f"TRITON_HOST is {without_key(host)!r}", "give host:port/model, such as 10.0.0.1:5557/reward_model"
+            )
         policy = RetryPolicy.patient(timeout_s, wait_for_start=True)
-        client: Any = InputIdsClient(f"grpc://{address}", name, policy=policy)
+        client: Any = InputIdsClient(f"{scheme or 'grpc'}://{address}", name, policy=policy)
     else:
         import torch  # trlX has it
 

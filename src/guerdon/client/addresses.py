@@ -1,0 +1,77 @@
+"""Servers' addresses, and the credentials that each of them is shown. A key in a URL is in no text that is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from guerdon.access import without_key
+from guerdon.client.credentials import Credentials
+from guerdon.errors import ConfigError, InvalidRequest
+
+_HELP = "give http://host:port, https://host:port, grpc://host:port or grpcs://host:port"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One server: its URL, with a scheme, without user info and without a slash at its end."""
+
+    url: str
+    credentials: Credentials
+
+    @property
+    def is_grpc(self) -> bool:
+        return self.url.startswith(("grpc://", "grpcs://"))
+
+    @property
+    def has_tls(self) -> bool:
+        return self.url.startswith(("https://", "grpcs://"))
+
+    @property
+    def netloc(self) -> str:
+        """Host and port."""
+        return urlsplit(self.url).netloc
+
+
+def addresses(url: str | Sequence[str], credentials: Credentials | None) -> list[Address]:
+    """The servers of one URL or several, each once; raises InvalidRequest for one that is malformed.
+
+    Without `credentials` they are the environment's. The password of a URL's user info is that server's key:
+    http://x:KEY@host:port.
+    """
+    credentials = Credentials.from_environment() if credentials is None else credentials
+    found: dict[str, Address] = {}
+    for address in (_address(u, credentials) for u in ([url] if isinstance(url, str) else url)):
+        found.setdefault(address.url, address)
+    if not found:
+        raise InvalidRequest("no server URL given")
+    return list(found.values())
+
+
+def _address(url: str, credentials: Credentials) -> Address:
+    full = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(full)
+        port = parts.port
+    except ValueError as e:
+        what = "what stands behind the @ is no host and port" if "@" in url else str(e)
+        raise InvalidRequest(f"server URL {without_key(url)!r}: {what}; {_HELP}") from None
+    if parts.scheme not in ("http", "https", "grpc", "grpcs") or not parts.hostname:
+        raise InvalidRequest(f"server URL {without_key(url)!r} is not one: {_HELP}")
+    if full.count("@") != parts.netloc.count("@"):
+        raise InvalidRequest(f"server URL {without_key(url)!r} has an @ behind its host; in a key write / as %2F")
+    if parts.scheme in ("grpc", "grpcs") and (port is None or parts.path):
+        raise InvalidRequest(f"server URL {without_key(url)!r} needs a port and no path: {_HELP}")
+    info, at, _ = parts.netloc.rpartition("@")
+    if at:
+        if not parts.password:
+            raise InvalidRequest(
+                f"server URL {without_key(url)!r} has a name without a key: write x:KEY@ before the host"
+            )
+        try:
+            credentials = dataclasses.replace(credentials, api_key=unquote(parts.password))
+        except ConfigError as e:
+            raise InvalidRequest(f"server URL {without_key(url)!r}: {e}") from None
+    return Address(full.replace(info + at, "", 1), credentials)

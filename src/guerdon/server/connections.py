@@ -1,0 +1,381 @@
+"""HTTP connections: what one may cost, in bytes and in time, before and after what the application does for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+import struct
+from typing import Any
+
+import httptools
+import orjson
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from guerdon.config import LimitsConfig
+from guerdon.server.logs import failure
+
+log = logging.getLogger(__name__)
+
+_MOST_HEAD_BYTES = 65_536
+_MOST_HEADERS = 256
+
+_LINGER_S = 1.0
+"""Time for a refused client to read why, while what it still sends is thrown away: to close at once may reset it."""
+
+_BACKLOG = 4096
+_ACCEPT_AGAIN_S = 0.1
+_SWEEP_S = 1.0
+_VANISHED_S = 120
+"""After which a host that no longer answers has no connection here any more."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _VANISHED_S * 1000}
+
+_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
+
+
+class _Refused(Exception):
+    """What was sent is answered by the connection itself, which then ends."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Early(Exception):
+    """A request came before the answer to the one before it."""
+
+
+class HttpServer:
+    """The connections of one listener; `stop` ends them."""
+
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, tls: ssl.SSLContext | None, max_connections: int) -> None:
+        self.limits = limits
+        self.max_connections = max_connections
+        self.most_unread_bytes = max(limits.max_bodies_mb, limits.max_body_mb) << 20
+        self.state = ServerState()
+        self.settings = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False
+        )
+        self.settings.load()
+        self._tls = tls
+        self._handshakes: set[asyncio.Task[None]] = set()
+        timeouts = (limits.header_timeout_s, limits.read_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
+        self._sweep_s = min(_SWEEP_S, min(timeouts) / 4)
+
+    @property
+    def connections(self) -> set[HttpConnection]:
+        """All that are open, those that are about to be closed among them."""
+        return self.state.connections  # type: ignore[return-value]
+
+    @property
+    def num_connections(self) -> int:
+        """How many there are, also of those whose TLS is not there yet."""
+        return len(self.state.connections) + len(self._handshakes)
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accepts connections from now on."""
+        loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._accepting: asyncio.Server | asyncio.Task[None]
+        if self._tls is None:
+            self._accepting = await loop.create_server(lambda: HttpConnection(self), sock=listener, backlog=_BACKLOG)
+        else:
+            listener.setblocking(False)
+            self._accepting = loop.create_task(self._accept(self._tls))
+        self._sweeping = loop.create_task(self._sweep())
+
+    async def stop(self, grace_s: float) -> None:
+        """Accepts no more, gives the answers that are due `grace_s` seconds to be sent, and closes all."""
+        if isinstance(self._accepting, asyncio.Task):
+            self._accepting.cancel()
+        else:
+            self._accepting.close()
+        for task in self._handshakes:
+            task.cancel()
+        for connection in list(self.connections):
+            connection.shutdown()
+        await self._ended(grace_s)
+        for task in list(self.state.tasks):
+            task.cancel()
+        await self._ended(grace_s if self.state.tasks else 0)
+        self._sweeping.cancel()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # in which the event loop closes their sockets
+        self._listener.close()
+
+    async def _accept(self, tls: ssl.SSLContext) -> None:
+        """As `create_server` would, which does not tell how many connections have not got their TLS yet."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as e:  # no file is left, say, or whoever came has left
+                log.warning("cannot accept a connection: %s", e.strerror)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            if self.num_connections >= self.max_connections:
+                accepted.close()
+                continue
+            task = loop.create_task(self._shake_hands(accepted, tls))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
+        timeout_s = self.limits.header_timeout_s
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: HttpConnection(self),
+                accepted,
+                ssl=tls,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=_LINGER_S,
+            )
+        except OSError as e:  # an ssl.SSLError is one
+            log.debug("no TLS came about: %s", type(e).__name__)
+            accepted.close()
+
+    async def _ended(self, timeout_s: float) -> None:
+        ends = asyncio.get_running_loop().time() + timeout_s
+        while (self.connections or self.state.tasks) and asyncio.get_running_loop().time() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def _sweep(self) -> None:
+        """Ends what has had its time. One look at each a second costs less than timers that hardly ever fire."""
+        while True:
+            await asyncio.sleep(self._sweep_s)
+            now = asyncio.get_running_loop().time()
+            try:
+                for connection in list(self.connections):
+                    connection.check_time(now)
+                self._bound_unread()
+            except Exception as e:  # whatever it is about one connection, the others need this
+                failure(log, logging.ERROR, "a look at the connections failed", error=e)
+
+    def _bound_unread(self) -> None:
+        """Breaks off where answers that nobody reads take more memory than bodies may: the largest first."""
+        unread = sum(connection.num_unread for connection in self.connections)
+        if unread <= self.most_unread_bytes:
+            return
+        for connection in sorted(self.connections, key=lambda connection: -connection.num_unread):
+            connection.break_off()
+            unread -= connection.num_unread
+            if unread <= self.most_unread_bytes:
+                return
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection: uvicorn's, with bounds.
+
+    One request is answered at a time: where a second comes before the answer to the first, the connection ends with
+    that answer, and whoever sent it so sends it again.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: HttpServer) -> None:
+        super().__init__(server.settings, server.state, {})
+        self._server = server
+        self._limits = server.limits
+        self._time = self.loop.time
+        self._waits_s = server.limits.header_timeout_s
+        self._since = self._time()
+        """From when the connection may take `_waits_s`; it is math.inf while the application works."""
+        self._is_in_head = False
+        self._is_in_body = False
+        self._is_deaf = False
+        self._is_lingering = False
+        self._num_head = 0
+        self._num_silent = 0
+        """Bytes that came since the last that made a head complete, or were of a body."""
+        self.num_unread = 0
+        """Bytes of answers that wait to be sent, as they were last counted."""
+        self._unread_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begins."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        keep_alive(self.transport)
+        num_connections = len(self._server.connections)  # those with TLS were counted as they were accepted
+        if num_connections > self._server.max_connections:
+            log.debug("more than %d connections", self._server.max_connections)
+            self._refuse(503, "this server has as many connections as it takes; try again")
+            if num_connections > 2 * self._server.max_connections:
+                self.transport.abort()  # too many even of those that are told so
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends; whoever works for it learns that the client has left."""
+        self._is_deaf = True
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Has the parser read it, which calls the `on_...` below."""
+        if self._is_deaf:
+            return
+        self._num_silent += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._is_deaf = True  # what follows would be of another protocol
+        except httptools.HttpParserError as e:
+            cause = e.__context__
+            self._misheard(cause if isinstance(cause, _Refused) else _Refused(400, "Invalid HTTP request received."))
+        else:
+            if self._num_silent > _MOST_HEAD_BYTES:
+                what = "head" if self._is_in_head else "framing"
+                self._misheard(_Refused(431, f"the request's {what} has more than {_MOST_HEAD_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        """A request's first byte has come."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            raise _Early
+        super().on_message_begin()
+        self._is_in_head, self._num_head = True, 0
+        self._since, self._waits_s = self._time(), self._limits.header_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's target has come."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come; those behind a body are not what its request was accepted by, and are left out."""
+        if not self._is_in_head:
+            return
+        self._count_head(len(name) + len(value) + 4)
+        if len(self.headers) >= _MOST_HEADERS:
+            raise _Refused(431, f"the request has more than {_MOST_HEADERS} headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A head is complete: its request goes to the application."""
+        has_body = self._check_head()
+        if self.parser.should_upgrade() and has_body:
+            # The parser takes what follows for another protocol, and whoever stands before this server may not.
+            raise _Refused(400, "this server speaks HTTP/1.1 alone: leave the header Upgrade out")
+        self._is_in_head, self._is_in_body, self._num_silent = False, True, 0
+        self._since = math.inf
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body has come."""
+        self._num_silent = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is complete."""
+        self._is_in_body, self._num_silent = False, 0
+        super().on_message_complete()
+        self._rest()
+
+    def on_response_complete(self) -> None:
+        """An answer is written."""
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._rest()
+
+    def shutdown(self) -> None:
+        """Ends the connection once it owes no answer."""
+        self._is_deaf = self._is_deaf or self.cycle is None or self.cycle.response_complete
+        super().shutdown()
+
+    def check_time(self, now: float) -> None:
+        """Ends the connection where it has had its time."""
+        unread = self.transport.get_write_buffer_size()
+        if unread != self.num_unread or not unread:
+            self.num_unread, self._unread_since = unread, now
+        elif now - self._unread_since > self._limits.write_timeout_s:
+            self.break_off()
+            return
+        if now - self._since <= self._waits_s or self.transport.is_closing():
+            return
+        if self._is_in_head and not self._is_lingering:
+            self._refuse(408, f"the head of the request did not come within {self._waits_s:g} s")
+        else:
+            self.transport.close()
+
+    def break_off(self) -> None:
+        """Ends the connection at once, with what waits to be sent, also in the system's own buffers."""
+        found: Any = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # it is gone already
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _rest(self) -> None:
+        """Waits for the next request, or for the rest of one that is answered already."""
+        if self.cycle.response_complete:
+            limits = self._limits
+            self._since = self._time()
+            self._waits_s = limits.header_timeout_s if self._is_in_body else limits.idle_timeout_s
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head += num_bytes
+        if self._num_head > _MOST_HEAD_BYTES:
+            raise _Refused(431, f"the request's head has more than {_MOST_HEAD_BYTES} bytes")
+
+    def _check_head(self) -> bool:
+        """Whether a body follows; raises _Refused where another reader of the same bytes might see another request."""
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise _Refused(400, f"this server speaks HTTP/1.1, not {version}")
+        seen: dict[bytes, bytes] = {}
+        for name, value in self.headers:
+            if name in (b"host", b"content-length", b"transfer-encoding"):
+                if name in seen:
+                    raise _Refused(400, f"the header {name.decode()} comes twice")
+                seen[name] = value
+        coding = seen.get(b"transfer-encoding")
+        if coding is None:
+            return seen.get(b"content-length", b"0").strip(b"0 \t") != b""
+        if coding.strip().lower() != b"chunked" or b"content-length" in seen or version == "1.0":
+            raise _Refused(400, "Transfer-Encoding can only be `chunked`, in HTTP/1.1, and without Content-Length")
+        return True
+
+    def _misheard(self, refused: _Refused) -> None:
+        """Hears no more of the connection, of which something is not a request, or not its turn."""
+        self._is_deaf = True
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and not self._is_in_body):
+            self._refuse(refused.status, str(refused))
+        elif cycle.response_complete:
+            self.transport.close()  # it has its answer
+        elif self._is_in_body and not cycle.response_started:
+            cycle.disconnected = True  # what works for it is called off, and its answer not sent
+            cycle.message_event.set()
+            self._refuse(refused.status, str(refused))
+        else:
+            cycle.keep_alive = False
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answers by itself, in the form that all errors have, and ends the connection."""
+        kind = "Overloaded" if status == 503 else "InvalidRequest"
+        body = orjson.dumps({"error": text, "kind": kind})
+        more = b"retry-after: 1\r\n" if status == 503 else b""
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n" % (status, _PHRASES[status])
+        self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (head, more, len(body), body))
+        self._is_deaf = self._is_lingering = True
+        self._since, self._waits_s = self._time(), _LINGER_S
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+def keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Has the system end the connection once the host at its other end has vanished."""
+    found: Any = transport.get_extra_info("socket")
+    if found is None:
+        return
+    with contextlib.suppress(OSError):  # not a TCP socket, or gone already
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not all systems have all
+                found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

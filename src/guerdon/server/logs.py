@@ -1,0 +1,78 @@
+"""What a server logs: no sample's text, no key, and no line that a client could forge."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import TypeVar
+
+T = TypeVar("T", bound=BaseException)
+
+_MOST_CHARACTERS = 10_000
+"""Of one line; a client may have given a part of it."""
+
+
+class OneLine(logging.Formatter):
+    """A record is one line; only a traceback's lines follow it, each of them indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's text, in which what does not print is written as an escape."""
+        record.message = _printable(record.getMessage())
+        record.asctime = self.formatTime(record)
+        trace = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
+        return "\n  ".join([self.formatMessage(record), *map(_printable, filter(None, trace.split("\n")))])
+
+
+class Frames(logging.Filter):
+    """Leaves of a library's errors what `failure` leaves of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets every record pass."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            is_telling = logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+            record.exc_info, record.exc_text = None, _trace(error, is_telling)
+        return True
+
+
+def failure(logger: logging.Logger, level: int, text: str, *args: object, error: BaseException) -> None:
+    """Logs `text` with its `args`, the error's class and where it was raised, and the same of its causes.
+
+    What the errors say themselves may hold a sample's text; it is only logged where the logger is at the level DEBUG.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    file, line, function, _ = logger.findCaller(stacklevel=2)
+    record = logger.makeRecord(logger.name, level, file, line, text, args, None, function)
+    record.exc_text = _trace(error, is_telling=logger.isEnabledFor(logging.DEBUG))
+    logger.handle(record)
+
+
+def without_frames(error: T) -> T:
+    """The error without where it was raised, or by what: frames that hold a body would, while it is told, hold it."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _trace(error: BaseException, is_telling: bool) -> str:
+    parts: list[str] = []
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if parts:
+            parts.append("caused by, or raised amid:\n")
+        parts += traceback.format_tb(cause.__traceback__)
+        told = f": {_printable(str(cause))}" if is_telling else ""
+        parts.append(f"{type(cause).__module__}.{type(cause).__qualname__}{told}\n")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "".join(parts)
+
+
+def _printable(text: str) -> str:
+    """The text on one line, cut where it is long, without what would move a terminal's cursor or turn its writing."""
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS] + " ..."
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

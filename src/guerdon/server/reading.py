@@ -1,0 +1,79 @@
+"""What a scorer reads of a request's samples: their ids, which a tokenizer makes of text, or the texts themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as ListLike
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
+from guerdon.errors import InvalidRequest
+from guerdon.messages import response
+from guerdon.server.catalog import Served
+from guerdon.server.turns import FairTurns
+
+_NUM_THREADS = 2
+
+Rows = ListLike[np.ndarray | str | InvalidRequest]
+"""Of each sample its ids, or its text, or what is wrong with it."""
+
+
+class Reader:
+    """Reads requests for every model, text on threads of its own, on which the clients take turns."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guerdon-tokenise")
+        self._turns = FairTurns(_NUM_THREADS)
+
+    def close(self) -> None:
+        """Ends the threads; what waits for them is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def rows(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
+        """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says."""
+        if request.tokens is not None:
+            return request.tokens
+        encoder, added = served.encoder, request.add_special_tokens
+        if encoder is None:
+            return request.texts or [_response(conversation) for conversation in request.messages or ()]
+        run = asyncio.get_running_loop().run_in_executor
+        async with self._turns.turn(client):
+            if request.texts is not None:
+                return await run(self._threads, encoder.encode, request.texts, added, cut if added else None)
+            return await run(self._threads, encoder.encode_messages, request.messages or [])
+
+
+def check(served: Served, request: ScoreRequest) -> None:
+    """Raises InvalidRequest where the samples are of a form that the model does not read."""
+    info = served.info
+    if not len(request):
+        raise InvalidRequest("the request has no samples; send at least one")
+    if request.tokens is not None:
+        if not info.takes_tokens:
+            raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
+        return
+    if request.messages is not None and not info.takes_messages:
+        raise InvalidRequest(f"{info.name} reads no messages{_why(info)}send sentences or tokens, formatted for it")
+    if request.texts is not None and not info.takes_text:
+        raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
+    if served.encoder is None and (request.add_special_tokens or request.truncation is not None):
+        raise InvalidRequest(
+            f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "
+            "leave these options out"
+        )
+
+
+def _why(info: ModelInfo) -> str:
+    if info.kind == "function":
+        return ", but texts; name the function's first parameter `responses`, or "
+    return ": it has no chat template; "
+
+
+def _response(conversation: list[Message]) -> str | InvalidRequest:
+    """What a function reads of a conversation."""
+    try:
+        return response(conversation)
+    except InvalidRequest as e:
+        return e

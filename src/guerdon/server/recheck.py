@@ -1,0 +1,115 @@
+"""A sampled share of what was answered, scored again by the plain forward and compared: a check that never sleeps."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from guerdon.core import Command, Score, Scored, Sequence, Signal
+from guerdon.errors import Unavailable
+from guerdon.metrics import Metrics
+from guerdon.server.attempt import Group
+from guerdon.server.logs import failure
+from guerdon.server.scheduler import Batch
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = {"float32": 1e-3}
+_TOLERANCE_OF_HALF_PRECISION = 5e-2
+"""Differences of rewards, relative where the plain one is beyond 1; above them a sequence `differs`."""
+
+_WARN_EVERY_S = 60.0
+
+
+class Recheck:
+    """Scores sequences of finished batches again; `shares` says how many of them by model, `dtypes` how exactly.
+
+    A model without a share is left alone. Whatever goes wrong here is counted and logged, and changes no answer.
+    """
+
+    def __init__(self, shares: Mapping[str, float], dtypes: Mapping[str, str], metrics: Metrics) -> None:
+        self._shares = shares
+        self._dtypes = dtypes
+        self._metrics = metrics
+        self._random = random.Random(0)  # no multiple of a prompt's responses, as every n-th might be
+        self._warned: dict[str, float] = {}
+
+    def after(self, model: str, batch: Batch, scored: Scored, group: Group) -> None:
+        """Looks at a batch whose scores were given out; the weights must be those that gave them."""
+        share = self._shares.get(model, 0.0)
+        if not share:
+            return
+        picked = [
+            (s, result)
+            for s, result in zip(batch.sequences, scored.results, strict=True)
+            if isinstance(result, Score) and self._random.random() < share
+        ]
+        if not picked:
+            return
+        command = Command(Signal.FORWARD, model, [s for s, _ in picked], plain=True)
+        try:
+            plain = group.lead(command)
+            assert isinstance(plain, Scored)
+            self._compare(model, picked, plain)
+        except Unavailable:
+            return  # nothing is wrong with the scores
+        except BaseException as e:
+            self._metrics.add("guerdon_recheck_sequences", len(picked), model, "failed")
+            if self._may_warn(model):
+                failure(log, logging.WARNING, "%s could not be checked by its plain forward", model, error=e)
+
+    def _compare(self, model: str, picked: list[tuple[Sequence, Score]], plain: Scored) -> None:
+        tolerance = _TOLERANCE.get(self._dtypes.get(model, "float32"), _TOLERANCE_OF_HALF_PRECISION)
+        worst = 0.0
+        for (s, score), reference in zip(picked, plain.results, strict=True):
+            if not isinstance(reference, Score):
+                self._metrics.add("guerdon_recheck_sequences", 1, model, "failed")
+                continue
+            difference, excess = compare(score, reference, s.wants_reward)
+            self._metrics.observe("guerdon_recheck_difference", difference, model)
+            is_same = excess <= tolerance
+            self._metrics.add("guerdon_recheck_sequences", 1, model, "same" if is_same else "differs")
+            if not is_same:
+                worst = max(worst, difference)
+        if worst and self._may_warn(model):
+            log.warning(
+                "%s: scores differ from the plain forward's by up to %.3g, which is beyond %g; serve it with "
+                "--deterministic, and report what guerdon_model_info says of it",
+                model,
+                worst,
+                tolerance,
+            )
+
+    def _may_warn(self, model: str) -> bool:
+        now = time.monotonic()
+        if now - self._warned.get(model, -_WARN_EVERY_S) < _WARN_EVERY_S:
+            return False
+        self._warned[model] = now
+        return True
+
+
+def compare(score: Score, reference: Score, wants_reward: bool = True) -> tuple[float, float]:
+    """The largest difference of any of two scores' numbers, and the largest in units of what is compared with.
+
+    That unit is 1, or the reference's size where that is more. What one of them has and the other has not differs
+    infinitely.
+    """
+    pairs = [(getattr(score, name), getattr(reference, name)) for name in ("attributes", "values", "steps")]
+    if wants_reward:
+        pairs.append((np.float64(score.reward), np.float64(reference.reward)))
+    difference = excess = 0.0
+    for ours, theirs in pairs:
+        if ours is None and theirs is None:
+            continue
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            return np.inf, np.inf
+        apart = np.abs(ours.astype(np.float64) - theirs)
+        if not np.isfinite(apart).all():
+            return np.inf, np.inf
+        difference = max(difference, float(apart.max(initial=0.0)))
+        excess = max(excess, float((apart / np.maximum(1.0, np.abs(theirs))).max(initial=0.0)))
+    return difference, excess

@@ -1,0 +1,56 @@
+"""Who computes and who builds, and what is given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+from guerdon.distributed.computing import Computing, release
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_many_compute_and_one_builds() -> None:
+    here, told = Computing(), []
+    stop = time.monotonic() + 0.5
+    lock = threading.Lock()
+    now = {"computing": 0, "building": 0}
+
+    def take(what: str) -> None:
+        while time.monotonic() < stop:
+            with getattr(here, what)():
+                with lock:
+                    now[what] += 1
+                    told.append(dict(now))
+                time.sleep(0.002)
+                with lock:
+                    now[what] -= 1
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=take, args=(what,)) for what in ("computing",) * 3 + ("building",) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(min(each["computing"], 1), each["building"]) for each in told} == {(1, 0), (0, 1)}
+    assert max(each["computing"] for each in told) > 1
+
+
+def test_what_lay_outside_the_collections_is_given_back() -> None:
+    cycle = Cycle()
+    gone = weakref.ref(cycle)
+    gc.freeze()
+    try:
+        del cycle
+        gc.collect()
+        assert gone() is not None
+        release()
+        assert gone() is None
+        assert gc.get_freeze_count()  # what stays lies outside again
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,62 @@
+"""Programs for whom the time of day is never the same: with every look it has jumped by days, forth or back.
+
+python jumping_clock.py serve FOLDER PORT          a critic by arithmetic, until SIGTERM
+python jumping_clock.py ask URL FIRST NUMBER       trains NUMBER times from FIRST on, scores, and prints the step
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+DAY_S = 86_400.0
+_JUMPS = itertools.cycle((0.0, 3 * DAY_S, -5 * DAY_S, 400 * DAY_S, -40 * DAY_S, 0.25, -7200.0))
+_NOW = time.time
+
+time.time = lambda: _NOW() + next(_JUMPS)
+time.time_ns = lambda: int(time.time() * 1e9)
+
+
+def serve(folder: str, port: str) -> None:
+    from guerdon.config import ServerConfig
+    from guerdon.server import runtime
+    from server.arithmetic_critic import ArithmeticService
+
+    config = ServerConfig(port=int(port), grpc_port=None, idle_timeout_s=30, header_timeout_s=10)
+    service = ArithmeticService(folder, with_rewards=True, server=config, save_every=2)
+    service.trainer.slow_s = 3.0
+    runtime.run(service, config)
+
+
+def ask(url: str, first: str, number: str) -> None:
+    import numpy as np
+
+    from guerdon import CriticClient, RetryPolicy, RewardClient
+    from guerdon.errors import DeadlineExceeded
+    from server.arithmetic_critic import SLOW_TOKEN, request
+
+    policy = RetryPolicy(timeout_s=60, tries=3)
+    with CriticClient(url, policy=policy) as critic, RewardClient(url, model="critic_infer", policy=policy) as scorer:
+        critic.wait_ready(timeout_s=60)
+        for i in range(int(first), int(first) + int(number)):
+            asked = request(f"r{i}", 3 + i)
+            rows = [getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")]
+            report = critic.train(*rows, train_id=asked.id).result(60)
+            rewards = scorer.score(tokens=[[i, 1]], timeout_s=20).rewards
+            assert rewards.tolist() == [i + 1.0], rewards
+        slow = request("slow", 1.0, first_token=SLOW_TOKEN)
+        training = critic.train(slow.tokens, *(np.zeros_like(slow.returns),) * 2, slow.mask)
+        time.sleep(0.5)
+        started = time.monotonic()
+        try:
+            scorer.score(tokens=[[1]], timeout_s=0.4)
+            raise AssertionError("the scores did not wait for the training")
+        except DeadlineExceeded:
+            assert 0.3 < time.monotonic() - started < 10, "neither at once nor in days"
+        training.result(60)
+        print(report.step, critic.state().step, critic.save().name)
+
+
+if __name__ == "__main__":
+    {"serve": serve, "ask": ask}[sys.argv[1]](*sys.argv[2:])

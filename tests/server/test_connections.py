@@ -1,0 +1,367 @@
+"""What hostile or broken clients do to connections, by raw sockets: it is bounded, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.server import runtime
+from guerdon.server.runtime import RunningServer
+from server.echo_service import SLOW_TOKEN, EchoService
+from server.helpers import INFER, body_of, outcomes, wait_until
+
+TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = body_of([[5, 6]])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=4, max_bodies_mb=8, max_connections=50, **TIMES)
+    with RunningServer(EchoService(), config) as running:
+        yield running
+
+
+def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.socket:
+    found = socket.socket()
+    if receive_bytes is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    found.settimeout(10)
+    found.connect(("127.0.0.1", httpx.URL(server.http_url).port))
+    return found
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """All that the server still sends."""
+    parts = []
+    try:
+        while data := connection.recv(1 << 20):
+            parts.append(data)
+    except ConnectionResetError:
+        parts.append(b"(reset)")
+    return b"".join(parts)
+
+
+def post(body: bytes, *headers: bytes, path: str = INFER) -> bytes:
+    head = [b"POST %s HTTP/1.1" % path.encode(), b"Host: x", *headers]
+    return b"\r\n".join([*head, b"", body])
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", answers)]
+
+
+def is_served(server: RunningServer) -> bool:
+    return httpx.post(server.http_url + INFER, content=BODY, timeout=5).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------ time
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        pytest.param([b""], [], id="nothing"),
+        pytest.param([b"GET /v2 HT"], [408], id="half a line"),
+        pytest.param([b"GET /v2 HTTP/1.1\r\nX: 1\r\n"] + [b"A: b\r\n"] * 20, [408], id="a header at a time"),
+        pytest.param([b"\r\n"] * 20, [], id="line ends"),
+        pytest.param([LIVE, b"GET /v2 HT"], [200, 408], id="half a second request"),
+        pytest.param([LIVE + b"\r\n"] + [b"\r\n"] * 30, [200], id="line ends after a request"),
+    ],
+)
+def test_slow_heads_end(server, sent, wanted):
+    began = time.monotonic()
+    with connect(server) as connection:
+        answers = bytearray()
+
+        def listen() -> None:
+            answers.extend(until_closed(connection))
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        for piece in sent:
+            try:
+                connection.sendall(piece)
+            except OSError:
+                break
+            listening.join(0.1)
+        listening.join(6)
+        assert not listening.is_alive()
+    assert statuses(bytes(answers)) == wanted
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_idle_connections_end_later_than_those_that_never_asked(server):
+    with connect(server) as connection:
+        connection.sendall(LIVE)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        time.sleep(1.0)  # longer than a head may take
+        connection.sendall(LIVE)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert until_closed(connection) == b""
+
+
+@pytest.mark.parametrize("kind", [b"Content-Length: 900000", b"Transfer-Encoding: chunked"])
+def test_bodies_that_stop_coming_end_and_give_their_room_back(server, kind):
+    with connect(server) as connection:
+        connection.sendall(post(b"5\r\n{", kind))
+        answer = until_closed(connection)
+    assert statuses(answer) == [504]
+    assert b"nothing more of the body came for 0.5 s" in answer
+    assert is_served(server)
+
+
+def test_a_body_that_drips_is_read_on(server):
+    with connect(server) as connection:
+        connection.sendall(post(b"", b"Content-Length: %d" % len(BODY)))
+        for i in range(0, len(BODY), len(BODY) // 5 + 1):  # 5 pieces in more time than one may take
+            connection.sendall(BODY[i : i + len(BODY) // 5 + 1])
+            time.sleep(0.2)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_bodies_announced_and_never_sent_leave_room_for_others():
+    """Two of them have all the room that there is, for as long as a body may pause."""
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=4, max_bodies_mb=8, **TIMES)
+    with RunningServer(EchoService(), config) as server:
+        held = [connect(server) for _ in range(2)]
+        for connection in held:
+            connection.sendall(post(b"", b"Content-Length: %d" % (4 << 20)))
+        time.sleep(0.2)
+        refused = httpx.post(server.http_url + INFER, content=BODY)
+        assert refused.status_code == 503
+        assert httpx.get(server.http_url + "/v2/health/ready").status_code == 200
+        wait_until(lambda: is_served(server))
+        for connection in held:
+            assert statuses(until_closed(connection)) == [504]
+            connection.close()
+
+
+@pytest.mark.parametrize("num_rows", [3, 200])
+def test_readers_that_do_not_read_are_left(monkeypatch, num_rows):
+    """Those of a large answer, and those of one that a transport takes without waiting."""
+    listen = runtime._listen
+
+    def listen_with_small_buffers(*args: Any) -> socket.socket:
+        listener = listen(*args)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(runtime, "_listen", listen_with_small_buffers)
+    config = ServerConfig(port=0, grpc_port=None, **TIMES)
+    with RunningServer(EchoService(), config) as server, connect(server, receive_bytes=2048) as connection:
+        ask = body_of([[7] * 4000] * num_rows, outputs=[{"name": "values"}])
+        connection.sendall(post(ask, b"Content-Length: %d" % len(ask), path="/v2/models/many/infer"))
+        process = psutil.Process()
+        wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
+        assert len(peers(process, server)) == 1
+        wait_until(lambda: not peers(process, server))
+        assert until_closed(connection).endswith(b"(reset)")
+        assert is_served(server)
+
+
+def peers(process: psutil.Process, server: RunningServer) -> list:
+    """The server's side of all connections with raw clients, which here are the only ones that stay."""
+    port = httpx.URL(server.http_url).port
+    return [c for c in process.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "ESTABLISHED"]
+
+
+# ----------------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        pytest.param(b"GET /" + b"a" * 200_000, id="the target"),
+        pytest.param(b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000, id="one header"),
+        pytest.param(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 2000, id="many headers"),
+        pytest.param(b"GET / HTTP/1.1\r\n" + b"X" * 200_000, id="a header's name"),
+        pytest.param(b"\r\n" * 100_000, id="line ends"),
+        pytest.param(post(b"5\r\n12345\r\n0\r\nX: " + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a trailer"),
+        pytest.param(post(b"5;x=" + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a chunk's extension"),
+    ],
+)
+def test_heads_and_framing_are_bounded(server, piece):
+    with connect(server) as connection:
+        for i in range(0, len(piece), 4096):
+            try:
+                connection.sendall(piece[i : i + 4096])
+            except OSError:
+                break
+        answer = until_closed(connection)
+    assert statuses(answer) == [431]
+    assert b'"kind":"InvalidRequest"' in answer
+
+
+def test_trailers_are_not_headers(server):
+    """Nobody who has checked a request by its head has seen them."""
+    body = b"%x\r\n%s\r\n0\r\nContent-Encoding: nonsense\r\n\r\n" % (len(BODY), BODY)
+    with connect(server) as connection:
+        connection.sendall(post(body[:-3], b"Transfer-Encoding: chunked"))
+        time.sleep(0.1)
+        connection.sendall(body[-3:] + LIVE)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_pipelined_requests_do_not_pile_up(server):
+    """The first is answered, and the connection ends: 13,000 others that came with it were never taken up."""
+    before = sum(outcomes(server.http_url).values())
+    slow = body_of([[SLOW_TOKEN]])
+    with connect(server) as connection:
+        connection.sendall(post(slow, b"Content-Length: %d" % len(slow)) + post(BODY, b"Content-Length: 2") * 2000)
+        answer = until_closed(connection)
+    assert statuses(answer) == [200]
+    assert b"connection: close" in answer
+    assert sum(outcomes(server.http_url).values()) == before + 1
+
+
+def test_connections_beyond_the_limit_are_told_so_and_others_go_on(server):
+    held = [connect(server) for _ in range(49)]
+    with httpx.Client(base_url=server.http_url) as client:
+        try:
+            for connection in held[:40]:
+                connection.sendall(LIVE)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            assert client.get("/v2/health/live").status_code == 200
+            with connect(server) as beyond:
+                answer = until_closed(beyond)
+            assert statuses(answer) == [503]
+            assert b"as many connections as it takes" in answer
+            assert client.post(INFER, content=BODY).status_code == 200
+        finally:
+            for connection in held:
+                connection.close()
+    wait_until(lambda: is_served(server))
+
+
+def test_two_thousand_idle_connections_do_not_hold_up_others_and_leave_nothing():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8000)), hard))
+    process = psutil.Process()
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
+        assert is_served(server)
+        files, threads = process.num_fds(), process.num_threads()
+        held = [connect(server) for _ in range(2000)]
+        for i, connection in enumerate(held):
+            connection.sendall((b"", b"GET /v2 HT", LIVE)[i % 3])
+        began = time.monotonic()
+        with httpx.Client(base_url=server.http_url) as client:
+            for _ in range(20):
+                assert client.post(INFER, content=BODY).status_code == 200
+        assert time.monotonic() - began < 5
+        for connection in held:
+            connection.close()
+        wait_until(lambda: process.num_fds() <= files and process.num_threads() <= threads, 10)
+
+
+# ------------------------------------------------------------------------------------------------------- smuggling
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Content-Length: 5", b"Transfer-Encoding: chunked"), id="CL and TE"),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked", b"Content-Length: 5"), id="TE and CL"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: 5", b"Content-Length: 5"), id="two equal CLs"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: 5", b"Content-Length: 50"), id="two CLs"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: 5, 5"), id="a list for CL"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: +5"), id="CL with a sign"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: 0x5"), id="CL in hex"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: -5"), id="CL below 0"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length: 99999999999999999999999"), id="CL beyond numbers"),
+        pytest.param(post(b"12345" + LIVE, b"Content-Length : 5"), id="a space before the colon"),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked, identity"), id="TE does not end chunked"),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: gzip, chunked"), id="TE of two"),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: xchunked"), id="TE unknown"),
+        pytest.param(
+            post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity"), id="two TEs"
+        ),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, b"Transfer-Encoding: \x0bchunked"), id="TE behind a control character"),
+        pytest.param(post(b"xyz\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk's size of letters"),
+        pytest.param(post(b"-1\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk's size below 0"),
+        pytest.param(
+            post(b"0x5\r\n12345\r\n0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk's size in 0x"
+        ),
+        pytest.param(
+            post(b"fffffffffffffffff\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk's size beyond numbers"
+        ),
+        pytest.param(post(b"5\r\n1234567\r\n0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk too long"),
+        pytest.param(post(b"5\n12345\n0\n\n" + LIVE, b"Transfer-Encoding: chunked"), id="chunks by line feeds alone"),
+        pytest.param(post(b"12345" + LIVE, b"X: a\r\n Content-Length: 50"), id="a header folded"),
+        pytest.param(b"GET /v2 HTTP/1.1\nHost: x\n\n" + LIVE, id="line feeds alone"),
+        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: x\rX: y\r\n\r\n" + LIVE, id="a carriage return alone"),
+        pytest.param(post(b"" + LIVE, b"X: a\x00b"), id="NUL in a header"),
+        pytest.param(post(b"" + LIVE, b"X\x00: ab"), id="NUL in a name"),
+        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n" + LIVE, id="two Hosts"),
+        pytest.param(b"GET /v2\r\n\r\n" + LIVE, id="HTTP/0.9"),
+        pytest.param(b"GET /v2 HTTP/2.0\r\nHost: x\r\n\r\n" + LIVE, id="HTTP/2.0"),
+        pytest.param(b"GET /v2 HTTP/1.11\r\nHost: x\r\n\r\n" + LIVE, id="HTTP/1.11"),
+        pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2 by prior knowledge"),
+        pytest.param(b"get /v2 HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, id="a method in lower case"),
+        pytest.param(b"GET /v2 x HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, id="a space in the target"),
+        pytest.param(b"CONNECT evil:80 HTTP/1.1\r\nHost: evil\r\n\r\n" + LIVE, id="CONNECT"),
+        pytest.param(
+            post(LIVE, b"Connection: Upgrade", b"Upgrade: h2c", b"Content-Length: %d" % len(LIVE)), id="h2c with a body"
+        ),
+        pytest.param(
+            b"GET /v2 HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + LIVE, id="chunked in HTTP/1.0"
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_two_readers_could_understand_differently_ends_the_connection(server, sent, is_split):
+    """One answer, of an error, and no second one: the request in the body is never seen as one."""
+    with connect(server) as connection:
+        at = sent.index(LIVE) if is_split and LIVE in sent else len(sent)
+        connection.sendall(sent[:at])
+        if sent[at:]:
+            time.sleep(0.03)
+            connection.sendall(sent[at:])
+        answers = until_closed(connection)
+    assert len(statuses(answers)) == 1, answers
+    assert statuses(answers)[0] in (400, 405, 431), answers
+    assert b"close" in answers.lower()
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        pytest.param(b"GET http://evil.example/v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", [200], id="absolute form"),
+        pytest.param(b"GET /v2/health/live HTTP/1.0\r\n\r\n", [200], id="HTTP/1.0"),
+        pytest.param(
+            b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + LIVE,
+            [200],
+            id="h2c",
+        ),
+        pytest.param(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" + LIVE, [200], id="close"),
+        pytest.param(
+            post(b"5;a=b\r\n12345\r\n0\r\nX: y\r\n\r\n", b"Transfer-Encoding: Chunked", b"Connection: close"),
+            [400],
+            id="chunks with all that they may have",
+        ),
+    ],
+)
+def test_what_is_legal_gets_one_answer(server, sent, wanted):
+    with connect(server) as connection:
+        connection.sendall(sent)
+        answers = until_closed(connection)
+    assert statuses(answers) == wanted
+
+
+def test_no_second_answer_where_a_body_ends_wrongly_after_its_answer(server):
+    """The route takes no body: it is answered, and then what should be chunks is none."""
+    with connect(server) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"no chunk\r\n" + LIVE)
+        assert until_closed(connection) == b""

@@ -1,0 +1,59 @@
+"""Two keys' holders against one server: who floods it is refused, and the other is served as if alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.server.runtime import RunningServer
+from server.helpers import INFER, body_of
+
+KEYS = {"flood": "flood-0123456789abcdef", "small": "small-0123456789abcdef"}
+ROW = list(range(10, 60))
+BATCH_S = 0.1
+
+
+def slowly(tokens: list[np.ndarray]) -> list[float]:
+    """A user's function: the first ids, after a while."""
+    time.sleep(BATCH_S)
+    return [float(t[0]) for t in tokens]
+
+
+async def ask(client: httpx.AsyncClient, key: str, num_rows: int) -> tuple[int, float, float | None]:
+    """The status of one request, its seconds, and when to come again."""
+    started = time.monotonic()
+    reply = await client.post(INFER, content=body_of([ROW] * num_rows), headers={"Authorization": f"Bearer {key}"})
+    again = reply.headers.get("retry-after")
+    return reply.status_code, time.monotonic() - started, again and float(again)
+
+
+async def both(url: str) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        flood = [asyncio.create_task(ask(client, KEYS["flood"], 4)) for _ in range(60)]
+        await asyncio.sleep(2 * BATCH_S)
+        mine = [await ask(client, KEYS["small"], 4) for _ in range(3)]
+        told = await asyncio.gather(*flood)
+    statuses = Counter(status for status, *_ in told)
+    assert set(statuses) == {200, 503} and statuses[503] >= 10
+    assert [status for status, *_ in mine] == [200] * 3
+    assert all(again and again >= 1 for status, _, again in told if status == 503)
+    # It waits for what runs and has half of the next batches; the flood's last waits for all before it.
+    longest = max(seconds for status, seconds, _ in told if status == 200)
+    assert max(seconds for _, seconds, _ in mine) < longest / 2
+
+
+def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"score {name} {key}\n" for name, key in KEYS.items()))
+    model = ModelConfig(model="server.test_fair_over_http:slowly", max_batch_tokens=400, max_queue_sequences=160)
+    config = ServerConfig(port=0, grpc_port=None, models=[model], api_keys_file=str(keys))
+    with RunningServer(build_service(config), config) as server:
+        asyncio.run(both(server.http_url))

@@ -1,0 +1,277 @@
+"""Clients that want more than there is get equal parts, in the queue and of its room, whatever each of them sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guerdon.core import Sequence
+from guerdon.errors import Overloaded
+from guerdon.server.lane import Lane
+from guerdon.server.scheduler import Job, Limits, Scheduler
+from guerdon.server.shares import Shares
+
+BUDGET = 100
+
+
+def job(client: str, *lengths: int, priority: int = 0, start: int = 0) -> Job:
+    """A job of sequences that have nothing in common with each other, nor with those of another `start`."""
+    rows = [Sequence(np.arange(n) + 1000 * (start + i)) for i, n in enumerate(lengths)]
+    return Job(rows, priority, client=client)
+
+
+def scheduler(clients: tuple[str, ...] = (), **kw: object) -> Scheduler:
+    return Scheduler(Limits(**{"max_batch_tokens": BUDGET, **kw}), clients)  # type: ignore[arg-type]
+
+
+def tokens_by_client(s: Scheduler, num_batches: int) -> Counter[str]:
+    """What the next batches compute for each client."""
+    counts: Counter[str] = Counter()
+    for _ in range(num_batches):
+        batch = s.take(0.0)
+        if batch is None:
+            break
+        for (owner, _), cost in zip(batch.entries, batch.costs, strict=True):
+            counts[owner.client] += cost
+    return counts
+
+
+def test_one_clients_flood_leaves_another_half_of_every_batch() -> None:
+    s = scheduler()
+    for i in range(50):
+        s.add(job("flood", *[10] * 20, start=100 * i))
+    s.add(job("small", *[10] * 20, start=90_000))
+    assert tokens_by_client(s, 1) == {"flood": 50, "small": 50}
+    assert tokens_by_client(s, 3) == {"flood": 150, "small": 150}
+    assert tokens_by_client(s, 1) == {"flood": 100}
+
+
+def test_many_small_requests_get_no_more_than_one_large() -> None:
+    s = scheduler()
+    s.add(job("one", *[10] * 100))
+    for i in range(100):
+        s.add(job("many", 10, start=1000 + i))
+    assert tokens_by_client(s, 6) == {"one": 300, "many": 300}
+
+
+def test_parts_are_equal_in_tokens_and_not_in_sequences() -> None:
+    s = scheduler()
+    s.add(job("long", *[50] * 20))
+    s.add(job("short", *[5] * 200, start=1000))
+    counts = tokens_by_client(s, 10)
+    assert abs(counts["long"] - counts["short"]) <= 50
+
+
+def test_no_priority_passes_another_clients_requests() -> None:
+    s = scheduler()
+    s.add(job("plain", *[10] * 50))
+    s.add(job("urgent", *[10] * 50, priority=99, start=1000))
+    s.add(job("urgent", *[10] * 5, priority=100, start=2000))
+    batch = s.take(0.0)
+    assert batch is not None
+    assert [owner.priority for owner, _ in batch.entries if owner.client == "urgent"] == [100] * 5
+    assert Counter(owner.client for owner, _ in batch.entries) == {"plain": 5, "urgent": 5}
+
+
+def test_who_was_away_neither_pays_for_the_past_nor_saved_anything() -> None:
+    s = scheduler()
+    s.add(job("early", *[10] * 100))
+    assert tokens_by_client(s, 5) == {"early": 500}  # while nobody else asked
+    s.add(job("late", *[10] * 100, start=1000))
+    counts = tokens_by_client(s, 4)
+    assert abs(counts["early"] - counts["late"]) <= 10
+    assert s.take(0.0) is not None
+    while s.take(0.0):
+        pass
+    s.add(job("early", *[10] * 30, start=3000))
+    s.add(job("late", *[10] * 30, start=4000))
+    counts = tokens_by_client(s, 4)
+    assert abs(counts["early"] - counts["late"]) <= BUDGET
+
+
+def test_who_leaves_and_comes_again_has_no_more_than_who_stays() -> None:
+    s = scheduler()
+    s.add(job("stays", *[10] * 400))
+    counts: Counter[str] = Counter()
+    for i in range(30):
+        if not s.room.sequences.held("again"):
+            s.add(job("again", 80, start=1000 + i))
+        counts += tokens_by_client(s, 1)
+    assert abs(counts["again"] - counts["stays"]) <= BUDGET
+
+
+def test_samples_that_begin_alike_are_together_although_they_are_two_clients_and_each_pays_its_own() -> None:
+    s = scheduler(max_batch_tokens=1000)
+    begin = np.arange(40)
+    s.add(Job([Sequence(np.concatenate([begin, [100 + i]]), group=1) for i in range(3)], client="a"))
+    s.add(job("b", 30, start=5))
+    s.add(Job([Sequence(np.concatenate([begin, [200 + i]]), group=1) for i in range(3)], client="b"))
+    batch = s.take(0.0)
+    assert batch is not None
+    assert [owner.client for owner, _ in batch.entries] == ["a", "a", "a", "b", "b", "b", "b"]
+    assert batch.costs == [41, 1, 1, 1, 1, 1, 30]
+
+
+def test_padded_batches_are_shared_too() -> None:
+    s = scheduler(shares=False, batch_sizes=(4,))
+    s.add(job("a", *[10] * 20))
+    s.add(job("b", *[10] * 20, start=100))
+    assert tokens_by_client(s, 1) == {"a": 20, "b": 20}
+
+
+LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=8)
+REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), LENGTHS, st.integers(-1, 2)), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS, st.lists(st.integers(0, 11), max_size=4), st.sampled_from([(), (3, 5)]), st.booleans())
+def test_every_sequence_is_taken_once_or_dropped(
+    requests: list[tuple[str, list[int], int]], dropped: list[int], sizes: tuple[int, ...], shares: bool
+) -> None:
+    s = scheduler(("a", "b"), batch_sizes=sizes, shares=shares)
+    jobs = [job(c, *lengths, priority=p, start=20 * i) for i, (c, lengths, p) in enumerate(requests)]
+    seen: Counter[tuple[Job, int]] = Counter()
+    for i, made in enumerate(jobs):
+        s.add(made)
+        if i % 3 == 2:
+            seen.update((batch := s.take(0.0, hurry=True)) and batch.entries)
+    for i in dropped:
+        if i < len(jobs) and not jobs[i].cancelled:
+            s.cancel(jobs[i])
+    while (batch := s.take(0.0, hurry=True)) is not None:
+        assert batch.num_tokens == sum(batch.costs)
+        assert sizes or batch.num_tokens <= BUDGET or len(batch.entries) == 1
+        seen.update(batch.entries)
+    assert set(seen.values()) <= {1}
+    assert all((made, i) in seen for made in jobs if not made.cancelled for i in range(len(made.sequences)))
+    assert s.num_tokens == s.num_sequences == s.room.tokens.taken == s.room.sequences.taken == 0
+    assert not s._groups and all(not s.room.tokens.held(c) for c in "abc")
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS)
+def test_clients_that_keep_waiting_are_never_further_apart_than_a_batch(
+    requests: list[tuple[str, list[int], int]],
+) -> None:
+    s = scheduler()
+    for i, (client, lengths, priority) in enumerate(requests):
+        s.add(job(client, *lengths, priority=priority, start=20 * i))
+    waiting = {client: sum(sum(lengths) for c, lengths, _ in requests if c == client) for client, *_ in requests}
+    got = dict.fromkeys(waiting, 0)
+    while (batch := s.take(0.0)) is not None:
+        for (owner, _), cost in zip(batch.entries, batch.costs, strict=True):
+            got[owner.client] += cost
+        busy = [got[c] for c in got if got[c] < waiting[c]]
+        assert not busy or max(busy) - min(busy) <= BUDGET + 150
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS)
+def test_a_client_alone_is_served_as_without_names(requests: list[tuple[str, list[int], int]]) -> None:
+    named, nameless = scheduler(("a", "b", "c")), scheduler()
+    for i, (_, lengths, priority) in enumerate(requests):
+        for s, client in ((named, "a"), (nameless, "")):
+            s.add(job(client, *lengths, priority=priority, start=20 * i))
+    while (batch := nameless.take(0.0)) is not None:
+        same = named.take(0.0)
+        assert same is not None
+        assert [x.tokens[0] for x in same.sequences] == [x.tokens[0] for x in batch.sequences]
+    assert named.take(0.0) is None
+
+
+def test_memory_that_ends_amid_a_choice_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, a = scheduler(), job("a", 30, 30, 30, 30)
+    s.add(a)
+    head, calls = s._head, []
+
+    def short() -> Job | None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+        return head()
+
+    monkeypatch.setattr(s, "_head", short)
+    with pytest.raises(MemoryError):
+        s.take(0.0)
+    batch = s.take(0.0)
+    assert batch is not None and [i for _, i in batch.entries] == [0, 1, 2]
+    assert s.num_sequences == 1
+
+
+def refused(s: Scheduler | Lane[object], made: Job) -> bool:
+    try:
+        s.add(made)
+    except Overloaded:
+        return True
+    return False
+
+
+def test_a_flood_is_refused_while_another_still_gets_in() -> None:
+    s = scheduler(("flood", "small"), max_queue_tokens=1000, max_queue_sequences=100)
+    accepted = sum(not refused(s, job("flood", 50, start=i)) for i in range(100))
+    assert accepted == 15  # half of it is everybody's, a quarter its own
+    with pytest.raises(Overloaded, match="15 of them of flood"):
+        s.add(job("flood", 50, start=200))
+    assert sum(not refused(s, job("small", 50, start=300 + i)) for i in range(100)) == 5
+
+
+def test_a_request_larger_than_all_gets_in_where_nothing_of_its_client_waits_and_then_no_other() -> None:
+    s = scheduler(("a", "b", "c"), max_queue_tokens=600)
+    for i in range(4):
+        s.add(job("a", 100, start=i))
+    s.add(job("b", *[100] * 20, start=100))
+    assert s.room.tokens.taken == 2400
+    assert refused(s, job("b", 10, start=200))
+    assert refused(s, job("c", *[100] * 20, start=300))  # one beyond the bounds is enough
+    assert not refused(s, job("c", 90, start=400))  # its own part is untouched
+    assert refused(s, job("c", 90, start=500))
+    assert s.room.tokens.taken == 2490
+
+
+def test_the_room_of_what_is_held_behind_an_order_is_its_clients() -> None:
+    lane: Lane[object] = Lane(scheduler(("a", "b"), max_queue_sequences=8))
+    place = Order()
+    lane.add_order(place)
+    assert sum(not refused(lane, job("a", 1, start=i)) for i in range(20)) == 5  # and one is the order's
+    assert sum(not refused(lane, job("b", 1, start=100 + i)) for i in range(20)) == 2
+    lane.drop_order(place)
+    assert lane.num_sequences == 7 and not refused(lane, job("a", 1, start=200))
+    batch = lane.take(0.0)
+    assert batch is not None and lane.num_sequences == lane.num_tokens == 0
+
+
+class Order:
+    num_sequences = num_tokens = 0
+    is_ready = False
+    client = ""
+
+
+AMOUNTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(AMOUNTS, st.sampled_from([(), ("a",), ("a", "b"), ("a", "b", "c")]), st.integers(1, 100))
+def test_shares_never_exceed_their_total_and_each_client_has_its_own_part(
+    asked: list[tuple[str, int]], clients: tuple[str, ...], total: int
+) -> None:
+    shares = Shares(total, clients)
+    own = total // (2 * len(clients)) if len(clients) > 1 else 0
+    taken: list[tuple[str, int]] = []
+    for n, (client, amount) in enumerate(asked):
+        if shares.has_room(client, amount):
+            shares.take(client, amount)
+            taken.append((client, amount))
+        else:
+            assert client not in clients or shares.held(client) + amount > own
+        if n % 5 == 4 and taken:
+            shares.give(*taken.pop(0))
+        assert shares.taken == sum(amount for _, amount in taken) <= total
+    for client in clients:
+        assert shares.has_room(client, max(0, own - shares.held(client)))
+    for client, amount in taken:
+        shares.give(client, amount)
+    assert shares.taken == 0 and not shares._held and shares._common_taken == 0

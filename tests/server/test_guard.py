@@ -1,0 +1,223 @@
+"""Which key opens what over HTTP and gRPC, what a page may have a browser send, and where keys are never seen."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import orjson
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from guerdon.config import ServerConfig
+from guerdon.core import Operation
+from guerdon.server import guard, http
+from guerdon.server.forms import FORMS
+from guerdon.server.runtime import RunningServer
+from server.arithmetic_critic import ArithmeticService
+from server.echo_service import CRASH_TOKEN, EchoService
+from server.helpers import INFER, body_of, wait_until
+from server.keys import ADMIN, KEYS, SCORE, TRAIN, bearer, keyed
+
+OPERATIONS = [f"critic_{operation}" for operation in Operation]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    config = keyed(tmp_path_factory.mktemp("guard"))
+    with RunningServer(EchoService(config), config) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    config = keyed(tmp_path_factory.mktemp("critic"))
+    with RunningServer(ArithmeticService(server=config), config) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[RunningServer]:
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
+        yield server
+
+
+def paths() -> list[tuple[str, str]]:
+    """Every route of the application, with a method that it takes."""
+    service = EchoService()
+    routes = http.app(service, ServerConfig())._inner._inner.routes  # type: ignore[attr-defined]
+    service.stop()
+    found = []
+    for route in routes:
+        path = re.sub(r"\{name.*?\}", "reward_model", route.path).replace("{version}", "1")
+        found.append((route.endpoint._methods[0], path))
+    return found
+
+
+def test_every_route_but_the_open_ones_needs_a_key(server: RunningServer) -> None:
+    routes = paths()
+    assert len(routes) > len(FORMS) + 15
+    seen = set()
+    with httpx.Client(base_url=server.http_url) as client:
+        for method, path in [*routes, ("GET", "/nowhere"), ("GET", "/"), ("GET", "/v2/health/live/"), ("PUT", "//")]:
+            answer = client.request(method, path)
+            if path in guard.OPEN:
+                assert answer.status_code == 200
+                seen.add(path)
+                continue
+            assert answer.status_code == 401, path
+            assert answer.headers.get_list("www-authenticate") == ['Bearer realm="guerdon"', 'Basic realm="guerdon"']
+            assert answer.headers["connection"] == "close"
+            assert "this server needs a key" in answer.text
+            assert client.request(method, path, headers=bearer(SCORE)).status_code != 401, path
+    assert seen == guard.OPEN
+
+
+def test_each_form_tells_of_a_missing_key_in_its_own_way(server: RunningServer) -> None:
+    assert httpx.post(server.http_url + "/v1/score").json()["error"]["code"] == 401
+    assert httpx.get(server.http_url + "/v1/models").json()["error"]["code"] == 401
+    assert httpx.post(server.http_url + "/predict").json()["error_type"]
+    assert httpx.post(server.http_url + INFER).json()["kind"] == "Unauthenticated"
+
+
+def test_a_body_without_a_key_is_not_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer comes before the body, which is announced and never sent, and the connection ends."""
+    monkeypatch.setattr(http, "_LINGER_S", 0.1)
+    host, port = server.http_url.removeprefix("http://").split(":")
+    for more in (b"", b"Expect: 100-continue\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n%s\r\n" % more)
+            answer = b""
+            while data := connection.recv(65536):
+                answer += data
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("role", KEYS)
+def test_who_may_do_what_over_http(role: str, server: RunningServer, critic: RunningServer) -> None:
+    with httpx.Client(headers=bearer(KEYS[role])) as client:
+        assert client.post(server.http_url + INFER, content=body_of([[5]])).status_code == 200
+        assert client.get(server.http_url + "/metrics").status_code == 200
+        for name in OPERATIONS:
+            answer = client.post(f"{critic.http_url}/v2/models/{name}/infer", content=b"nonsense")
+            assert answer.status_code == (403 if role == "score" else 400), name
+            if role == "score":
+                assert f"{name} needs a key of the role train; scorer has the role score" in answer.text
+            assert client.get(f"{critic.http_url}/v2/models/{name}").status_code == 200
+        for what in ("load", "unload"):
+            answer = client.post(f"{server.http_url}/v2/repository/models/nobody/{what}")
+            assert answer.status_code == (400 if role == "admin" else 403), answer.text
+
+
+@pytest.mark.parametrize("role", ["nobody", *KEYS])
+def test_who_may_do_what_over_grpc(role: str, server: RunningServer, critic: RunningServer) -> None:
+    metadata = [("authorization", f"Bearer {KEYS[role]}")] if role in KEYS else []
+
+    def code(server: RunningServer, method: str, request: Any) -> str:
+        with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://")) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            try:
+                getattr(stub, method)(request, metadata=metadata, timeout=20)
+            except grpc.RpcError as e:
+                return e.code().name  # type: ignore[attr-defined, no-any-return]
+            return "OK"
+
+    assert code(server, "ServerLive", pb.ServerLiveRequest()) == "OK"
+    assert code(server, "ServerReady", pb.ServerReadyRequest()) == "OK"
+    usual = "UNAUTHENTICATED" if role == "nobody" else "OK"
+    assert code(server, "ServerMetadata", pb.ServerMetadataRequest()) == usual
+    for method in ("ModelReady", "ModelMetadata", "ModelConfig"):
+        assert code(server, method, getattr(pb, method + "Request")(name="reward_model")) == usual, method
+    assert code(server, "RepositoryIndex", pb.RepositoryIndexRequest()) == usual
+    trains = {"nobody": "UNAUTHENTICATED", "score": "PERMISSION_DENIED"}.get(role, "INVALID_ARGUMENT")
+    for name in OPERATIONS:
+        assert code(critic, "ModelInfer", pb.ModelInferRequest(model_name=name, raw_input_contents=[b"x"])) == trains
+    for method in ("RepositoryModelLoad", "RepositoryModelUnload"):
+        admins = {"nobody": "UNAUTHENTICATED", "admin": "NOT_FOUND"}.get(role, "PERMISSION_DENIED")
+        assert code(server, method, getattr(pb, method + "Request")(model_name="nobody")) == admins
+
+
+def test_without_keys_nobody_is_admin(keyless: RunningServer) -> None:
+    answer = httpx.post(keyless.http_url + "/v2/repository/models/reward_model/unload", headers=bearer(ADMIN))
+    assert answer.status_code == 403
+    assert "this server was started without keys" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "model.example.com"}, 200),  # a client that is no browser, behind a tunnel
+        ({"Origin": "{own}"}, 200),
+        ({"Origin": "{own}", "User-Agent": "Mozilla/5.0"}, 200),
+        ({"Origin": "http://localhost:1", "Host": "LOCALHOST:1"}, 200),
+        ({"Origin": "http://[::1]:1", "Host": "[::1]:1"}, 200),
+        ({"Origin": "http://evil.example.com"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": "http://localhost:1", "Host": "localhost:2"}, 403),
+        ({"Origin": "http://evil.example.com:1", "Host": "evil.example.com:1"}, 403),  # whose name leads here
+        ({"Host": "evil.example.com:1", "User-Agent": "Mozilla/5.0"}, 403),  # the same, of a GET
+        ({"Host": "127.0.0.1.example.com", "User-Agent": "Mozilla/5.0"}, 403),
+    ],
+)
+def test_a_page_from_elsewhere_gets_nothing(headers: dict[str, str], status: int, keyless: RunningServer) -> None:
+    sent = {name: value.format(own=keyless.http_url) for name, value in headers.items()}
+    for path in ("/v2", "/health"):
+        assert httpx.get(keyless.http_url + path, headers=sent).status_code == status
+    assert httpx.post(keyless.http_url + INFER, content=body_of([[5]]), headers=sent).status_code == status
+
+
+def test_with_keys_a_page_may_have_any_name_of_its_own(server: RunningServer) -> None:
+    for origin, status in (("http://rewards.example.com", 200), ("http://evil.example.com", 403)):
+        sent = {"Origin": origin, "Host": "rewards.example.com", "User-Agent": "Mozilla/5.0"}
+        answer = httpx.post(server.http_url + INFER, content=body_of([[5]]), headers=sent, auth=("me", SCORE))
+        assert answer.status_code == status
+
+
+def test_requests_are_counted_by_their_keys_holder(tmp_path: Path) -> None:
+    config = keyed(tmp_path, grpc_port=None)
+    with RunningServer(EchoService(config), config) as server, httpx.Client(base_url=server.http_url) as client:
+        client.get("/health")
+        client.get("/v2", headers=bearer("wrong" * 9))
+        client.get("/v2", headers=bearer(SCORE))
+        client.post(INFER, content=b"", headers=bearer(SCORE))
+        client.post(INFER, content=body_of([[5]]), headers=bearer(TRAIN))
+        text = client.get("/metrics", headers=bearer(ADMIN)).text
+    counted = re.findall(r'^guerdon_client_requests_total\{client="(.*)",outcome="(.*)"\} (.*)$', text, re.MULTILINE)
+    assert sorted(counted) == [
+        ("scorer", "InvalidRequest", "1.0"),
+        ("scorer", "ok", "1.0"),
+        ("trainer", "ok", "1.0"),
+        ("unknown", "Unauthenticated", "1.0"),
+    ]
+
+
+def test_no_log_and_no_metric_shows_a_key(
+    server: RunningServer, critic: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for name in ("httpx", "httpcore", "hpack"):  # the client's own, which know the headers that they send
+        caplog.set_level(logging.WARNING, logger=name)
+    wrong = "a-wrong-key-0123456789"
+    for key in (*KEYS.values(), wrong):
+        with httpx.Client(headers=bearer(key)) as client:
+            for method, path in [*paths(), ("GET", f"/nowhere?key={key}")]:
+                client.request(method, server.http_url + path)
+            client.post(server.http_url + INFER, content=body_of([[CRASH_TOKEN]]))
+            client.post(f"{critic.http_url}/v2/models/critic_train/infer", content=orjson.dumps({"inputs": [key]}))
+            client.get(server.http_url + "/v2", headers={"Origin": f"http://{key}"})
+        httpx.get(server.http_url + "/v2", auth=("x", key))
+    metrics = httpx.get(server.http_url + "/metrics", headers=bearer(SCORE)).text
+    wait_until(lambda: "unexpected error" in caplog.text)
+    for key in (*KEYS.values(), wrong):
+        assert key not in caplog.text
+        assert key not in metrics

@@ -1,0 +1,81 @@
+"""Clocks that jump: nothing that lasts is measured by the time of day."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from processes import environment
+from served import free_port
+
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src" / "guerdon"
+TOLD = {"server/http.py", "wire/pooling.py", "actor/trackers.py"}
+"""Where the time of day is told to somebody, and nothing decided by it."""
+CLOCKS = {"time", "time_ns", "gmtime", "localtime", "now", "utcnow", "today"}
+
+
+def looks_at_the_clock(source: str) -> list[int]:
+    """Lines that call the time of day: `time.time()`, `datetime.now()` and what else gives it, or import it bare."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in CLOCKS:
+            if node.value.id in ("time", "datetime", "date"):
+                found.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            found += [node.lineno for name in node.names if name.name in CLOCKS]
+    return found
+
+
+def test_no_duration_is_measured_by_the_time_of_day() -> None:
+    used = {p.relative_to(SRC).as_posix(): looks_at_the_clock(p.read_text()) for p in sorted(SRC.rglob("*.py"))}
+    assert {path for path, lines in used.items() if lines} == TOLD
+    for source in ("import time\ntime.time()", "from time import time", "import datetime as x\ndatetime.now()"):
+        assert looks_at_the_clock(source), source
+
+
+@contextmanager
+def serving(folder: Path, port: int) -> Iterator[str]:
+    """The server of jumping_clock.py; in the end it leaves in order."""
+    env = environment()
+    env["PYTHONPATH"] += f"{os.pathsep}{TESTS}"
+    process = subprocess.Popen([sys.executable, TESTS / "jumping_clock.py", "serve", str(folder), str(port)], env=env)
+    try:
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str, first: int, number: int) -> list[str]:
+    env = environment()
+    env["PYTHONPATH"] += f"{os.pathsep}{TESTS}"
+    command = [sys.executable, str(TESTS / "jumping_clock.py"), "ask", url, str(first), str(number)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.split()
+
+
+@pytest.mark.timeout(240)
+def test_a_server_and_clients_whose_clocks_jump_by_days_train_score_and_come_back(tmp_path: Path) -> None:
+    port = free_port()
+    with serving(tmp_path / "critic", port) as url:
+        step, now, _ = ask(url, first=0, number=5)
+        assert (step, int(now) >= 5) == ("5", True)
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
+        seconds = re.findall(r"^(guerdon_\w+_seconds)_sum\S* (\S+)$", metrics, re.MULTILINE)
+        assert seconds and all(0 <= float(value) < 60 for _, value in seconds), seconds
+    with serving(tmp_path / "critic", port) as url:  # it goes on where it was, whatever the time was then
+        again, after, _ = ask(url, first=5, number=2)
+        assert int(again) == int(now) + 2 and int(after) >= int(again)

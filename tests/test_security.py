@@ -1,0 +1,49 @@
+"""That docs/security.md promises only what a test shows, and that settings are data."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from guerdon.errors import ConfigError
+from guerdon.yaml_files import read_yaml
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/security.md").read_text()
+ROWS = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| ---")][
+    1:
+]
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)} | {
+        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AsyncFunctionDef)
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip()[:40])
+def test_every_threats_test_exists(row: list[str]) -> None:
+    threat, holds, shown = row
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", shown)
+    assert threat.strip() and holds.strip() and named
+    assert re.sub(r"`tests/[\w/]+\.py::\w+`,?", "", shown).strip() == "", "a test that is not named as the others are"
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert name in functions(ROOT / path), f"{path} has no {name}"
+
+
+def test_the_page_has_the_threats_that_a_review_asks_for() -> None:
+    threats = " ".join(row[0].lower() for row in ROWS)
+    for word in ("without a key", "traversal", "smuggling", "bombs", "deserialisation", "log", "timing", "role"):
+        assert word in threats, word
+
+
+@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.getcwd []", "a: !!python/name:os.system", "a: !x 1"])
+def test_yaml_makes_plain_values_only(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        read_yaml(path)

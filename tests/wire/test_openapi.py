@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.routing import Route, Router
+
+from guerdon.config import ServerConfig
+from guerdon.core import ModelInfo, Operation, OperationInfo
+from guerdon.server import http
+from guerdon.server.forms import FORMS
+from guerdon.server.runtime import RunningServer
+from guerdon.wire import openapi, schemas, signature
+from server.echo_service import EchoService
+from server.form_examples import EXAMPLES
+
+MODEL, TRAIN = ModelInfo("rm", "echo"), OperationInfo("critic_train", Operation.TRAIN, "critic")
+DOCUMENT = openapi.document([MODEL, TRAIN])
+
+
+@pytest.fixture(scope="module")
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def running(service: EchoService) -> Iterator[RunningServer]:
+    with RunningServer(service, ServerConfig(port=0, grpc_port=None)) as server:
+        yield server
+
+
+def router(app: object) -> Router:
+    """The one within what stands around it."""
+    while not isinstance(app, Router):
+        app = next(value for name, value in vars(app).items() if name.lstrip("_") in ("inner", "app"))
+    return app
+
+
+def test_every_route_is_in_the_document_and_no_other(service):
+    served = {}
+    for route in router(http.app(service, ServerConfig())).routes:
+        assert isinstance(route, Route)
+        path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)
+        served[path] = {method.lower() for method in route.app._methods}
+    assert served == {path: set(operations) for path, operations in DOCUMENT["paths"].items()}
+
+
+def test_every_form_has_its_schema():
+    assert set(schemas.FORMS) == set(FORMS) == set(openapi._IN_URL) == set(openapi._PEERS)
+
+
+def references(value: object) -> Iterator[str]:
+    """Whatever the document refers to."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from [inner] if key == "$ref" else references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_what_is_referred_to_is_there():
+    found = {*references(DOCUMENT)}
+    assert found
+    for reference in found:
+        _, where, kind, name = reference.split("/")
+        assert name in DOCUMENT[where][kind]
+
+
+def test_models_are_named_where_they_may_be_asked():
+    def names(path: str) -> list[str]:
+        (operation, *_) = DOCUMENT["paths"][path].values()
+        parameters = {parameter["name"]: parameter["schema"] for parameter in operation["parameters"]}
+        return (parameters.get("name") or parameters["model"])["enum"]
+
+    assert names("/v2/models/{name}/infer") == ["rm", "critic_train"]
+    assert names("/v1/models/{name}") == names("/score") == names("/v2/repository/models/{name}/load") == ["rm"]
+
+
+def test_only_what_is_said_to_be_open_needs_no_key():
+    is_open = [
+        path for path, found in DOCUMENT["paths"].items() if any(o.get("security") == [] for o in found.values())
+    ]
+    assert sorted(is_open) == ["/health", "/v2/health/live", "/v2/health/ready"]
+
+
+def test_a_server_publishes_it(running, service):
+    answer = httpx.get(running.http_url + "/openapi.json")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == openapi.document(service.models())
+
+
+def fits(value: object, schema: dict) -> bool:
+    """Whether the value is of the schema, as far as the document uses JSON Schema for answers."""
+    if "$ref" in schema:
+        return fits(value, schemas.KSERVE[schema["$ref"].rsplit("/", 1)[1]])
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kinds = {"object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "null": type(None)}
+    kinds["boolean"] = bool
+    wanted = schema.get("type", [])
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    if wanted and not any(isinstance(value, kinds[kind]) for kind in wanted):
+        return False
+    if isinstance(value, list):
+        return all(fits(one, schema.get("items", {})) for one in value)
+    if not isinstance(value, dict):
+        return True
+    properties, more = schema.get("properties", {}), schema.get("additionalProperties", {})
+    return set(schema.get("required", ())) <= set(value) and all(
+        fits(one, properties.get(name, more)) for name, one in value.items()
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_answers_and_errors_of_the_forms_fit_it(running, example):
+    asked, answered = schemas.FORMS[example.path]
+    body = example.body("a text")
+    assert fits(body, asked)
+    with httpx.Client(base_url=running.http_url) as client:
+        assert fits(client.post(example.path, json=body).json(), answered)
+        refused = client.post(example.path, json=[])
+    told = DOCUMENT["components"]["responses"][f"{openapi._TOLD.get(example.path, 'Error')}{refused.status_code}"]
+    (content,) = told["content"].values()
+    content = content["schema"].get("anyOf", [content["schema"]])[0]
+    assert fits(refused.json(), content)
+
+
+def test_answers_of_the_protocol_fit_it(running, service):
+    with httpx.Client(base_url=running.http_url) as client:
+        for path, operations in openapi.document(service.models())["paths"].items():
+            if "get" not in operations or path in ("/metrics", "/openapi.json"):
+                continue
+            answer = client.get(path.format(name="many", version=signature.MODEL_VERSION))
+            assert answer.status_code == 200, path
+            content = operations["get"]["responses"]["200"].get("content")
+            assert bool(content) == bool(answer.content), path
+            assert not content or fits(answer.json(), content["application/json"]["schema"]), path
+        entry = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
+        asked = {"inputs": [entry], "outputs": [{"name": "rewards"}]}
+        assert fits(asked, schemas.KSERVE["InferRequest"])
+        assert fits(client.post("/v2/models/many/infer", json=asked).json(), schemas.KSERVE["InferReply"])
+        assert fits(client.post("/v2/repository/index").json(), schemas.KSERVE["RepositoryIndex"])

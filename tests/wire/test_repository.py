@@ -1,0 +1,95 @@
+"""Which checkpoint a load names, as tritonclient and people write it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tritonclient.http as triton
+from tritonclient.grpc import service_pb2 as pb
+
+from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
+from guerdon.wire import repository
+
+
+def config(value: Any) -> str:
+    return json.dumps({"name": "rm", "parameters": {"model": {"string_value": value}}})
+
+
+def body(**parameters: Any) -> bytes:
+    return json.dumps({"parameters": parameters}).encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [
+        (b"", None),
+        (b"{}", None),
+        (b'{"parameters": null}', None),
+        (body(), None),
+        (body(unload_dependents=False), None),
+        (body(model="step-100"), "step-100"),
+        (body(model=None), None),
+        (body(config=config("step-100")), "step-100"),
+        (body(config=config("step-100"), model="step-100"), "step-100"),
+        (body(config='{"parameters": {}}'), None),
+        (body(config='{"backend": "python"}'), None),
+    ],
+)
+def test_what_is_named(sent: bytes, named: str | None) -> None:
+    assert repository.source(sent) == named
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"[", "not valid JSON"),
+        (b"[]", "a list"),
+        (body(model=3), "model is a number"),
+        (body(model=""), "model is empty"),
+        (body(modle="x"), "'modle' is unknown"),
+        (body(config="{"), "config is not valid JSON"),
+        (body(config={}), "config is an object"),
+        (body(config="[]"), "a list"),
+        (body(config='{"parameters": {"model": "x"}}'), "a string"),
+        (body(config=config(7)), "string_value of the config is a number"),
+        (body(config=config("a"), model="b"), "two checkpoints are named, 'b' and 'a'"),
+        (b'{"parameters": []}', "a list"),
+    ],
+)
+def test_what_cannot_be_read_is_said(sent: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        repository.source(sent)
+
+
+def test_files_are_not_taken() -> None:
+    with pytest.raises(Unsupported, match="not taken over the network"):
+        repository.source(body(config="{}", **{"file:1/model.pt": "AAAA"}))
+
+
+def test_the_protobuf_says_the_same() -> None:
+    asked = pb.RepositoryModelLoadRequest(model_name="rm")
+    assert repository.source_of(asked.parameters) is None
+    asked.parameters["config"].string_param = config("step-100")
+    assert repository.source_of(asked.parameters) == "step-100"
+    asked.parameters["config"].int64_param = 3
+    with pytest.raises(GuerdonError, match="config is a number"):
+        repository.source_of(asked.parameters)
+    del asked.parameters["config"]
+    asked.parameters["file:x"].bytes_param = b"x"
+    with pytest.raises(Unsupported):
+        repository.source_of(asked.parameters)
+
+
+def test_what_tritonclient_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+
+    class Answer:
+        status_code = 200
+
+    client = triton.InferenceServerClient("127.0.0.1:1")
+    monkeypatch.setattr(client, "_post", lambda request_body, **_: (sent.append(request_body.encode()), Answer())[1])
+    client.load_model("rm")
+    client.load_model("rm", config=config("step-100"))
+    assert [repository.source(each) for each in sent] == [None, "step-100"]
