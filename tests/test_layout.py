@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-BASE = {"core", "errors", "messages", "fields", "access", "config", "yaml_files", "metrics", "durable"}
+BASE = {"core", "errors", "messages", "fields", "access", "config", "logs", "yaml_files", "metrics", "durable"}
 PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training", "actor"}
 
 ROOMS = {  # room: the rooms that it may know besides itself
@@ -30,7 +30,7 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "deploy": BASE | {"assembly", "server"},
     "demo": BASE | {"client", "actor"},
     "flags": BASE,
-    "console": BASE | {"distributed", "server"},
+    "console": BASE | {"distributed"},
     "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "console", "__init__"},
     "__main__": {"cli"},
     "__init__": {

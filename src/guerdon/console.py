@@ -10,7 +10,7 @@ from guerdon.config import CriticConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, StartError
-from guerdon.server.logs import OneLine
+from guerdon.logs import OneLine
 
 
 def described(info: ModelInfo) -> str:

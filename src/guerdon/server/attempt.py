@@ -7,7 +7,7 @@ from typing import Protocol
 
 from guerdon.core import Command, Scored, Signal, TrainReport
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
-from guerdon.server.logs import failure
+from guerdon.logs import failure
 from guerdon.server.scheduler import Batch
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from guerdon.config import LimitsConfig
-from guerdon.server.logs import failure
+from guerdon.logs import failure
 
 log = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from guerdon.errors import (
     Unauthenticated,
     UnknownModel,
 )
+from guerdon.logs import failure, without_frames
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about, tls
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.body import Coming, off_loop
 from guerdon.server.gate import Gate, Place
-from guerdon.server.logs import failure, without_frames
 from guerdon.server.receiving import Receiving
 from guerdon.server.service import Service
 from guerdon.wire import kserve_grpc, operations, repository, signature

@@ -15,6 +15,7 @@ import orjson
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from guerdon import logs
 from guerdon.access import Role
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
@@ -31,7 +32,7 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
-from guerdon.server import about, logs
+from guerdon.server import about
 from guerdon.server.asgi import JSON, Handler, Headers, Reply, score_headers, send_reply, unless_left, version_header
 from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
 from guerdon.server.forms import FORMS, FormHandler

@@ -12,11 +12,11 @@ from typing import Any
 
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
+from guerdon.logs import failure
 from guerdon.metrics import Metrics
 from guerdon.server.attempt import Attempt
 from guerdon.server.attempt import Group as Group
 from guerdon.server.lane import Lane
-from guerdon.server.logs import failure
 from guerdon.server.recheck import Recheck
 from guerdon.server.scheduler import Batch, Job, Scheduler
 

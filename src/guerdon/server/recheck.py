@@ -11,9 +11,9 @@ import numpy as np
 
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
+from guerdon.logs import failure
 from guerdon.metrics import Metrics
 from guerdon.server.attempt import Group
-from guerdon.server.logs import failure
 from guerdon.server.scheduler import Batch
 
 log = logging.getLogger(__name__)

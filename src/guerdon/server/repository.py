@@ -28,8 +28,8 @@ from guerdon.errors import (
     StartError,
     Unsupported,
 )
+from guerdon.logs import failure
 from guerdon.server.catalog import Catalog, Entry
-from guerdon.server.logs import failure
 from guerdon.server.loop import Loop, Order
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from guerdon import logs
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
-from guerdon.server import http, logs, tls
+from guerdon.server import http, tls
 from guerdon.server.auth import Access
 from guerdon.server.connections import HttpServer
 from guerdon.server.gate import Gate

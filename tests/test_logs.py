@@ -9,7 +9,7 @@ import pytest
 from guerdon import console
 from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.server.logs import Frames, OneLine, failure
+from guerdon.logs import Frames, OneLine, failure
 from guerdon.server.runtime import RunningServer
 from server.echo_service import EchoService
 from server.helpers import INFER
