@@ -94,7 +94,7 @@ def test_who_was_away_neither_pays_for_the_past_nor_saved_anything() -> None:
 
 
 def test_who_leaves_and_comes_again_has_no_more_than_who_stays() -> None:
-    s = scheduler()
+    s = scheduler(("again", "stays"))
     s.add(job("stays", *[10] * 400))
     counts: Counter[str] = Counter()
     for i in range(30):

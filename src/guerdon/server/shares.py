@@ -23,6 +23,8 @@ class Shares:
 
     def has_room(self, client: str, amount: int) -> bool:
         """Whether the client may take so much more; within its own part it always may."""
+        if not self._clients:
+            return self.taken + amount <= self.total
         own = self._own if client in self._clients else 0
         if self._held.get(client, 0) + amount <= own:
             return True
@@ -30,8 +32,10 @@ class Shares:
 
     def take(self, client: str, amount: int) -> None:
         """Counts so much more for the client, whether there is room or not."""
-        self._common_taken += self._of_common(client, amount)
         self.taken += amount
+        if not self._clients:  # as a rule, and this is done for every sequence
+            return
+        self._common_taken += self._of_common(client, amount)
         held = self._held.get(client, 0) + amount
         if held:
             self._held[client] = held
@@ -43,8 +47,8 @@ class Shares:
         self.take(client, -amount)
 
     def held(self, client: str) -> int:
-        """What the client has."""
-        return self._held.get(client, 0)
+        """What the client has; where there are no parts, what all have."""
+        return self._held.get(client, 0) if self._clients else self.taken
 
     def _of_common(self, client: str, amount: int) -> int:
         """What of `amount` more comes from everybody's half."""
