@@ -34,6 +34,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 import load
 import open_loop
 import report
+from promises import broken_of
 from workload import MAX_LENGTH, SHAPE, VOCAB_SIZE
 
 INFER = "/v2/models/reward_model/infer"
@@ -43,7 +44,7 @@ TIMES, LITTLE = 10.0, 0.1
 FLOOD, SMALL = "flood", "small"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over peak, overload and fair (default: 5)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time of one measurement (default: 20)")
@@ -92,6 +93,9 @@ def main() -> None:
     (args.out / "overload.md").write_text(text + "\n")
     plot(results, samples, args.out / "overload.png")
     print(text)
+    broken = broken_of(rounds)
+    print("All of it held." if not broken else "NOT held:\n" + "\n".join(f"- {what}" for what in broken))
+    return 1 if broken else 0
 
 
 def make_model(folder: Path, num_layers: int) -> Path:
@@ -258,4 +262,4 @@ def _cumulative(axis: object, seconds: list[float], name: str, colour: str) -> N
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -197,10 +197,12 @@ class Soak:
                 await faults
 
     async def _faults(self, admin: Admin) -> None:
-        """One after another, at random: processes are killed and started again, models are switched."""
+        """One after another, first each and then at random: processes are killed and started again, models switched."""
+        kinds = {"kill": 3, "kill trainer": 1.5, "swap": 4, "bad swap": 1, "spare": 1}
+        first = list(kinds)
         while True:
             await asyncio.sleep(self._random.uniform(0.4, 1.6) * self.args.every_s)
-            what = self._random.choices(("kill", "kill trainer", "swap", "bad swap", "spare"), (3, 1.5, 4, 1, 1))[0]
+            what = first.pop() if first else self._random.choices(list(kinds), list(kinds.values()))[0]
             if what.startswith("kill"):
                 self._kill("trainer" if what == "kill trainer" else "client")
                 continue
@@ -327,7 +329,7 @@ class Soak:
         self.results["ledger"] = soak_report.summary(made, metrics)
         self.wrong += soak_ledger.compare(made, metrics)
         self.wrong += soak_ledger.compare_trains(made, metrics, state["step"])
-        self.wrong += soak_report.check(self.results, self.samples, made, metrics)
+        self.wrong += soak_report.check(self.results, list(self.samples), list(self.events), made, metrics)
         if left := _left(end, rest):
             self.wrong.append(f"at the end there are more than at rest before: {left}")
 

@@ -14,6 +14,7 @@ import orjson
 from guerdon.wire import kserve
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
+from soak_report import HALF_OPEN, NOT_PERMITTED
 from soak_wire import Broken, Connection, get, post
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Faults:
             self._ledger.sent(name, "helpful", count)
             connection.send(request[: random.choice((len(request), len(request) // 2))])
             await asyncio.sleep(0.01)
-        self._ledger.note("half-open connections" if connection.vanish() else "connections cut")
+        self._ledger.note(HALF_OPEN if connection.vanish() else NOT_PERMITTED)
         self._ledger.doubt(name)
 
     async def _must_end(self, data: bytes, what: str) -> None:

@@ -19,12 +19,12 @@ class Certificates:
     client_key: str
 
 
-def made(folder: Path) -> Certificates:
-    """Files of a new authority in `folder`."""
+def made(folder: Path, *hosts: str) -> Certificates:
+    """Files of a new authority in `folder`; the server is at `hosts`, by default 127.0.0.1 and localhost."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "ca.pem"))
     for name, certificate in (
-        ("server", authority.issue_cert("127.0.0.1", "localhost")),
+        ("server", authority.issue_cert(*(hosts or ("127.0.0.1", "localhost")))),
         ("client", authority.issue_cert("trainer@example.com")),
     ):
         certificate.private_key_pem.write_to_path(str(folder / f"{name}.key"))

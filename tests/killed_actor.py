@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 
+from actor.runs import without_curves
 from guerdon import assembly
 from guerdon.actor import ppo, reinforce
 from guerdon.actor.checkpoints import Checkpoints
@@ -40,6 +42,7 @@ POINTS_WITH_CRITIC: Points = POINTS | {
 def train(config: ReinforceRunConfig | PPORunConfig, point: str | None, nth: int) -> None:
     """Trains, or until the n-th call of what `point` names, and exits with the run's status."""
     torch.set_num_threads(1)
+    without_curves(pytest.MonkeyPatch())
     kill_at(POINTS_WITH_CRITIC, point, nth)
     summary = reinforce.train(config) if isinstance(config, ReinforceRunConfig) else ppo.train(config)
     sys.exit(summary.exit_status)

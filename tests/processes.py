@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import guerdon
+
+SKIPPED = 77
+"""How a process ends whose test says `pytest.skip`."""
 
 
 def environment() -> dict[str, str]:
@@ -18,7 +28,10 @@ def environment() -> dict[str, str]:
 
 
 def end_of_child(work: Callable[[], object]) -> int:
-    """How a forked child ends that does `work`: 0, 1 after an exception, or as it makes itself end."""
+    """How a forked child ends that does `work`: 0, 1 after an exception, or as it makes itself end.
+
+    For tests that run `by_itself`: a fork has no other threads, but the locks that they held.
+    """
     child = os.fork()
     if child == 0:
         status = 1
@@ -32,17 +45,37 @@ def end_of_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a forked child, whose limits are its own; RuntimeError where it returns not."""
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as results, os.fdopen(writer, "wb") as pipe:
+def by_itself(test: Callable[..., None]) -> Callable[..., None]:
+    """The test in a fresh Python of its own, which it may fork, limit and unshare: no other test has run there.
 
-        def send() -> None:
-            pickle.dump(work(), pipe)
-            pipe.flush()
+    Its fixtures must be what pickle takes, and are made here.
+    """
 
-        status = end_of_child(send)
-        pipe.close()
-        if status:
-            raise RuntimeError(f"the child ended with {status}")
-        return pickle.load(results)  # noqa: S301 - of our own child
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        command = [sys.executable, "-m", __name__]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True) as process:
+            try:
+                process.communicate(pickle.dumps((test.__module__, test.__name__, fixtures)))
+            except BaseException:  # as when the test's time is up: its children go too
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if process.returncode == SKIPPED:
+            pytest.skip("the test's own process said so")
+        assert process.returncode == 0, "it failed in its own process, which told stderr why"
+
+    return run
+
+
+def main() -> None:
+    module, name, fixtures = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**fixtures)
+    except pytest.skip.Exception as skipped:
+        print(skipped, file=sys.stderr)
+        sys.exit(SKIPPED)
+
+
+if __name__ == "__main__":
+    main()

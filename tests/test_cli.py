@@ -229,6 +229,14 @@ def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], me
         ),
         (["score", "--server", "127.0.0.1:1", "absent.jsonl", "-o", "out.jsonl"], "cannot read absent.jsonl"),
         (["demo", "--data", "absent.jsonl", "--out", "demo"], "cannot read absent.jsonl"),
+        (
+            ["serve", "scorers:score", "--port", "0", "--grpc-port", "0", "--model-repository", "absent"],
+            "model_repository is 'absent', which is no folder",
+        ),
+        (
+            ["serve", "scorers:score", "--port", "0", "--grpc-port", "0", "--model-repository", "."],
+            "model_repository is set, and nobody may load from it",
+        ),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from disks import fill, on_small_disk, remount
+from disks import fill, remount, small_disk
 from guerdon import CriticClient, RetryPolicy, RewardClient, cli
 from guerdon.actor.checkpoints import Checkpoints, RunState
 from guerdon.actor.saving import Saving
@@ -27,6 +27,7 @@ from guerdon.client.results import Scores
 from guerdon.config import ServerConfig
 from guerdon.errors import StorageFailed
 from guerdon.server.runtime import RunningServer
+from processes import by_itself
 from server.arithmetic_critic import ArithmeticService, after, request
 from server.echo_service import EchoService
 
@@ -75,60 +76,58 @@ def scored(path: Path) -> list[list[float]]:
     return [json.loads(line)["rewards"] for line in path.read_text().splitlines()]
 
 
+@by_itself
 def test_scoring_a_file_onto_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
     rows: Path, disk: Path
 ) -> None:
-    def work() -> list[list[float]]:
-        out = disk / "out.jsonl"
-        (disk / "other").write_bytes(b"x" * 400_000)
-        with pytest.raises(StorageFailed, match=r"cannot write .*out\.jsonl: No space left on device; make room"):
-            score_file(Lengths(), rows, out, progress=False)
-        num_written = len(out.read_text().splitlines())
-        assert 10 < num_written < NUM_ROWS
-        (disk / "other").unlink()
-        summary = score_file(Lengths(), rows, out, progress=False)
-        assert summary.num_rows == NUM_ROWS and 10 < summary.num_resumed <= num_written
-        return scored(out)
-
-    assert on_small_disk(disk, work, size_kib=600) == [[200.0 + i] for i in range(NUM_ROWS)]
+    small_disk(disk, size_kib=600)
+    out = disk / "out.jsonl"
+    (disk / "other").write_bytes(b"x" * 400_000)
+    with pytest.raises(StorageFailed, match=r"cannot write .*out\.jsonl: No space left on device; make room"):
+        score_file(Lengths(), rows, out, progress=False)
+    num_written = len(out.read_text().splitlines())
+    assert 10 < num_written < NUM_ROWS
+    (disk / "other").unlink()
+    summary = score_file(Lengths(), rows, out, progress=False)
+    assert summary.num_rows == NUM_ROWS and 10 < summary.num_resumed <= num_written
+    assert scored(out) == [[200.0 + i] for i in range(NUM_ROWS)]
 
 
+@by_itself
 def test_scores_that_are_made_again_leave_the_file_as_it_was_where_the_disk_is_full(disk: Path, rows: Path) -> None:
-    def work() -> None:
-        out = disk / "out.jsonl"
-        lines = [json.dumps({"text": "x" * (200 + i), "rewards": [None], "errors": ["no"]}) for i in range(NUM_ROWS)]
-        out.write_text("\n".join(lines) + "\n")
-        before = out.read_bytes()
-        filling = fill(disk)
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            score_file(Lengths(), rows, out, retry_failed=True, progress=False)
-        assert out.read_bytes() == before and sorted(p.name for p in disk.iterdir()) == ["filling", "out.jsonl"]
-        filling.unlink()
-        assert score_file(Lengths(), rows, out, retry_failed=True, progress=False).num_failed == 0
-
-    on_small_disk(disk, work, size_kib=1200)
+    small_disk(disk, size_kib=1200)
+    out = disk / "out.jsonl"
+    lines = [json.dumps({"text": "x" * (200 + i), "rewards": [None], "errors": ["no"]}) for i in range(NUM_ROWS)]
+    out.write_text("\n".join(lines) + "\n")
+    before = out.read_bytes()
+    filling = fill(disk)
+    with pytest.raises(StorageFailed, match="No space left on device"):
+        score_file(Lengths(), rows, out, retry_failed=True, progress=False)
+    assert out.read_bytes() == before and sorted(p.name for p in disk.iterdir()) == ["filling", "out.jsonl"]
+    filling.unlink()
+    assert score_file(Lengths(), rows, out, retry_failed=True, progress=False).num_failed == 0
 
 
+@by_itself
 def test_the_command_tells_of_a_full_or_read_only_disk_in_one_line(rows: Path, disk: Path) -> None:
-    def work() -> None:
-        config = ServerConfig(port=0, grpc_port=None)
-        with RunningServer(EchoService(), config) as server:
-            argv = ["score", "--server", server.http_url, str(rows), "-o", str(disk / "out.jsonl")]
-            filling = fill(disk)
-            full = io.StringIO()
-            with contextlib.redirect_stderr(full):
-                assert cli.main([*argv, "--no-progress"]) == 1
-            filling.unlink()
-            remount(disk, "ro")
-            read_only = io.StringIO()
-            with contextlib.redirect_stderr(read_only):
-                assert cli.main([*argv, "--no-progress"]) in (1, 2)
-        assert "No space left on device" in full.getvalue() and "Traceback" not in full.getvalue()
-        assert "Read-only file system" in read_only.getvalue() and "Traceback" not in read_only.getvalue()
-
-    on_small_disk(disk, work)
+    small_disk(disk)
+    config = ServerConfig(port=0, grpc_port=None)
+    with RunningServer(EchoService(), config) as server:
+        argv = ["score", "--server", server.http_url, str(rows), "-o", str(disk / "out.jsonl")]
+        filling = fill(disk)
+        full = io.StringIO()
+        with contextlib.redirect_stderr(full):
+            assert cli.main([*argv, "--no-progress"]) == 1
+        filling.unlink()
+        remount(disk, "ro")
+        read_only = io.StringIO()
+        with contextlib.redirect_stderr(read_only):
+            assert cli.main([*argv, "--no-progress"]) in (1, 2)
+    assert "No space left on device" in full.getvalue() and "Traceback" not in full.getvalue()
+    assert "Read-only file system" in read_only.getvalue() and "Traceback" not in read_only.getvalue()
 
 
+@by_itself
 def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_trains_again_when_there_is_room(
     disk: Path,
 ) -> None:
@@ -137,60 +136,54 @@ def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_tra
     def rows_of(asked: object) -> Sequence[np.ndarray]:
         return [getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")]
 
-    def work() -> None:
-        service = ArithmeticService(disk / "critic", with_rewards=True)
-        config = ServerConfig(port=0, grpc_port=None)
-        with (
-            RunningServer(service, config) as server,
-            CriticClient(server.http_url, policy=ONCE) as critic,
-            RewardClient(server.http_url, model="critic_infer", policy=ONCE) as scorer,
-        ):
-            assert critic.train(*rows_of(a), train_id="a").result(30).step == 1
-            filling = fill(disk)
-            with logged_to(disk / "filling"):
-                for _ in range(3):
-                    with pytest.raises(StorageFailed, match="nothing was changed: No space left on device"):
-                        critic.train(*rows_of(b), train_id="b").result(30)
-                    assert scorer.score(tokens=[[1, 2, 3]]).rewards.tolist() == [6.0]
-            remount(disk, "ro")
-            with pytest.raises(StorageFailed, match=r"No space left|Read-only"):
-                critic.save()
-            assert scorer.score(tokens=[[4]]).rewards.tolist() == [4.0]
-            remount(disk, "rw")
-            filling.unlink()
-            assert critic.train(*rows_of(b), train_id="b").result(30).step == 2
-            assert critic.save().step == 2
-            assert critic.train(*rows_of(c), train_id="c").result(30).step == 3
-            assert service.trainer.weight == after([a, b, c])
-
-    on_small_disk(disk, work, size_kib=256)
+    small_disk(disk, size_kib=256)
+    service = ArithmeticService(disk / "critic", with_rewards=True)
+    config = ServerConfig(port=0, grpc_port=None)
+    with (
+        RunningServer(service, config) as server,
+        CriticClient(server.http_url, policy=ONCE) as critic,
+        RewardClient(server.http_url, model="critic_infer", policy=ONCE) as scorer,
+    ):
+        assert critic.train(*rows_of(a), train_id="a").result(30).step == 1
+        filling = fill(disk)
+        with logged_to(disk / "filling"):
+            for _ in range(3):
+                with pytest.raises(StorageFailed, match="nothing was changed: No space left on device"):
+                    critic.train(*rows_of(b), train_id="b").result(30)
+                assert scorer.score(tokens=[[1, 2, 3]]).rewards.tolist() == [6.0]
+        remount(disk, "ro")
+        with pytest.raises(StorageFailed, match=r"No space left|Read-only"):
+            critic.save()
+        assert scorer.score(tokens=[[4]]).rewards.tolist() == [4.0]
+        remount(disk, "rw")
+        filling.unlink()
+        assert critic.train(*rows_of(b), train_id="b").result(30).step == 2
+        assert critic.save().step == 2
+        assert critic.train(*rows_of(c), train_id="c").result(30).step == 3
+        assert service.trainer.weight == after([a, b, c])
 
 
-def test_a_run_goes_on_over_a_full_disk_and_saves_and_notes_its_metrics_when_there_is_room(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("guerdon.actor.trackers.TensorBoard", mock.Mock())
-
+@by_itself
+def test_a_run_goes_on_over_a_full_disk_and_saves_and_notes_its_metrics_when_there_is_room(disk: Path) -> None:
     def save_policy(folder: Path) -> None:
         (folder / "model.bin").write_bytes(b"weights")
 
-    def work() -> None:
+    small_disk(disk)
+    with mock.patch("guerdon.actor.trackers.TensorBoard"):
         trackers = Trackers(disk, (), "", "", {}, 0)
-        saving = Saving(Checkpoints(disk / "checkpoints", keep=2), None, None)
-        states = {step: RunState("run", step, {}, {}, None) for step in range(5)}
-        trackers.log(0, {"reward": 0.0})
-        saving.save_every(1, states[0], save_policy, {}, Future.result)
-        filling = fill(disk)
-        for step in (1, 2):
-            # More than what of the file's last block is free.
-            trackers.log(step, {"reward": float(step), **{f"m{i}": 0.5 for i in range(500 // step**4)}})
-            saving.save_every(2, states[step], save_policy, {}, Future.result)
-        assert saving.newest is not None and saving.newest.state.step == 0
-        filling.unlink()
-        trackers.log(3, {"reward": 3.0})
-        saving.save_every(2, states[3], save_policy, {}, Future.result)
-        assert saving.newest.state.step == 3, "what was due is done after the next step"
-        trackers.close()
-        assert [row["reward"] for row in read_metrics(disk / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0]
-
-    on_small_disk(disk, work)
+    saving = Saving(Checkpoints(disk / "checkpoints", keep=2), None, None)
+    states = {step: RunState("run", step, {}, {}, None) for step in range(5)}
+    trackers.log(0, {"reward": 0.0})
+    saving.save_every(1, states[0], save_policy, {}, Future.result)
+    filling = fill(disk)
+    for step in (1, 2):
+        # More than what of the file's last block is free.
+        trackers.log(step, {"reward": float(step), **{f"m{i}": 0.5 for i in range(500 // step**4)}})
+        saving.save_every(2, states[step], save_policy, {}, Future.result)
+    assert saving.newest is not None and saving.newest.state.step == 0
+    filling.unlink()
+    trackers.log(3, {"reward": 3.0})
+    saving.save_every(2, states[3], save_policy, {}, Future.result)
+    assert saving.newest.state.step == 3, "what was due is done after the next step"
+    trackers.close()
+    assert [row["reward"] for row in read_metrics(disk / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0]

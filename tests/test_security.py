@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError
+from guerdon.server.runtime import check_addresses
 from guerdon.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -47,3 +49,15 @@ def test_yaml_makes_plain_values_only(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="is not valid YAML"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True)])
+def test_a_file_of_keys_that_others_may_read_is_told(
+    mode: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"score me {'k' * 16}\n")
+    path.chmod(mode)
+    check_addresses(ServerConfig(api_keys_file=str(path), port=0, grpc_port=None))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_told
+    assert (f"{path} is secret, and others than its owner may read it" in caplog.text) is is_told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,54 @@ def test_the_ledger_sees_what_is_lost_doubled_or_made_up(
 ) -> None:
     wrong = found(ledger, *change(GOOD, METRICS))
     assert any(text in line for line in wrong), wrong
+
+
+def checked(ledger: Any, notes: Counter[str], sizes: list[float]) -> list[str]:
+    """What a report finds wrong that has so much happen, and a second's memory each."""
+    import soak_report
+
+    made = ledger.Account(notes=notes)
+    made.sequences["flaky"]["failed"] = 1
+    samples = [{"s": float(i), "rss_mb": size} for i, size in enumerate(sizes)]
+    results = {"measured_from_s": 0.0, "measured_to_s": float(len(sizes))}
+    return soak_report.check(results, samples, [(0.0, "client killed"), (1.0, "trainer killed")], made, "")
+
+
+def test_a_report_asks_for_every_fault_and_flat_memory_all_along(ledger: Any) -> None:
+    import soak_report
+
+    notes = Counter([*soak_report.NEEDED, soak_report.HALF_OPEN])
+    flat = [400.0] * 400
+    assert checked(ledger, notes, flat) == []
+    for fault in notes:
+        assert checked(ledger, notes - Counter([fault]), flat) == [f"none of the faults: {fault}"]
+    assert checked(ledger, Counter([*soak_report.NEEDED, soak_report.NOT_PERMITTED]), flat) == []
+    assert checked(ledger, notes, flat[:200] + [900.0] * 5 + flat[200:]) == []  # a load's moment
+    assert checked(ledger, notes, flat[:170] + [430.0] * 60 + flat[:170]) == [
+        "the memory went from 400 to 430 MiB between"
+    ]
+    (wrong,) = checked(ledger, notes, [430.0] * 200 + flat)
+    assert wrong == "the memory went from 430 to 400 MiB (-7.0%)"
+
+
+def test_an_overload_that_breaks_a_promise_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import promises
+
+    flood = {"sent_per_s": 1000.0, "per_s": 95.0, "p99_s": 1.5, "limit_s": 1.0, "refused_p50_s": 0.01, "others": 0.0}
+    small = flood | {"sent_per_s": 10.0, "per_s": 9.5, "refused_p50_s": float("nan")}
+    good = {"peak": {"per_s": 100.0}, "overload": flood, "fair": flood, "fair small": small}
+    assert promises.broken_of([good] * 3) == []
+    for name, change, text in (
+        ("overload", {"per_s": 80.0}, "overload: 80% of the peak"),
+        ("fair", {"p99_s": 2.0}, "fair: the accepted wait 2.00 times"),
+        ("fair", {"p99_s": float("nan")}, "fair: the accepted wait nan times"),
+        ("overload", {"refused_p50_s": 0.2}, "overload: a refusal takes 0.200 s"),
+        ("fair", {"others": 1.0}, "fair: 3 requests had another answer"),
+        ("fair small", {"per_s": 5.0}, "the client beside the flood had 50%"),
+    ):
+        (broken,) = promises.broken_of([good | {name: good[name] | change}] * 3)
+        assert broken.startswith(text)
 
 
 @pytest.mark.slow

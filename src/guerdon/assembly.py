@@ -24,6 +24,7 @@ from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
+from guerdon.server.auth import Access
 from guerdon.server.critic import Critic
 from guerdon.server.scheduler import Limits
 from guerdon.server.service import Service
@@ -152,6 +153,7 @@ def run(
     ranks = start(config, device)
     if ranks.size == 1:
         runtime.check_addresses(config)  # before models are loaded, which may take minutes
+        _check_repository(config)
         service = build_service(config, parts)
         if on_loaded is not None:
             on_loaded(service)
@@ -168,6 +170,19 @@ def run(
         pulse.verdict(e)  # which the log is told of
         _end_now()
     pulse.stop()
+
+
+def _check_repository(config: ServerConfig) -> None:
+    """Raises ConfigError where nothing could ever be loaded from the folder of checkpoints."""
+    root = config.model_repository
+    if root is None:
+        return
+    if not Path(root).expanduser().is_dir():
+        raise ConfigError(f"model_repository is {root!r}, which is no folder", "name the folder that holds checkpoints")
+    if not Access(config).has_admin:
+        raise ConfigError(
+            "model_repository is set, and nobody may load from it", "give somebody a key of the role admin"
+        )
 
 
 def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
@@ -259,6 +274,7 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
     with _alike(ranks):
         if ranks.size > 1 and ranks.is_leader:
             runtime.check_addresses(config)
+            _check_repository(config)
         check(config)
         if not config.models and config.critic is None:
             raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")

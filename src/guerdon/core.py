@@ -277,8 +277,8 @@ class ModelInfo:
     those of the columns of `attributes`. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
     `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
-    folder, hub id or function that it was loaded from, as it was named. `step_rule` tells where steps end, and how
-    their rewards make the whole's.
+    folder, hub id or function that it was loaded from, as it was named at the start. `step_rule` tells where steps end,
+    and how their rewards make the whole's. `vocabulary` is a digest of the tokenizer's tokens and their ids.
     """
 
     name: str
@@ -300,6 +300,7 @@ class ModelInfo:
     why: str = ""
     source: str = ""
     step_rule: str = ""
+    vocabulary: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ GuerdonError
 └── StartError              -                        the command cannot start; `help` says what to do
     ├── ConfigError
     └── CheckpointError
+        └── TooLarge                                 its weights do not fit into the memory that is free
 """
 
 from __future__ import annotations
@@ -206,3 +207,7 @@ class ConfigError(StartError):
 
 class CheckpointError(StartError):
     """A checkpoint is missing, incomplete, or of a kind that cannot be served."""
+
+
+class TooLarge(CheckpointError):
+    """A checkpoint's weights do not fit into the memory that is free now."""

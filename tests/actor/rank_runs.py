@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import distributed
 
+from actor.runs import without_curves
 from guerdon.actor import launch, ppo, reinforce, worker
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run
@@ -90,6 +91,7 @@ def run(jobs: Path, folder: Path) -> None:
     done = []
     for job in pickle.loads(jobs.read_bytes()):  # noqa: S301 - of the test's own
         with pytest.MonkeyPatch.context() as patch:
+            without_curves(patch)
             if job.broken and os.environ["RANK"] == "1":
                 patch.setattr(worker, job.broken, _no_room)
             done.append(alone(job.config))

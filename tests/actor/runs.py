@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,6 +34,11 @@ def parts(folder: Path, out: Path, *, steps: int, rollouts: dict[str, Any] | Non
         "rollouts": RolloutConfig(**sampling),
         "run": RunConfig(steps=steps, output_dir=str(out), validate_every=10, num_samples=0, progress=False),
     }
+
+
+def without_curves(patch: pytest.MonkeyPatch) -> None:
+    """Lets runs leave an empty file for their curves: to draw them takes longer than a few steps of a tiny policy."""
+    patch.setattr("guerdon.actor.run.curves", SimpleNamespace(save=lambda rows, path, title: path.touch()))
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:

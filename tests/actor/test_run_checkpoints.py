@@ -14,7 +14,7 @@ from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, dec
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, RewardModelServer
 from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
-from processes import end_of_child
+from processes import by_itself, end_of_child
 
 SETTINGS = {"run.seed": 0, "policy.lora": None, "policy.betas": [0.9, 0.98]}
 
@@ -76,6 +76,7 @@ def test_a_damaged_one_is_put_aside_loudly_and_the_one_before_counts(
     assert "step-000040" in names(tmp_path)
 
 
+@by_itself
 def test_a_crash_amid_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     Checkpoints(tmp_path, keep=2).save(state(20), writes(b"weights"))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from guerdon.adapters.judge import Judge, judge
 from guerdon.assembly import build_service
 from guerdon.client import AsyncRewardClient
 from guerdon.config import ModelConfig, ServerConfig
-from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, UnknownModel, Unreachable
+from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
-from processes import in_child
+from processes import by_itself, end_of_child
 from server import echo_service
 from server.echo_service import EchoService
+from server.keys import SCORE, keyed
 
 FORMS: dict[str, Callable[..., Any]] = {  # a function as its trainer has it, of the URL
     "trl": trl.reward_function,
@@ -133,6 +135,21 @@ def test_one_judge_for_all_threads() -> None:
         assert len({id(one) for one in list(pool.map(make, range(16)))}) == 1
 
 
+def test_a_key_that_comes_after_a_refusal_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = keyed(tmp_path, grpc_port=None)
+    with RunningServer(EchoService(config), config) as server:
+        for wanted in (Unauthenticated, None):
+            for name, made in FORMS.items():
+                function = made(server.http_url)
+                if wanted is not None:
+                    with pytest.raises(wanted):
+                        ask(name, function, "four")
+                else:
+                    assert ask(name, function, "four") == 4.0
+                    assert SCORE.encode() not in pickle.dumps(function)
+            monkeypatch.setenv("GUERDON_API_KEY", SCORE)
+
+
 def test_loops_that_are_closed_are_forgotten_though_another_thread_has_done_it() -> None:
     scorer = judge("http://127.0.0.1:1", "of many loops", 0.05)
 
@@ -193,13 +210,17 @@ def test_they_are_called_from_many_threads(name: str, url: str) -> None:
         assert list(pool.map(lambda text: ask(name, function, text), texts)) == [float(len(text)) for text in texts]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_they_work_after_a_fork_and_when_pickled_after_use(name: str, url: str) -> None:
-    function = FORMS[name](url)
-    fresh = pickle.dumps(function)
-    assert ask(name, function, "123") == 3.0
-    assert in_child(lambda: ask(name, function, "1234")) == 4.0
-    for pickled in (fresh, pickle.dumps(function)):
-        assert ask(name, pickle.loads(pickled), "12") == 2.0  # noqa: S301
-        assert in_child(lambda it=pickled: ask(name, pickle.loads(it), "12")) == 2.0  # noqa: S301
-    assert ask(name, function, "123") == 3.0
+@by_itself
+def test_they_work_after_a_fork_and_when_pickled_after_use(url: str) -> None:
+    def works(name: str, function: Any, text: str) -> None:
+        assert ask(name, function, text) == float(len(text))
+
+    for name, make in FORMS.items():
+        function = make(url)
+        fresh = pickle.dumps(function)
+        works(name, function, "123")
+        assert end_of_child(partial(works, name, function, "1234")) == 0, name
+        for pickled in (fresh, pickle.dumps(function)):
+            works(name, pickle.loads(pickled), "12")  # noqa: S301
+            assert end_of_child(lambda it=(name, pickled): works(it[0], pickle.loads(it[1]), "12")) == 0, name  # noqa: S301
+        works(name, function, "123")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 import certificates
 from certificates import Certificates
@@ -26,6 +34,7 @@ from guerdon.client import (
 from guerdon.client.addresses import Address, addresses
 from guerdon.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated, Unreachable
 from guerdon.server.runtime import RunningServer
+from processes import by_itself, end_of_child, environment
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import EchoService
 from server.keys import SCORE, TRAIN, keyed
@@ -81,7 +90,7 @@ def test_a_key_comes_as_an_argument_by_the_environment_or_in_the_url(url: str, m
 def test_a_refused_key_is_said_at_once(url: str, key: str | None) -> None:
     started = time.monotonic()
     for wanted in (score, lambda *args: asyncio.run(score_async(*args))):
-        with pytest.raises(Unauthenticated, match="key"):
+        with pytest.raises(Unauthenticated, match=rf"key.*\({url}; a key comes by GUERDON_API_KEY or credentials="):
             wanted(url, Credentials(key))
     with RewardClient(url, credentials=Credentials(key)) as client, pytest.raises(Unauthenticated):
         client.wait_ready(60.0)
@@ -97,7 +106,7 @@ def test_a_role_that_is_too_small_is_said_at_once(tmp_path: Path) -> None:
             with CriticClient(url, policy=PATIENT, credentials=Credentials(SCORE)) as client:
                 client.wait_ready(20.0)
                 assert len(client.infer(tokens=[[1, 2]])) == 1
-                with pytest.raises(Forbidden, match="critic_state needs a key of the role train"):
+                with pytest.raises(Forbidden, match=rf"critic_state needs a key of the role train.*\({url}; a key"):
                     client.state()
             with CriticClient(with_key(url, TRAIN), policy=PATIENT) as client:
                 assert client.state().step == 0
@@ -111,23 +120,18 @@ def test_a_role_that_is_too_small_is_said_at_once(tmp_path: Path) -> None:
         assert asyncio.run(state()) == 0
 
 
-def _score_here(client: RewardClient, found: Any) -> None:
-    found.put(list(client.score(tokens=[[4]])))
-
-
-def test_a_client_keeps_its_key_through_a_pickle_and_a_fork(url: str, monkeypatch: Any) -> None:
-    with RewardClient(url, credentials=Credentials(SCORE)) as client:
+@by_itself
+def test_a_client_keeps_its_key_through_a_pickle_and_a_fork(url: str) -> None:
+    def works(client: RewardClient) -> None:
         assert list(client.score(tokens=[[4]])) == [4.0]
+
+    with RewardClient(url, credentials=Credentials(SCORE)) as client:
+        works(client)
         with pickle.loads(pickle.dumps(client)) as copied:  # noqa: S301 - made here
-            assert list(copied.score(tokens=[[4]])) == [4.0]
+            works(copied)
         if url.startswith("http"):  # gRPC's own threads do not survive a fork
-            context = multiprocessing.get_context("fork")
-            found = context.SimpleQueue()
-            child = context.Process(target=_score_here, args=(client, found))
-            child.start()
-            child.join(60)
-            assert found.get() == [4.0]
-    monkeypatch.setenv("GUERDON_API_KEY", SCORE)
+            assert end_of_child(lambda: works(client)) == 0
+    os.environ["GUERDON_API_KEY"] = SCORE
     with RewardClient(url) as client:
         assert SCORE.encode() not in pickle.dumps(client)
 
@@ -171,22 +175,61 @@ def test_tls_where_there_is_none_is_said_at_once(running: RunningServer) -> None
     _check_refused(running.http_url.replace("http", "https"), [Credentials()])
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_servers_certificate_for_another_name_is_said_at_once(tmp_path: Path) -> None:
+    files = certificates.made(tmp_path, "elsewhere.example.com")
+    config = keyed(tmp_path, tls_cert=files.cert, tls_key=files.key)
+    with RunningServer(EchoService(config), config) as server:
+        for url in (server.http_url, str(server.grpc_url)):
+            _check_refused(url, [Credentials(SCORE, ca_file=files.ca)])
+
+
+def test_who_speaks_plainly_to_a_port_of_tls_is_told_of_the_scheme(tmp_path: Path) -> None:
+    files = certificates.made(tmp_path)
+    config = keyed(tmp_path, tls_cert=files.cert, tls_key=files.key)
+    with RunningServer(EchoService(config), config) as server:
+        for url, right in ((server.http_url, "https"), (str(server.grpc_url), "grpcs")):
+            plain = RetryPolicy(timeout_s=10, tries=1)
+            with (
+                RewardClient(url.replace(right, right[:-1]), policy=plain, credentials=Credentials(SCORE)) as client,
+                pytest.raises(Unreachable, match=f"{right}:// for TLS"),
+            ):
+                client.score(texts=["a"])
+
+
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
+def test_files_that_do_not_fit(scheme: str, tmp_path: Path) -> None:
     files: Certificates = certificates.made(tmp_path)
     for wrong in (
         Credentials(ca_file=str(tmp_path / "absent.pem")),
         Credentials(ca_file=files.key),
         Credentials(cert_file=files.cert, key_file=files.client_key),
+        Credentials(cert_file=files.cert, key_file=str(tmp_path / "absent.key")),
     ):
         with pytest.raises(ConfigError, match=r"cannot read certificates in .*\.(pem|key)"):
-            RewardClient("https://localhost:1", credentials=wrong)
-    with pytest.raises(ConfigError, match=r"cannot read .*absent"):
-        RewardClient("grpcs://localhost:1", credentials=Credentials(ca_file=str(tmp_path / "absent.pem")))
+            RewardClient(f"{scheme}://localhost:1", credentials=wrong)
     with pytest.raises(ConfigError, match="cert_file is not"):
         Credentials(key_file=files.key)
     for key in ("", "a\nb", "é"):
         with pytest.raises(ConfigError, match="the API key is empty or has characters"):
             Credentials(key)
+
+
+def test_nobody_is_asked_for_an_encrypted_keys_password(tmp_path: Path) -> None:
+    files, encrypted = certificates.made(tmp_path), tmp_path / "encrypted.key"
+    key = load_pem_private_key(Path(files.client_key).read_bytes(), None)
+    encrypted.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+    own = {"cert_file": files.client_cert, "key_file": str(encrypted)}
+    code = f"from guerdon.client import Credentials; Credentials(**{own}).tls()"
+    keyboard, typed = os.pipe()  # at which nobody sits
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdin=keyboard, stderr=subprocess.PIPE, text=True, timeout=20, check=False,
+            env=environment(), start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(keyboard)
+        os.close(typed)
+    assert "ConfigError: cannot read certificates in" in done.stderr
 
 
 def test_user_info_becomes_the_key_of_its_server() -> None:

@@ -84,7 +84,8 @@ def test_a_manifests_probes_ask_what_is_answered(name: str) -> None:
 
 def test_rays_file_has_a_servers_settings_and_the_deployments_name() -> None:
     (application,) = yaml.safe_load((EXAMPLES / "ray.yaml").read_text())["applications"]
-    assert from_mapping(ServerConfig, application["args"]).models
+    config = from_mapping(ServerConfig, application["args"])
+    assert config.models and config.api_keys_file is not None
     source = (ROOT / "src/guerdon/deploy/ray.py").read_text()
     assert application["import_path"] == "guerdon.deploy.ray:build"
     assert "def build(args" in source

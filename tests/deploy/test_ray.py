@@ -30,7 +30,7 @@ from guerdon.adapters import openrlhf, trl
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
 from guerdon.config import ServerConfig
-from guerdon.errors import ConfigError, SampleFailed
+from guerdon.errors import SampleFailed
 from guerdon.fields import from_mapping
 from guerdon.server.runtime import RunningServer
 from processes import environment
@@ -48,10 +48,10 @@ SMALL = {"ray_actor_options": {"num_cpus": 0.1}}
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    return {"models": [{"model": str(folder), "deterministic": True}]}
+    return {"models": [{"model": str(folder), "deterministic": True}], "allow_anonymous": True}
 
 
-PATIENT = {"models": [{"model": "deploy.patient:score"}]}
+PATIENT = {"models": [{"model": "deploy.patient:score"}], "allow_anonymous": True}
 
 
 @pytest.fixture(scope="module")
@@ -286,30 +286,6 @@ def test_replicas_come_and_go_with_the_load_and_nothing_accepted_is_dropped(pati
         finally:
             stop.set()
         assert one.result()
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"critic": {"model": "x"}}, "a critic cannot have replicas"),
-        ({"models": [{"model": "x"}], "tensor_parallel": 2}, "several processes"),
-        ({"models": [{"model": "x"}], "fsdp": True}, "fsdp is on"),
-        ({}, "no model"),
-        ({"models": [{"model": "x"}], "prot": 1}, "unknown setting prot"),
-        ({"models": [{"model": "x"}], "max_requests": 0}, "max_requests is 0"),
-        ({"config": "x.yaml", "port": 1}, "config is given, and port, too"),
-        (
-            {
-                "models": [{"model": "x", "name": "a"}],
-                "rewards": [{"components": [{"model": "a", "normalize": "running"}]}],
-            },
-            "differs between replicas",
-        ),
-    ],
-)
-def test_what_cannot_have_replicas_is_refused(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        build(given)
 
 
 def test_a_file_is_read_where_the_application_is_built(tmp_path: Path) -> None:

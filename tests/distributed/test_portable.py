@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import os
 import pickle
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ class Builds:
         return self.function, self.args
 
 
+class Built:
+    """An object whose pickle calls a function, and gives the outcome a state."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], state: Any) -> None:
+        self.built = function, args, state
+
+    def __reduce__(self) -> Any:
+        return self.built
+
+
 def named(module: str, name: str, *arguments: bytes) -> bytes:
     """A pickle that calls what it finds under that name."""
     text = b"".join(b"X" + len(a).to_bytes(4, "little") + a for a in arguments)
@@ -66,7 +77,10 @@ VALUES: list[Any] = [
     np.float32(1.5),
     np.zeros((3, 2), np.float32).T,
     np.array(["ab", "c"]),
-    np.array([[1, None], ["x", 2.0]], dtype=object),
+    np.str_("ü"),
+    np.bool_(True),
+    np.zeros((0, 3), np.float16),
+    np.array(7, np.uint8),
     ROW[::2],
     Path("/tmp/x"),
     Member(1, "host", 7),
@@ -97,7 +111,32 @@ def test_a_tensor_comes_back_as_it_was() -> None:
         assert back.dtype == tensor.dtype and torch.equal(back, tensor) and back.is_leaf
 
 
+ADDRESS = bytearray(struct.pack("Q", 0x4141414141))
+"""Of no object."""
+_RECORD: Any = np.dtype([("a", "O")]).__reduce__()
+_REACHES_FAR = (3, "|", None, ("a",), {"a": (np.dtype("i8"), 1 << 40)}, 8, 1, 0)
+_HIDES_OBJECTS = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+_FROM_BYTES = np.zeros(1).__reduce_ex__(5)[0]
+
 HOSTILE: dict[str, bytes] = {
+    "objects by their addresses": pickle.dumps(Builds(np.ndarray, (1,), "O", ADDRESS)),
+    "a hash by an address": pickle.dumps(Builds(set, Builds(np.ndarray, (1,), "O", ADDRESS))),
+    "addresses as records": pickle.dumps(
+        Builds(_FROM_BYTES, bytes(ADDRESS), Built(_RECORD[0], _RECORD[1], _HIDES_OBJECTS), (1,), "C")
+    ),
+    "a field far away": pickle.dumps(
+        Builds(_FROM_BYTES, bytes(8), Built(np.dtype, ("V8", False, True), _REACHES_FAR), (1,), "C")
+    ),
+    "an address as a state": pickle.dumps(
+        Built(np.zeros(1).__reduce__()[0], (np.ndarray, (0,), b"b"), (1, (1,), np.dtype("O"), False, bytes(ADDRESS)))
+    ),
+    "an address as a number": pickle.dumps(Builds(np.float32(1).__reduce__()[0], np.dtype("O"), bytes(ADDRESS))),
+    "our array of objects": pickle.dumps(Builds(portable._array, "|O8", (1,), bytes(ADDRESS))),
+    "our array of records": pickle.dumps(Builds(portable._array, "i4,i4", (1,), bytes(8))),
+    "our array of more than there is": pickle.dumps(Builds(portable._array, "<f4", (3,), bytes(8))),
+    "our array of another's memory": pickle.dumps(Builds(portable._array, "<f4", (2,), Builds(memoryview, bytes(8)))),
+    "a set without an end": pickle.dumps(Builds(set, range(10**10))),
+    "bytes without an end": pickle.dumps(Builds(bytearray, 10**10)),
     "os.system": pickle.dumps(Builds(os.system, "false")),
     "eval": pickle.dumps(Builds(eval, "1")),
     "exec": pickle.dumps(Builds(exec, "")),
@@ -132,11 +171,21 @@ HOSTILE: dict[str, bytes] = {
 def test_nothing_else_is_read(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "system", touch)
     TOUCHED.clear()
-    with pytest.raises((pickle.UnpicklingError, ValueError)) as told:
+    with pytest.raises((pickle.UnpicklingError, ValueError, TypeError)) as told:
         portable.loads(HOSTILE[what])
     assert not TOUCHED
     if isinstance(told.value, pickle.UnpicklingError) and what not in ("a persistent id",):
         assert "is nothing that ranks tell each other" in str(told.value)
+
+
+@pytest.mark.parametrize("value", [np.array([None, "x"]), np.zeros(1, "i4,i4"), np.datetime64("2026-01-01")], ids=str)
+def test_what_is_neither_numbers_nor_text_is_not_told(value: Any) -> None:
+    with pytest.raises(pickle.PicklingError, match="is nothing that ranks tell each other"):
+        portable.dumps([value])
+
+
+def test_what_is_told_can_be_written_to() -> None:
+    portable.loads(portable.dumps(np.zeros(3)))[0] = 1.0
 
 
 def test_the_hostile_ones_would_do_harm() -> None:

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 import zoo
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine.checkpoints import Checkpoint
+from guerdon.engine import checkpoints
+from guerdon.engine.checkpoints import find_files, open_checkpoint
 from guerdon.engine.heads import pool_positions, to_scores
 from guerdon.engine.loading import LoadedModel, load
+from guerdon.errors import CheckpointError
 
 ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
 
@@ -212,12 +214,13 @@ def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) ->
 @pytest.mark.parametrize("at", [0, 20, 39])
 def test_the_version_follows_weights_between_the_ends_of_a_large_file(at: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
     weights = np.zeros((40, 1 << 18), np.float32)  # 40 rows of a MiB
     weights.tofile(file)
-    before = Checkpoint(tmp_path, {}, (file,), {}).fingerprint()
+    before = find_files(tmp_path).version({})
     weights[max(0, at - 5) : at + 5] = 1  # as when a matrix of some MiB is trained
     weights.tofile(file)
-    assert Checkpoint(tmp_path, {}, (file,), {}).fingerprint() != before
+    assert find_files(tmp_path).version({}) != before
 
 
 def test_the_version_follows_the_weights(tmp_path: Path) -> None:
@@ -226,6 +229,59 @@ def test_the_version_follows_the_weights(tmp_path: Path) -> None:
     other = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "c", seed=1)))).info.weights_version
     assert first == again != other
     assert len(first) == 12
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_the_version_follows_all_that_makes_a_score(file: str, tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("gpt2", tmp_path))
+    before = open_checkpoint(str(folder)).version
+    path = folder / file
+    path.write_text(path.read_text() + " ")
+    settings = json.loads((folder / "config.json").read_text())
+    if file == "config.json":
+        assert open_checkpoint(str(folder)).version == before  # how it is written is of no weight
+        path.write_text(json.dumps(settings | {"_name_or_path": "elsewhere"}))
+        assert open_checkpoint(str(folder)).version == before
+        path.write_text(json.dumps(settings | {"normalize_reward": True, "mean": 1.0}))
+    assert open_checkpoint(str(folder)).version != before
+
+
+@pytest.mark.parametrize("what", ["before the first is mapped", "between the two"])
+def test_shards_that_take_each_others_place_amid_a_load_are_no_model(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [zoo.checkpoint("gpt2", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    for folder in folders:
+        tensors = load_file(folder / "model.safetensors")
+        names = sorted(tensors)
+        (folder / "model.safetensors").unlink()
+        shards = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+        for shard, own in shards.items():
+            save_file({name: tensors[name] for name in own}, folder / shard)
+        index = {"weight_map": {name: shard for shard, own in shards.items() for name in own}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    open_file, num_opened = checkpoints.open_safetensors, 0
+
+    def opened(path: Path) -> Any:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened == 1 + (what == "between the two"):
+            for shard in ("a.safetensors", "b.safetensors"):
+                (folders[1] / shard).rename(folders[0] / shard)
+        return open_file(path)
+
+    monkeypatch.setattr(checkpoints, "open_safetensors", opened)
+    with pytest.raises(CheckpointError, match="written to while they were read"):
+        load(ModelConfig(model=str(folders[0])))
+
+
+def test_shards_elsewhere_are_not_read(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2", tmp_path / "own")
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    for name in ("../model.safetensors", str(tmp_path / "model.safetensors")):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"score.weight": name}}))
+        with pytest.raises(CheckpointError, match=r"index\.json is malformed"):
+            load(ModelConfig(model=str(folder)))
 
 
 @pytest.mark.parametrize(("kind", "file"), [("seqcls", "model.safetensors"), ("trlx", "pytorch_model.bin")])

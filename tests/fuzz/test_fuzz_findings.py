@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from fuzz import cases
+from fuzz.test_fuzz_codecs import fuzzed
 from guerdon.core import Score, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.server.forms import FORMS
@@ -135,6 +138,42 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read():
     assert len(bodies.parse(within)[0]) == MAX_VALUES
 
 
+def test_json_within_strings_is_text():
+    """Labels that are test cases, as JSON in a string, were counted value by value, and a body of them refused."""
+    cases_of_one = orjson.dumps({"inputs": [[1, 2, 3]] * 250_000, "why": 'a "quote", and \\'}).decode()
+    labels = [cases_of_one] * 16
+    body = orjson.dumps({"query": ["a"] * 16, "labels": labels})
+    assert bodies._num_marks(body) > MAX_VALUES and bodies.num_values(body) < 100
+    assert bodies.parse(body)["labels"] == labels
+    assert bodies.memory(body) < len(body) + 10_000  # at the gate
+    told = {
+        "sentences": Tensor.of_texts("sentences", ["a"] * 16),
+        "labels": Tensor("labels", "BYTES", (16,), [orjson.dumps(label) for label in labels]),
+    }
+    assert operations.to_request(kserve.InferRequest(told), cases.PLAIN).labels == labels
+
+
+@fuzzed
+@given(
+    st.recursive(
+        st.text('",[{\\a', max_size=8) | st.integers(0, 9),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('",[{\\', max_size=3), inner, max_size=3),
+        max_leaves=20,
+    ),
+    st.integers(1, 9),
+)
+def test_values_are_counted_as_they_are_wherever_a_block_ends(value, size):
+    def weight(value):
+        if not isinstance(value, list | dict):
+            return 0
+        inside = list(value.values()) if isinstance(value, dict) else value
+        return (4 if isinstance(value, dict) else 2) + max(0, len(inside) - 1) + sum(map(weight, inside))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_COUNTED_BYTES", size)
+        assert bodies.num_values(orjson.dumps(value)) == weight(value)
+
+
 def test_labels_together_have_no_more_values_than_a_body():
     text = b"[%s0]" % (b"[]," * (MAX_VALUES // 5))
     inputs = {
@@ -164,13 +203,14 @@ def test_no_body_has_more_rows_than_any_server_takes():
             FORMS[path].read({name: rows * (MAX_ROWS + 1)}, {})
 
 
-def test_one_long_text_among_many_short_ones_makes_no_table_of_gigabytes():
-    """Each row of the values is as wide as the longest text: 200 KB of body became 34 GB of answer."""
-    score = Score(0.0, values=np.zeros(1, np.float32))
-    long = Score(0.0, values=np.zeros(4096, np.float32))
+@pytest.mark.parametrize(("output", "kind"), [("values", "values"), ("step_rewards", "steps")])
+def test_one_long_text_among_many_short_ones_makes_no_table_of_gigabytes(output, kind):
+    """Each row is as wide as the longest text's: 200 KB of body became 34 GB of values, or of steps' rewards."""
+    score = Score(0.0, **{kind: np.zeros(1, np.float32)})
+    long = Score(0.0, **{kind: np.zeros(4096, np.float32)})
     reply = ScoreReply([score] * 65_535 + [long], [1] * 65_535 + [4096], "1")
-    request = kserve.InferRequest({"sentences": Tensor.of_texts("sentences", ["a"])}, {"values": True})
-    with pytest.raises(InvalidRequest, match=r"65,536 rows, the longest of 4,096 tokens"):
+    request = kserve.InferRequest({"sentences": Tensor.of_texts("sentences", ["a"])}, {output: True})
+    with pytest.raises(InvalidRequest, match=f"65,536 rows, the longest of 4,096, make a table of {output}"):
         reward_model.to_infer_reply(reply, request, cases.EVERYTHING)
 
 

@@ -20,6 +20,7 @@ from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
 from server.arithmetic_critic import ArithmeticService, request
 from server.echo_service import EchoService
+from server.keys import ADMIN, bearer, keyed
 
 SECRET = "outside-secret"
 NAMES = [
@@ -49,30 +50,40 @@ def opened() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    config = keyed(tmp_path_factory.mktemp("keys"))
+    with RunningServer(EchoService(config), config) as running:
         yield running
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_models_name_leads_to_no_file(name: str, server: RunningServer, opened: list[str]) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.http_url).netloc, timeout=30)
+    admins = bearer(ADMIN)  # whom nothing but the name holds up
     for path in (f"/v2/models/{name}", f"/v2/models/{name}/config", f"/v2/models/{name}/ready", f"/v1/models/{name}"):
-        connection.request("GET", path)
+        connection.request("GET", path, headers=admins)
         answer = connection.getresponse()
         assert answer.status in (400, 404) and b"Traceback" not in answer.read()
-    for path, body in ((f"/v2/models/{name}/infer", {}), ("/get_reward", {"model": name, "query": ["x"]})):
-        connection.request("POST", path, json.dumps(body))
+    for path, body in (
+        (f"/v2/models/{name}/infer", {}),
+        ("/get_reward", {"model": name, "query": ["x"]}),
+        (f"/v2/repository/models/{name}/load", {}),
+        (f"/v2/repository/models/{name}/unload", {}),
+    ):
+        connection.request("POST", path, json.dumps(body), headers=admins)
         answer = connection.getresponse()
         assert answer.status in (400, 404) and b"Traceback" not in answer.read()
-    connection.request("POST", f"/v2/repository/models/{name}/load", "{}")
-    assert connection.getresponse().status in (400, 403, 404)
     connection.close()
     assert server.grpc_url is not None
     with grpc.insecure_channel(urlsplit(server.grpc_url).netloc) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            GRPCInferenceServiceStub(channel).ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=30)
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        stub, metadata = GRPCInferenceServiceStub(channel), (("authorization", admins["Authorization"]),)
+        for method, message in (
+            (stub.ModelMetadata, pb.ModelMetadataRequest(name=name)),
+            (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name=name)),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                method(message, timeout=30, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert not [path for path in opened if SECRET in path]
 
 

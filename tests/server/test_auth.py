@@ -55,6 +55,15 @@ def test_keys_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.
     assert access.caller("Bearer " + "n" * 16) == access.caller(f"Bearer {SCORE}") == SCORER  # while one is replaced
 
 
+def test_a_file_of_keys_can_be_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"# score, train and admin\nscore scorer {SCORE}\n  # one, two\n\ntrain trainer {TRAIN}\n"
+    monkeypatch.setenv("GUERDON_API_KEYS", text)
+    assert Access(AccessConfig()).names == ("scorer", "trainer")
+    monkeypatch.delenv("GUERDON_API_KEYS")
+    (tmp_path / "keys").write_text(text, encoding="utf-8-sig")  # as some editors save it
+    assert Access(AccessConfig(api_keys_file=str(tmp_path / "keys"))).names == ("scorer", "trainer")
+
+
 def test_without_keys_everybody_trains_and_nobody_is_admin() -> None:
     access = Access(AccessConfig())
     assert access.caller(None) == access.caller("Bearer nonsense") == ANYBODY
@@ -72,7 +81,10 @@ def test_without_keys_everybody_trains_and_nobody_is_admin() -> None:
         ("# only a comment", "has no keys"),
         ("score a", "entry 1 of .* is no key"),
         (f"score a {TRAIN} more", "entry 1 of .* is no key"),
-        (f"\nroot a {TRAIN}", "entry 2 of .* is no key"),
+        (f"\nroot a {TRAIN}", "entry 2 of .* does not begin with a role: score, train or admin"),
+        (f"{TRAIN} a score", "entry 1 of .* does not begin with a role"),
+        (f"score unknown {TRAIN}", "the name cannot be one"),
+        (f"score a {TRAIN},", "the key of a cannot travel"),
         (f"score a/b {TRAIN}", "the name cannot be one"),
         ("score a 0123456789abcde", "the key of a has 15 characters"),
         ("score a 0123456789abcdeé", "the key of a cannot travel"),

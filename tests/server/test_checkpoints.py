@@ -10,7 +10,7 @@ import pytest
 
 from guerdon.errors import InvalidRequest, StartError
 from guerdon.server.checkpoints import Checkpoints, DamagedCheckpoint
-from processes import in_child
+from processes import by_itself
 
 
 def save(checkpoints: Checkpoints, step: int, content: bytes = b"weights", **metrics: float) -> str:
@@ -152,18 +152,16 @@ def test_a_folder_that_cannot_be_is_refused_at_start(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file" / "folder", keep=1)
 
 
+@by_itself
 def test_a_manifest_that_the_disk_cannot_take_leaves_the_older_ones(tmp_path: Path) -> None:
-    def child() -> None:
-        checkpoints = Checkpoints(tmp_path, keep=2)
-        save(checkpoints, 1)
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        aside = checkpoints.begin()
-        with pytest.raises(OSError, match="File too large"):
-            save(checkpoints, 2)
-        checkpoints.discard(aside)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 1)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    aside = checkpoints.begin()
+    with pytest.raises(OSError, match="File too large"):
         save(checkpoints, 2)
-
-    in_child(child)
+    checkpoints.discard(aside)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    save(checkpoints, 2)
     assert names(tmp_path) == ["checkpoint-000001-step-1", "checkpoint-000002-step-2"]

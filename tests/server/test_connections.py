@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import socket
@@ -16,9 +17,11 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.server import runtime
+from guerdon.server.connections import HttpConnection
 from guerdon.server.runtime import RunningServer
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, wait_until
+from server.keys import SCORE, keyed
 
 TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -111,6 +114,22 @@ def test_idle_connections_end_later_than_those_that_never_asked(server):
         assert until_closed(connection) == b""
 
 
+def test_a_connection_without_a_key_may_not_rest(tmp_path):
+    """One that asked for health alone ends as if it had not asked; one with a key stays, also after such a request."""
+    config = keyed(tmp_path, grpc_port=None, **(TIMES | {"idle_timeout_s": 60.0}))
+    keyed_ask = b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n" % SCORE.encode()
+    with RunningServer(EchoService(config), config) as server, connect(server) as known, connect(server) as unknown:
+        for connection, ask in ((known, keyed_ask), (known, LIVE), (unknown, LIVE)):
+            connection.sendall(ask)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        began = time.monotonic()
+        assert until_closed(unknown) == b""
+        assert 0.3 < time.monotonic() - began < 3
+        time.sleep(0.5)
+        known.sendall(LIVE)
+        assert known.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("kind", [b"Content-Length: 900000", b"Transfer-Encoding: chunked"])
 def test_bodies_that_stop_coming_end_and_give_their_room_back(server, kind):
     with connect(server) as connection:
@@ -147,9 +166,9 @@ def test_bodies_announced_and_never_sent_leave_room_for_others():
             connection.close()
 
 
-@pytest.mark.parametrize("num_rows", [3, 200])
-def test_readers_that_do_not_read_are_left(monkeypatch, num_rows):
-    """Those of a large answer, and those of one that a transport takes without waiting."""
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes little of an answer from servers that start from now on."""
     listen = runtime._listen
 
     def listen_with_small_buffers(*args: Any) -> socket.socket:
@@ -158,6 +177,11 @@ def test_readers_that_do_not_read_are_left(monkeypatch, num_rows):
         return listener
 
     monkeypatch.setattr(runtime, "_listen", listen_with_small_buffers)
+
+
+@pytest.mark.parametrize("num_rows", [3, 200])
+def test_readers_that_do_not_read_are_left(small_buffers, num_rows):
+    """Those of a large answer, and those of one that a transport takes without waiting."""
     config = ServerConfig(port=0, grpc_port=None, **TIMES)
     with RunningServer(EchoService(), config) as server, connect(server, receive_bytes=2048) as connection:
         ask = body_of([[7] * 4000] * num_rows, outputs=[{"name": "values"}])
@@ -168,6 +192,57 @@ def test_readers_that_do_not_read_are_left(monkeypatch, num_rows):
         wait_until(lambda: not peers(process, server))
         assert until_closed(connection).endswith(b"(reset)")
         assert is_served(server)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[HttpConnection]:
+    """The server's side of the connections that are made from now on."""
+    found: list[HttpConnection] = []
+    make = HttpConnection.connection_made
+
+    def made(connection: HttpConnection, transport: Any) -> None:
+        make(connection, transport)
+        found.append(connection)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", made)
+    return found
+
+
+def test_the_system_looks_after_hosts_that_vanish(server, made):
+    with connect(server):
+        wait_until(lambda: bool(made))
+        sockets = made[0].transport.get_extra_info("socket")
+        assert sockets.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert sockets.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+            assert sockets.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def large_answers_request(num_rows: int) -> bytes:
+    ask = body_of([[7] * 4000] * num_rows, outputs=[{"name": "values"}])
+    return post(ask, b"Content-Length: %d" % len(ask), path="/v2/models/many/infer")
+
+
+def test_answers_that_nobody_reads_have_a_bound_together(made, small_buffers):
+    """It is 1 MiB here; the largest are broken off, long before their time to be read is up."""
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1, header_timeout_s=0.4)
+    with RunningServer(EchoService(), config) as server, contextlib.ExitStack() as held:
+        for count in range(1, 5):
+            held.enter_context(connect(server, receive_bytes=2048)).sendall(large_answers_request(90))
+            wait_until(lambda count=count: outcomes(server.http_url).get(("many", "ok")) == count)
+        wait_until(lambda: sum(c.transport.get_write_buffer_size() for c in made) <= 1 << 20, 3)
+
+
+def test_no_request_is_taken_up_behind_an_answer_that_is_not_read(made):
+    """Its answer would wait in the application, where no bound counts it."""
+    config = ServerConfig(port=0, grpc_port=None, **TIMES)
+    with RunningServer(EchoService(), config) as server, connect(server, receive_bytes=2048) as connection:
+        connection.sendall(large_answers_request(200))
+        wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
+        connection.sendall(large_answers_request(1))
+        wait_until(lambda: made[0].transport.is_closing())
+        time.sleep(0.1)
+        assert outcomes(server.http_url) == {("many", "ok"): 1}
 
 
 def peers(process: psutil.Process, server: RunningServer) -> list:
@@ -189,6 +264,7 @@ def peers(process: psutil.Process, server: RunningServer) -> list:
         pytest.param(b"\r\n" * 100_000, id="line ends"),
         pytest.param(post(b"5\r\n12345\r\n0\r\nX: " + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a trailer"),
         pytest.param(post(b"5;x=" + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a chunk's extension"),
+        pytest.param(post(b"1\r\nx\r\n" * 40_000, b"Transfer-Encoding: chunked"), id="chunks of a byte"),
     ],
 )
 def test_heads_and_framing_are_bounded(server, piece):

@@ -14,7 +14,7 @@ import pytest
 
 from guerdon.core import Operation
 from guerdon.errors import TrainFailed
-from processes import end_of_child
+from processes import by_itself, end_of_child
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import Driver
 
@@ -115,12 +115,14 @@ def crash_and_recover(tmp_path: Path, num_events: int, rng: random.Random) -> bo
     return has_ended
 
 
+@by_itself
 def test_the_script_without_any_crash(tmp_path: Path) -> None:
     assert runs_until(tmp_path / "critic", tmp_path / "acknowledged", -1)
     check_end(tmp_path / "critic")
 
 
 @pytest.mark.parametrize("part", range(4))
+@by_itself
 def test_a_crash_at_some_file_operations_loses_nothing_and_repeats_nothing(tmp_path: Path, part: int) -> None:
     rng = random.Random(part)
     for num_events in rng.sample(range(1, 250), 5):
@@ -129,6 +131,7 @@ def test_a_crash_at_some_file_operations_loses_nothing_and_repeats_nothing(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@by_itself
 def test_a_crash_at_any_file_operation_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     rng, num_events = random.Random(0), 1
     while not crash_and_recover(tmp_path, num_events, rng):

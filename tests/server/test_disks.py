@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from disks import fill, on_small_disk, remount
+from disks import fill, remount, small_disk
 from guerdon.core import Operation
 from guerdon.errors import StartError, StorageFailed, TrainFailed
-from processes import in_child
+from processes import by_itself
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import Driver
 
@@ -25,159 +25,149 @@ def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+@by_itself
 def test_on_a_full_disk_trains_and_saves_are_refused_and_everything_stays(tmp_path: Path) -> None:
-    def work() -> None:
-        with Driver(tmp_path) as critic:
-            critic.train(A)
-            saved = critic.ask(Operation.SAVE)
-            critic.train(B)
-            before = names(tmp_path)
-            filling = fill(tmp_path)
-            with pytest.raises(StorageFailed, match=r"nothing was changed: No space left on device"):
-                critic.train(C)
-            with pytest.raises(StorageFailed, match=r"older ones are as they were: No space left on device"):
-                critic.ask(Operation.SAVE)
-            assert critic.values(1) == ([after([A, B])], "1+2")
-            filling.unlink()
-            assert names(tmp_path) == before
-            with pytest.raises(StorageFailed):  # not full, but too full for this
-                critic.train(request("huge", *range(4000), length=12))
-            critic.trainer.num_bytes = 1 << 20
-            with pytest.raises(StorageFailed):
-                critic.ask(Operation.SAVE)
-            critic.trainer.num_bytes = 0
-            assert names(tmp_path) == before
-            assert critic.state().checkpoints == [saved]
-            assert critic.train(C).step == 3
-            assert critic.ask(Operation.SAVE).step == 3
-        with Driver(tmp_path) as critic:
-            assert critic.trainer.weight == after([A, B, C])
-
-    on_small_disk(tmp_path, work)
+    small_disk(tmp_path)
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        saved = critic.ask(Operation.SAVE)
+        critic.train(B)
+        before = names(tmp_path)
+        filling = fill(tmp_path)
+        with pytest.raises(StorageFailed, match=r"nothing was changed: No space left on device"):
+            critic.train(C)
+        with pytest.raises(StorageFailed, match=r"older ones are as they were: No space left on device"):
+            critic.ask(Operation.SAVE)
+        assert critic.values(1) == ([after([A, B])], "1+2")
+        filling.unlink()
+        assert names(tmp_path) == before
+        with pytest.raises(StorageFailed):  # not full, but too full for this
+            critic.train(request("huge", *range(4000), length=12))
+        critic.trainer.num_bytes = 1 << 20
+        with pytest.raises(StorageFailed):
+            critic.ask(Operation.SAVE)
+        critic.trainer.num_bytes = 0
+        assert names(tmp_path) == before
+        assert critic.state().checkpoints == [saved]
+        assert critic.train(C).step == 3
+        assert critic.ask(Operation.SAVE).step == 3
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, C])
 
 
+@by_itself
 def test_on_a_full_disk_a_failed_train_is_still_noted(tmp_path: Path) -> None:
     bad = request("bad", 1, 2, 3)
     bad.tokens[2, 0] = FAIL_TOKEN
 
-    def work() -> None:
-        with Driver(tmp_path, global_batch_size=1) as critic:
-            fails, critic.trainer.train = critic.trainer.train, lambda *more: (fill(tmp_path), fails(*more))[1]
-            with pytest.raises(TrainFailed):
-                critic.train(bad)
-            with pytest.raises(StorageFailed):
-                critic.train(A)
-            (tmp_path / "filling").unlink()
-        with Driver(tmp_path, global_batch_size=1) as critic:
-            assert critic.trainer.weight == after([request("", 1, 2)], 1)
-
-    on_small_disk(tmp_path, work)
-
-
-def test_on_a_disk_that_becomes_read_only_the_server_lives_and_says_so(tmp_path: Path) -> None:
-    def work() -> None:
-        with Driver(tmp_path) as critic:
+    small_disk(tmp_path)
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        fails, critic.trainer.train = critic.trainer.train, lambda *more: (fill(tmp_path), fails(*more))[1]
+        with pytest.raises(TrainFailed):
+            critic.train(bad)
+        with pytest.raises(StorageFailed):
             critic.train(A)
-            critic.ask(Operation.SAVE)
-            critic.train(B)
-            remount(tmp_path, "ro")
-            for _ in range(2):
-                with pytest.raises(StorageFailed, match="Read-only file system"):
-                    critic.train(C)
-            with pytest.raises(StorageFailed, match="Read-only file system"):
-                critic.ask(Operation.SAVE, metrics={"reward": 1.0})
-            assert critic.values(1)[0] == [after([A, B])] and critic.train(B).step == 2
-            remount(tmp_path, "rw")
-            assert critic.train(C).step == 3
-        with Driver(tmp_path) as critic:
-            assert critic.trainer.weight == after([A, B, C])
+        (tmp_path / "filling").unlink()
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        assert critic.trainer.weight == after([request("", 1, 2)], 1)
+
+
+@by_itself
+def test_on_a_disk_that_becomes_read_only_the_server_lives_and_says_so(tmp_path: Path) -> None:
+    small_disk(tmp_path)
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+        critic.train(B)
         remount(tmp_path, "ro")
-        with pytest.raises(StartError, match=r"cannot keep a journal .* cannot be written"):
-            Driver(tmp_path)
+        for _ in range(2):
+            with pytest.raises(StorageFailed, match="Read-only file system"):
+                critic.train(C)
+        with pytest.raises(StorageFailed, match="Read-only file system"):
+            critic.ask(Operation.SAVE, metrics={"reward": 1.0})
+        assert critic.values(1)[0] == [after([A, B])] and critic.train(B).step == 2
+        remount(tmp_path, "rw")
+        assert critic.train(C).step == 3
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, C])
+    remount(tmp_path, "ro")
+    with pytest.raises(StartError, match=r"cannot keep a journal .* cannot be written"):
+        Driver(tmp_path)
 
-    on_small_disk(tmp_path, work)
 
-
+@by_itself
 def test_a_withdrawal_that_the_disk_refuses_is_made_up_for_before_anything_else(tmp_path: Path) -> None:
     """The train fails in the moment in which the disk becomes read-only."""
 
-    def work() -> None:
-        with Driver(tmp_path) as critic:
-            critic.train(A)
-            fails = critic.trainer.train
-            critic.trainer.train = lambda *more: (remount(tmp_path, "ro"), fails(*more))[1]
-            with pytest.raises(TrainFailed):
-                critic.train(request("bad", 1, first_token=FAIL_TOKEN))
-            critic.trainer.train = fails
-            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
-                critic.train(B)
-            remount(tmp_path, "rw")
+    small_disk(tmp_path)
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        fails = critic.trainer.train
+        critic.trainer.train = lambda *more: (remount(tmp_path, "ro"), fails(*more))[1]
+        with pytest.raises(TrainFailed):
+            critic.train(request("bad", 1, first_token=FAIL_TOKEN))
+        critic.trainer.train = fails
+        with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
             critic.train(B)
-        assert [n for n in names(tmp_path / "journal") if "safetensors" in n] == [
-            "000000000001-done.safetensors",
-            "000000000003-done.safetensors",
-        ]
-        with Driver(tmp_path) as critic:
-            assert critic.trainer.weight == after([A, B])
+        remount(tmp_path, "rw")
+        critic.train(B)
+    assert [n for n in names(tmp_path / "journal") if "safetensors" in n] == [
+        "000000000001-done.safetensors",
+        "000000000003-done.safetensors",
+    ]
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B])
 
-    on_small_disk(tmp_path, work)
 
-
+@by_itself
 def test_files_that_may_not_grow_are_refused_like_a_full_disk(tmp_path: Path) -> None:
     """As under a quota, and where no small disk may be mounted."""
 
-    def work() -> None:
-        with Driver(tmp_path) as critic:
-            critic.train(A)
-            critic.ask(Operation.SAVE)
-            before = names(tmp_path)
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-            with pytest.raises(StorageFailed, match="File too large"):
-                critic.train(LARGE)
-            critic.trainer.num_bytes = 10_000
-            with pytest.raises(StorageFailed, match="File too large"):
-                critic.ask(Operation.SAVE, metrics={"reward": 1.0})
-            assert names(tmp_path) == before
-            critic.train(B)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            assert critic.train(LARGE).step == 9
-        with Driver(tmp_path) as critic:
-            assert critic.trainer.weight == after([A, B, LARGE])
-
-    in_child(work)
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        critic.ask(Operation.SAVE)
+        before = names(tmp_path)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises(StorageFailed, match="File too large"):
+            critic.train(LARGE)
+        critic.trainer.num_bytes = 10_000
+        with pytest.raises(StorageFailed, match="File too large"):
+            critic.ask(Operation.SAVE, metrics={"reward": 1.0})
+        assert names(tmp_path) == before
+        critic.train(B)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert critic.train(LARGE).step == 9
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B, LARGE])
 
 
+@by_itself
 def test_a_failed_save_by_itself_fails_no_train_and_is_tried_again(tmp_path: Path) -> None:
-    def work() -> None:
-        with Driver(tmp_path, save_every=1) as critic:
-            critic.trainer.num_bytes = 10_000
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-            assert critic.train(A).step == 1
-            assert critic.state().checkpoints == []
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-            critic.train(B)
-            assert [info.step for info in critic.state().checkpoints] == [2]
-
-    in_child(work)
+    with Driver(tmp_path, save_every=1) as critic:
+        critic.trainer.num_bytes = 10_000
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        assert critic.train(A).step == 1
+        assert critic.state().checkpoints == []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        critic.train(B)
+        assert [info.step for info in critic.state().checkpoints] == [2]
 
 
+@by_itself
 def test_a_return_whose_checkpoint_cannot_be_written_outlives_a_restart(tmp_path: Path) -> None:
-    def work() -> None:
-        with Driver(tmp_path) as critic:
-            critic.train(A)
-            first = critic.ask(Operation.SAVE)
-            critic.train(B)
-            critic.trainer.num_bytes = 10_000
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-            assert critic.ask(Operation.LOAD, checkpoint=first.name) == first
-            critic.train(C)
-        with Driver(tmp_path) as critic:
-            assert critic.trainer.weight == after([A, C]) and critic.train(B).step == 3
-
-    in_child(work)
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        first = critic.ask(Operation.SAVE)
+        critic.train(B)
+        critic.trainer.num_bytes = 10_000
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        assert critic.ask(Operation.LOAD, checkpoint=first.name) == first
+        critic.train(C)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, C]) and critic.train(B).step == 3
 
 
 def test_a_request_is_safe_from_a_power_cut_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,11 @@ import numpy as np
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
-from server.helpers import INFER, body_of
+from guerdon.wire import kserve
+from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, request
+from server.helpers import INFER, body_of, wait_until
+from server.keys import SCORE, TRAIN, bearer, keyed
+from server.test_critic_transports import train
 
 KEYS = {"flood": "flood-0123456789abcdef", "small": "small-0123456789abcdef"}
 ROW = list(range(10, 60))
@@ -57,3 +61,37 @@ def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) ->
     config = ServerConfig(port=0, grpc_port=None, models=[model], api_keys_file=str(keys))
     with RunningServer(build_service(config), config) as server:
         asyncio.run(both(server.http_url))
+
+
+async def behind_a_train(url: str, service: ArithmeticService) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=20, limits=limits) as client:
+
+        async def asked(model: str, key: str, body: bytes, json_length: int) -> int:
+            headers = bearer(key) | {"Inference-Header-Content-Length": str(json_length)}
+            return (await client.post(f"/v2/models/{model}/infer", content=body, headers=headers)).status_code
+
+        def trained(name: str, **more: int) -> asyncio.Task[int]:
+            body, json_length = kserve.encode_request(train(request(name, 1, **more)))
+            return asyncio.create_task(asked("critic_train", TRAIN, body, json_length))
+
+        trains = [trained("runs", first_token=WAIT_TOKEN)]
+        await asyncio.to_thread(wait_until, lambda: bool(service.trainer.trained))
+        rows = body_of([[1, 2]])
+        flood = [asyncio.create_task(asked("critic_infer", SCORE, rows, len(rows))) for _ in range(40)]
+        await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)  # refused
+        trains += [trained(f"waits {i}") for i in range(4)]
+        await asyncio.wait(trains, timeout=0.3)
+        service.trainer.go.set()
+        assert await asyncio.gather(*trains) == [200] * 5
+        assert Counter(await asyncio.gather(*flood)) == {200: 22, 503: 18}
+
+
+def test_a_flood_of_scores_leaves_room_for_the_trainers_trains(tmp_path: Path) -> None:
+    config = keyed(tmp_path, grpc_port=None)
+    service = ArithmeticService(server=config, max_queue_sequences=32)
+    with RunningServer(service, config) as server:
+        try:
+            asyncio.run(behind_a_train(server.http_url, service))
+        finally:
+            service.trainer.go.set()

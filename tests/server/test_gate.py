@@ -57,6 +57,19 @@ def test_one_body_of_the_largest_size_always_fits(clients):
     assert gate.num_requests == 0
 
 
+def test_what_is_answered_holds_its_bytes_alone():
+    gate = Gate(ServerConfig(max_requests=1))
+    with Place(gate) as first:
+        first.hold(MIB)
+        with pytest.raises(Overloaded, match="1 requests are in progress"):
+            gate.check_room("")
+        first.answered()
+        with Place(gate):
+            assert (gate.num_requests, gate.num_bytes) == (1, MIB)
+        assert gate.num_requests == 0
+    assert (gate.num_requests, gate.num_bytes) == (0, 0)
+
+
 def test_what_is_refused_holds_what_it_held():
     gate = Gate(ServerConfig(max_body_mb=1, max_bodies_mb=1))
     with Place(gate) as place:

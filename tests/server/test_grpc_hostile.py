@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import queue
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -22,12 +26,15 @@ from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.access import KEYS_VARIABLE
 from guerdon.config import ServerConfig
+from guerdon.server import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from server.echo_service import SLOW_TOKEN, EchoService
-from server.helpers import outcomes, wait_until
+from server.helpers import INFER, body_of, outcomes, wait_until
+from server.keys import ADMIN, SCORE, TRAIN, keyed
+from server.raw_grpc import RawClient
 
 MIB = 1 << 20
 KEYS = {"s": "score-key-0123456789", "t": "train-key-0123456789", "a": "admin-key-0123456789"}
@@ -110,6 +117,121 @@ def test_one_client_cannot_have_all_the_places_in_which_messages_come(keys):
             call.cancel()
         unsent.leave()
         wait_until(lambda: code_of(stub_of(other).ModelInfer, message([5]), KEYS["s"]) == "OK")
+
+
+def raw_client(server: RunningServer, **options: Any) -> RawClient:
+    return RawClient(int((server.grpc_url or "").rpartition(":")[2]), **options)
+
+
+def test_half_open_calls_of_two_clients_do_not_keep_a_third_waiting(tmp_path):
+    """Each client has a place of its own in which a message may come, however few there are."""
+    config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4)
+    with RunningServer(EchoService(config), config) as server, channel_to(server) as channel:
+        raw = raw_client(server)
+        for method in ("ModelReady", "ModelInfer", "ModelReady", "ModelInfer"):
+            raw.ask(method, key=SCORE)
+            raw.ask(method, key=TRAIN)
+        time.sleep(0.2)
+        began = time.monotonic()
+        for _ in range(3):
+            assert code_of(stub_of(channel).ModelReady, pb.ModelReadyRequest(name="reward_model"), ADMIN) == "OK"
+            assert code_of(stub_of(channel).ModelInfer, message([5]), ADMIN) == "OK"
+        assert time.monotonic() - began < 2
+        raw.close()
+
+
+def test_half_open_calls_of_any_method_are_bounded_and_small_ones_end_soon():
+    config = ServerConfig(port=0, grpc_port=0, max_requests=6, header_timeout_s=0.6)
+    with RunningServer(EchoService(), config) as server, channel_to(server) as channel:
+        raw, stub = raw_client(server), stub_of(channel)
+        for _ in range(3):
+            raw.ask("ModelReady")
+            raw.ask("RepositoryIndex")
+        time.sleep(0.2)
+        for method, request in (("ModelReady", pb.ModelReadyRequest()), ("ModelInfer", message([5]))):
+            assert code_of(getattr(stub, method), request) == "RESOURCE_EXHAUSTED"
+        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=0.5).ready
+        assert httpx.post(server.http_url + INFER, content=body_of([[5]])).status_code == 200
+        wait_until(lambda: code_of(stub.ModelInfer, message([5])) == "OK", 3)
+        raw.close()
+
+
+def large_answers_call() -> bytes:
+    request = message([5] * 2048, 100)
+    request.model_name = "many"
+    for name in ("rewards", "values"):
+        request.outputs.add().name = name
+    return request.SerializeToString()
+
+
+def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
+    """Until then they hold the room of bodies that they had; their client answers pings, and stays."""
+    monkeypatch.setattr(server_grpc, "_LEAST_BYTES_PER_S", 1 << 30)
+    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=1.0)
+    with RunningServer(EchoService(), config) as server:
+        raw = raw_client(server)
+        for _ in range(2):
+            raw.ask("ModelInfer", large_answers_call())
+        wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 2)
+        large = body_of([[5] * 200_000])
+        assert httpx.post(server.http_url + INFER, content=large).status_code == 503
+        wait_until(lambda: httpx.post(server.http_url + INFER, content=large).status_code == 400, 3)  # it is too long
+        wait_until(lambda: not [task for task in asyncio.all_tasks(server._loop) if task.get_name() == "rpc_task"])
+        assert not raw.is_closed.is_set()
+        raw.close()
+
+
+def test_a_stop_does_not_wait_for_what_is_half_open_or_not_read():
+    config = ServerConfig(port=0, grpc_port=0)
+    with RunningServer(EchoService(), config, grace_s=20) as server:
+        raw = raw_client(server)
+        raw.ask("ModelInfer", large_answers_call())
+        wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
+        for method in ("ModelReady", "ModelInfer"):
+            raw.ask(method)
+        time.sleep(0.1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 4
+    raw.close()
+
+
+def test_connections_have_bounds():
+    """Of number, of time without a call and for its first word; none of them is looked at by a ping for its speed."""
+    config = ServerConfig(
+        port=0, grpc_port=0, max_connections=3, max_requests=7, header_timeout_s=0.5, idle_timeout_s=1.6
+    )
+    with RunningServer(EchoService(), config) as server:
+        began = time.monotonic()
+        silent = socket.create_connection(("127.0.0.1", int((server.grpc_url or "").rpartition(":")[2])), 5)
+        idle, busy = raw_client(server), raw_client(server)
+        busy.ask("ModelInfer")
+        wait_until(lambda: 3 in busy.settings)
+        assert busy.settings[3] == 107  # calls at once
+        beyond = raw_client(server)
+        assert beyond.is_closed.wait(1)
+        with contextlib.suppress(ConnectionError):
+            while silent.recv(4096):  # its time is up, which recv would not survive either
+                pass
+        assert 0.3 < time.monotonic() - began < 1.4
+        silent.close()
+        assert idle.is_closed.wait(4)
+        assert not busy.is_closed.is_set()
+        busy.ask("ModelReady", pb.ModelReadyRequest(name="x" * 60_000).SerializeToString())
+        time.sleep(0.1)
+        assert busy.num_pings == 0
+        for raw in (idle, busy, beyond):
+            raw.close()
+
+
+def test_a_client_that_answers_no_ping_is_left(monkeypatch):
+    monkeypatch.setattr(server_grpc, "_PING_AFTER_MS", 300)
+    monkeypatch.setattr(server_grpc, "_PING_ANSWER_MS", 300)
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+        vanished, other = raw_client(server, answers_pings=False), raw_client(server)
+        assert vanished.is_closed.wait(4)
+        assert other.num_pings
+        assert not other.is_closed.is_set()
+        other.close()
 
 
 def test_health_answers_also_when_the_gate_is_full():

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import zoo
 from guerdon.assembly import Parts, build_scorer
 from guerdon.config import CriticConfig, ServerConfig
-from guerdon.core import Command, ScoreRequest, Sequence, Signal
+from guerdon.core import Command, ModelInfo, ScoreRequest, Sequence, Signal
 from guerdon.distributed import computing
+from guerdon.engine import placement
 from guerdon.errors import (
     Forbidden,
     InvalidRequest,
@@ -30,7 +31,7 @@ from guerdon.errors import (
     UnknownModel,
     Unsupported,
 )
-from guerdon.server import runtime
+from guerdon.server import about, runtime
 from guerdon.server.service import Service
 from server.arithmetic_critic import ArithmeticService
 from server.swapping import ROWS, checkpoints, held, rewards, score, serving, until, version
@@ -181,6 +182,17 @@ def without_tokenizer(root: Path) -> str:
     return zoo.checkpoint("llama", root / "mute", seed=2).name
 
 
+def other_tokens(root: Path) -> str:
+    """One whose tokenizer has the same tokens by other ids."""
+    name = broken(root, "tokens-of-another", lambda _: None)
+    file = root / name / "tokenizer.json"
+    made = json.loads(file.read_text())
+    vocabulary = made["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(made))
+    return name
+
+
 def one_bad_token(root: Path) -> str:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][100:200] = float("inf")
@@ -197,6 +209,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "some fail": (one_bad_token, "random sequences fail"),
     "attributes": (lambda root: broken(root, "two", lambda _: None, num_labels=2), "outputs is .* attribute_names is"),
     "vocabulary": (lambda root: broken(root, "wide", lambda _: None, vocab_size=310), "vocab_size is 310 and not 300"),
+    "tokens": (other_tokens, "vocabulary is"),
     "positions": (lambda root: broken(root, "few", lambda _: None, max_position_embeddings=64), "max_length is 64"),
     "tokenizer": (without_tokenizer, "takes_text is False and not True"),
     "a function": (lambda _: "rewarding:length", "not the name of a folder"),
@@ -221,9 +234,16 @@ async def test_what_cannot_take_the_place_leaves_it_as_it_was(
 ) -> None:
     checkpoints(tmp_path / "outside")
     (root / "link").symlink_to(tmp_path / "outside" / "new")
+    (root / "linked").mkdir()
+    for file in (tmp_path / "outside" / "new").iterdir():
+        (root / "linked" / file.name).symlink_to(file)
     async with serving(root) as service:
         old = version(service)
-        for what, (make, says) in {**BAD, "a link": (lambda _: "link", "no folder 'link'")}.items():
+        for what, (make, says) in {
+            **BAD,
+            "a link": (lambda _: "link", "no folder 'link'"),
+            "a folder of links": (lambda _: "linked", "no folder 'linked'"),
+        }.items():
             with pytest.raises(InvalidRequest, match=says) as told:
                 await service.repository.load("reward_model", make(root))
             assert "serves on as before" in str(told.value) or "folder" in str(told.value), what
@@ -253,6 +273,52 @@ async def test_no_memory_for_a_second_model_is_no_harm_to_the_first(
         fails = False
         await service.repository.load("reward_model", "new")
         assert rewards(await score(service)) == pytest.approx(wanted["new"], abs=1e-5)
+
+
+async def test_a_model_for_which_there_is_no_memory_is_no_wrong_request(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(root) as service:
+        monkeypatch.setattr(placement, "_host_bytes", lambda: 10)
+        with pytest.raises(ServerFault, match="GiB are free on this machine; unload a model first, or free some"):
+            await service.repository.load("reward_model", "new")
+
+
+async def test_what_would_end_the_process_ends_the_load(root: Path) -> None:
+    ends = False
+
+    def scorer(*asked: Any) -> Any:
+        if ends:
+            raise SystemExit(3)
+        return build_scorer(*asked)
+
+    async with serving(root, parts=Parts(scorer=scorer)) as service:
+        ends = True
+        with pytest.raises(ServerFault, match="SystemExit: 3"):
+            await service.repository.load("reward_model", "new")
+        assert len((await score(service)).results) == len(ROWS)
+
+
+async def test_the_log_tells_how_a_change_went_and_who_asked(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (root / "bare").mkdir(exist_ok=True)
+    async with serving(root) as service:
+        service._catalog.sums.clear()
+        left = asyncio.create_task(service.repository.load("reward_model", "bare", "operator"))
+        await until(lambda: bool(service.repository._changing))
+        left.cancel()
+        await until(lambda: not service.repository._changing)
+        del left
+        gc.collect()
+        await asyncio.sleep(0)
+        await service.repository.load("reward_model", "new", "operator")
+        await service.repository.unload("reward_model", "another")
+    told = [record.getMessage() for record in caplog.records]
+    assert not any("never retrieved" in text for text in told)
+    assert sum("as 'operator' has asked" in text for text in told) == 2
+    assert any("stays" not in text and "serves on as before" in text and "no config.json" in text for text in told)
+    assert any("new' serves, version" in text for text in told) and "reward_model: unloaded" in told
+    assert any("as 'another' has asked" in text for text in told)
 
 
 async def test_what_is_no_checkpoint_is_not_loaded(service: Service, tmp_path: Path) -> None:
@@ -350,13 +416,15 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
         assert trunk() is None
         with pytest.raises(Unavailable, match="unloaded"):
             service.check_room("reward_model")
+        index = {each["name"]: (each["state"], each["reason"]) for each in about.repository_index(service, False)}
+        assert index == {"reward_model": ("UNAVAILABLE", "unloaded"), "length": ("READY", "")}
         assert service.is_ready() and [info.name for info in service.loaded()] == ["length"]
         assert {info.name for info in service.models()} == {"reward_model", "length"}
         assert b'guerdon_model_info{device="cpu",dtype="float32",kind="seqcls",model="reward_model"' not in (
             service.metrics.render()
         )
         await service.repository.unload("reward_model")  # again is no error
-        (root / "bare").mkdir()
+        (root / "bare").mkdir(exist_ok=True)
         with pytest.raises(InvalidRequest, match="stays unloaded"):
             await service.repository.load("reward_model", "bare")
         loaded = await service.repository.load("reward_model", None)
@@ -378,6 +446,42 @@ async def test_a_stopping_server_swaps_nothing_and_ends(root: Path) -> None:
         await asyncio.to_thread(service.stop)
         with pytest.raises(Unavailable, match="stopping"):
             await service.repository.load("reward_model", "new")
+
+
+async def test_a_change_holds_the_server_up_for_no_collection_of_all_its_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(root) as service:
+        own = service._catalog.entries["reward_model"].loaded()
+        weights = [weakref.ref(weight) for weight in own.trunk.parameters()]  # type: ignore[attr-defined]
+        runtime.settle()  # as every server does: what it has then no collection looks at
+        monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("all memory is looked through"))
+        own.trunk.held_by_a_cycle = [own]  # type: ignore[attr-defined]
+        del own
+        await service.repository.load("reward_model", "new")
+        assert not any(weight() is not None for weight in weights)
+    monkeypatch.undo()
+    gc.unfreeze()
+
+
+async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -> None:
+    zoo.tokenizer(zoo.checkpoint("bert", root / "bert", seed=3))
+    async with serving(root) as service:
+        lane = service._loop._lanes["reward_model"]
+        lane.resize(64)  # as where there was no memory for more
+        assert lane.limits.shares
+        await service.repository.load("reward_model", "bert")
+        info = service.model("reward_model")
+        assert isinstance(info, ModelInfo) and info.path == "packed"
+        assert not lane.limits.shares and lane.limits.max_batch_tokens > 64
+
+
+async def test_a_model_is_found_by_the_checkpoint_that_was_named_at_the_start(root: Path) -> None:
+    async with serving(root) as service:
+        new = await service.repository.load("reward_model", "new")
+        info = service.scored_by(str(root / "old"))
+        assert (info.name, info.weights_version, info.source) == ("reward_model", new, str(root / "old"))
+        assert new == await service.repository.load("reward_model", None)  # what serves, read again
 
 
 # ------------------------------------------------------------------------------------------- other limits

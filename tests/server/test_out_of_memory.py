@@ -19,6 +19,7 @@ from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import ServerFault, Unavailable
 from guerdon.metrics import Metrics
 from guerdon.server.attempt import Attempt, is_out_of_memory
+from guerdon.server.budget import Budget
 from guerdon.server.loop import Loop
 from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
 
@@ -93,7 +94,35 @@ def test_a_batch_that_does_not_fit_is_halved_and_later_ones_are_no_larger_than_w
         assert running.told("guerdon_batch_budget_tokens") == 200
         assert running.told("guerdon_out_of_memory_total") == 3
     (warned,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "--max-batch-tokens 200" in warned.getMessage()
+    assert "200 at most for the next 64. Give --max-batch-tokens 200" in warned.getMessage()
+
+
+def test_a_passing_shortage_in_a_small_batch_is_not_for_ever() -> None:
+    worker = SmallWorker(1000)
+    with Running(worker) as running:
+        running.score(100, 100, 100)
+        worker.capacity = 1
+        assert running.score(1, 1) == [1.0, 1.0]
+        assert running.told("guerdon_batch_budget_tokens") == 300  # as many have fitted
+        worker.capacity = 1000
+        for budget in (300, 600, 1000):
+            assert running.told("guerdon_batch_budget_tokens") == budget
+            for _ in range(64):
+                running.score(10)
+        del worker.sizes[:]
+        assert running.score(*[100] * 8) == [100.0] * 8 and worker.sizes == [800]
+
+
+def test_a_shortage_that_stays_is_tried_ever_less_often() -> None:
+    budget, failed = Budget(4096), []
+    for batch in range(40_000):  # each as large as it may be
+        if budget.num_tokens > 600:
+            failed.append(batch)
+            budget.did_not_fit(600)
+        else:
+            budget.fitted(budget.num_tokens)
+    waits = np.diff(failed).tolist()
+    assert waits[:7] == [65, 129, 257, 513, 1025, 2049, 4097] and set(waits[7:]) == {4097}
 
 
 def test_a_sample_too_large_for_the_memory_fails_alone_and_costs_the_others_no_budget() -> None:

@@ -93,7 +93,7 @@ def test_tritonclient_http_reads_health_and_descriptions(running_server):
         assert client.is_model_ready("reward_model", "1")
         assert not client.is_model_ready("nobody")
         assert client.get_server_metadata()["name"] == "guerdon"
-        assert client.get_model_config("reward_model")["max_batch_size"] == 9999999
+        assert client.get_model_config("reward_model")["max_batch_size"] == 65536
         names = [output["name"] for output in client.get_model_metadata("many")["outputs"]]
         assert names == [
             "rewards",

@@ -40,6 +40,20 @@ def test_whatever_waits_is_taken_at_once_up_to_the_budget() -> None:
     assert s.take(0.0) is None and s.num_tokens == s.num_sequences == 0
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_other_limits_while_sequences_wait_lose_none(shares: bool) -> None:
+    s = scheduler(shares=not shares)
+    first, second = job(20, 30), job(30, start=5_000_000)
+    s.add(first)
+    s.add(second)
+    s.change(Limits(max_batch_tokens=50, shares=shares))
+    assert taken(s.take(0.0)) == [20, 30]
+    s.cancel(second)
+    s.add(job(40))
+    assert taken(s.take(0.0)) == [40]
+    assert s.num_sequences == s.room.sequences.taken == 0 and not s._groups
+
+
 def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
     s = scheduler()
     s.add(job(500, 10))

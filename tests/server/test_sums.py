@@ -31,7 +31,7 @@ def made(*components: dict[str, Any], clip: float | None = None) -> Sum:
     return Sum(RewardConfig("reward_model", parts, clip), infos)
 
 
-def reply(*results: float | GuerdonError, version: str = "1", **more: Any) -> ScoreReply:
+def reply(*results: float | GuerdonError, version: str = "abc", **more: Any) -> ScoreReply:
     scores = [r if isinstance(r, GuerdonError) else Score(r) for r in results]
     return ScoreReply(scores, list(range(1, len(scores) + 1)), version, **more)
 
@@ -104,6 +104,16 @@ def test_it_is_normalised_then_clipped_then_weighted_then_clipped_again() -> Non
 @pytest.mark.parametrize(("settings", "reward"), [({"mean": 1.0}, 4.0), ({"std": 2.0}, 2.5)])
 def test_of_mean_and_deviation_one_may_be_given_alone(settings: dict[str, float], reward: float) -> None:
     assert rewards(made({"normalize": "given", **settings}).combine([reply(5.0)])) == [reward]
+
+
+def test_what_was_seen_of_one_version_is_nothing_to_another() -> None:
+    parts = made({"normalize": "running"})
+    assert rewards(parts.combine([reply(3.0, 7.0)])) == [-1.0, 1.0]
+    parts.renew([replace(CHECKPOINT, name="a", weights_version="def")])
+    assert not [*parts.statistics()]
+    assert rewards(parts.combine([reply(5003.0, 5007.0, version="def")])) == [-1.0, 1.0]
+    assert rewards(parts.combine([reply(3.0, 7.0)])) == [-1.0, 1.0]  # one that was under way
+    assert [*parts.statistics()] == [("a", 5005.0, 2.0)]
 
 
 def test_running_takes_rewards_as_they_are_until_two_differ_and_counts_the_request_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -135,6 +136,23 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(mutual, files, who, pas
     assert is_live(mutual, files, client) is passes
 
 
+def test_refused_handshakes_are_told_of_once_a_minute(files, caplog):
+    caplog.set_level("INFO", logger="guerdon.server.connections")
+    with RunningServer(EchoService(), config_of(files, mutual=True)) as server:
+        for _ in range(3):
+            with pytest.raises(httpx.TransportError), httpx.Client(verify=context_of(files)) as client:
+                client.get(server.http_url + "/v2/health/live")
+        wait_until(lambda: bool(caplog.messages))
+    assert caplog.messages == ["no TLS came about with 127.0.0.1: PEER_DID_NOT_RETURN_A_CERTIFICATE"]
+
+
+def test_the_core_of_grpc_tells_errors_alone(files, monkeypatch):
+    """It would write of every connection without TLS, past the log's form and level."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    with RunningServer(EchoService(), config_of(files)):
+        assert os.environ["GRPC_VERBOSITY"] == "ERROR"
+
+
 def test_handshakes_that_do_not_go_on_end(server, files):
     address, process = httpx.URL(server.http_url), psutil.Process()
     before = process.num_fds()
@@ -179,10 +197,11 @@ def test_connections_beyond_the_limit_end_before_their_tls(files):
     ("change", "text"),
     [
         ({"tls_cert": "nowhere.pem"}, r"cannot read nowhere\.pem"),
-        ({"tls_key": "other"}, r"cannot be used for TLS: KEY_VALUES_MISMATCH"),
-        ({"tls_cert": "text"}, r"cannot be used for TLS"),
-        ({"tls_client_ca": "text"}, r"cannot be used for TLS"),
-        ({"tls_key": "encrypted"}, r"cannot be used for TLS"),
+        ({"tls_key": "other"}, r"other cannot be read, or is not the private key of .*cert"),
+        ({"tls_key": "text"}, r"text has no private key in PEM"),
+        ({"tls_cert": "text"}, r"text has no certificate in PEM"),
+        ({"tls_client_ca": "text"}, r"text has no certificate in PEM"),
+        ({"tls_key": "encrypted"}, r"encrypted is encrypted"),
     ],
 )
 def test_files_that_do_not_fit_are_told_before_models_are_loaded(files, tmp_path, change, text):

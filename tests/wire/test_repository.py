@@ -28,7 +28,6 @@ def body(**parameters: Any) -> bytes:
         (b"{}", None),
         (b'{"parameters": null}', None),
         (body(), None),
-        (body(unload_dependents=False), None),
         (body(model="step-100"), "step-100"),
         (body(model=None), None),
         (body(config=config("step-100")), "step-100"),
@@ -49,6 +48,9 @@ def test_what_is_named(sent: bytes, named: str | None) -> None:
         (body(model=3), "model is a number"),
         (body(model=""), "model is empty"),
         (body(modle="x"), "'modle' is unknown"),
+        (body(unload_dependents=False), "'unload_dependents' is unknown"),
+        (b'{"model": "step-100"}', '\'model\' is unknown; send {"parameters": {"model"'),
+        (b'{"parameter": {"model": "step-100"}}', "'parameter' is unknown"),
         (body(config="{"), "config is not valid JSON"),
         (body(config={}), "config is an object"),
         (body(config="[]"), "a list"),
@@ -61,6 +63,17 @@ def test_what_is_named(sent: bytes, named: str | None) -> None:
 def test_what_cannot_be_read_is_said(sent: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         repository.source(sent)
+
+
+@pytest.mark.parametrize("sent", [b"", b"{}", body(unload_dependents=False), body(unload_dependents=True)])
+def test_what_an_unload_says(sent: bytes) -> None:
+    repository.check_unload(sent)
+
+
+@pytest.mark.parametrize("sent", [b"no JSON", b"[]", b'{"model": "x"}', body(model="x"), b'{"parameters": 3}'])
+def test_an_unload_names_nothing_else(sent: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        repository.check_unload(sent)
 
 
 def test_files_are_not_taken() -> None:
@@ -92,4 +105,6 @@ def test_what_tritonclient_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_post", lambda request_body, **_: (sent.append(request_body.encode()), Answer())[1])
     client.load_model("rm")
     client.load_model("rm", config=config("step-100"))
-    assert [repository.source(each) for each in sent] == [None, "step-100"]
+    client.unload_model("rm")
+    assert [repository.source(each) for each in sent[:2]] == [None, "step-100"]
+    repository.check_unload(sent[2])

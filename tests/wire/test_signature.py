@@ -25,7 +25,7 @@ def test_metadata_lists_errors_and_the_config_does_not():
     }
     assert metadata["inputs"][0] == {"name": "sentences", "datatype": "BYTES", "shape": [-1, 1]}
     assert metadata["versions"] == ["1"]
-    parsed = ModelConfigParser.from_dict(signature.config(RICH))
+    parsed = ModelConfigParser.from_dict(signature.config(RICH, 1000))
     assert parsed.batching
     assert [spec.name for spec in parsed.outputs] == [
         "rewards", "attributes", "values", "step_rewards", "step_counts", "exceeded",
@@ -36,7 +36,7 @@ def test_metadata_lists_errors_and_the_config_does_not():
 def test_prompts_and_labels_are_inputs_where_a_function_reads_them():
     def inputs(**takes: bool) -> list[str]:
         info = ModelInfo("f", "function", takes_tokens=False, **takes)
-        parsed = ModelConfigParser.from_dict(signature.config(info))
+        parsed = ModelConfigParser.from_dict(signature.config(info, 1000))
         assert [spec.name for spec in parsed.inputs] == [e["name"] for e in signature.metadata(info)["inputs"]]
         assert all(spec.dtype is np.bytes_ and spec.optional for spec in parsed.inputs if spec.name in takes)
         return [spec.name for spec in parsed.inputs]
@@ -53,7 +53,7 @@ def operation(name: Operation) -> OperationInfo:
 
 def test_a_critics_values_stand_under_nemo_aligners_names():
     alone = ModelInfo("critic_infer", "critic", outputs=("values",))
-    parsed = ModelConfigParser.from_dict(signature.config(alone))
+    parsed = ModelConfigParser.from_dict(signature.config(alone, 1000))
     assert [(spec.name, spec.dtype, spec.shape) for spec in parsed.outputs] == [
         ("values", np.float32, (-1,)),
         ("exceeded", np.int32, (1,)),
@@ -62,12 +62,12 @@ def test_a_critics_values_stand_under_nemo_aligners_names():
         "values", "exceeded", "sequence_lengths", "errors",
     ]  # fmt: skip
     combined = ModelInfo("critic_infer", "critic", outputs=("values", "rewards"))
-    assert signature.config(combined)["output"][1] == {"name": "rewards", "data_type": "TYPE_FP32", "dims": [1]}
+    assert signature.config(combined, 1000)["output"][1] == {"name": "rewards", "data_type": "TYPE_FP32", "dims": [1]}
 
 
 @pytest.mark.parametrize("name", [Operation.TRAIN, Operation.VALIDATE])
 def test_training_takes_whole_tensors_and_gives_the_loss(name):
-    parsed = ModelConfigParser.from_dict(signature.config(operation(name)))
+    parsed = ModelConfigParser.from_dict(signature.config(operation(name), 1000))
     assert not parsed.batching
     assert [(spec.name, spec.dtype, spec.shape, spec.optional) for spec in parsed.inputs] == [
         ("tokens", np.int64, (-1, -1), False),
@@ -93,7 +93,7 @@ def test_training_takes_whole_tensors_and_gives_the_loss(name):
     ],
 )
 def test_each_other_operation_needs_no_input(name, inputs, outputs, more):
-    parsed = ModelConfigParser.from_dict(signature.config(operation(name)))
+    parsed = ModelConfigParser.from_dict(signature.config(operation(name), 1000))
     assert not parsed.batching
     assert [(spec.name, spec.optional) for spec in parsed.inputs] == [(i, True) for i in inputs]
     assert [spec.name for spec in parsed.outputs] == outputs

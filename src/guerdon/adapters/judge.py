@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient, Scores
+from guerdon.client import AsyncRewardClient, Credentials, RetryPolicy, RewardClient, Scores
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import DeadlineExceeded, Unavailable
 
@@ -21,15 +21,16 @@ _QUEUE_S = 1.0
 class Judge:
     """A served reward model, to be asked from any thread, process or event loop; `judge` makes it."""
 
-    def __init__(self, url: str | tuple[str, ...], model: str, timeout_s: float) -> None:
+    def __init__(self, url: str | tuple[str, ...], model: str, timeout_s: float, credentials: Credentials) -> None:
         self._arguments = (url, model, timeout_s)
+        self._credentials = credentials
         self._policy = RetryPolicy.patient(timeout_s, wait_for_start=True)
-        self._client = RewardClient(url, model, policy=self._policy)
+        self._client = RewardClient(url, model, policy=self._policy, credentials=credentials)
         self._by_loop: dict[asyncio.AbstractEventLoop, AsyncRewardClient] = {}
         self._lost_at, self._lost_why = -_QUEUE_S, ""
 
     def __reduce__(self) -> Any:
-        # Some trainers pickle their function at every call: it finds its connections where it arrives.
+        # Some trainers pickle their function at every call: it finds its connections, and the key, where it arrives.
         return judge, self._arguments
 
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
@@ -54,18 +55,18 @@ class Judge:
                 if other.is_closed():  # its client would hold it, and its sockets, for ever
                     self._by_loop.pop(other, None)  # another thread may have seen it, too
             url, model, _ = self._arguments
-            self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy)
+            self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy, credentials=self._credentials)
         return await self._by_loop[loop].score(**samples)
 
 
 def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:
-    """The one Judge of these arguments in this process; it can be pickled. Raises InvalidRequest for a malformed URL.
+    """The one Judge of these arguments and the environment's credentials in this process; it can be pickled.
 
     It connects at the first call. Servers that are away or not up yet are tried again until `timeout_s` have gone by
-    since the call.
+    since the call. Raises InvalidRequest for a malformed URL, and ConfigError for credentials that cannot be.
     """
-    key = (url if isinstance(url, str) else tuple(url), model, timeout_s)
+    key = (url if isinstance(url, str) else tuple(url), model, timeout_s, Credentials.from_environment())
     return _judges.get(key) or _judges.setdefault(key, Judge(*key))  # in one step: two threads get the same one
 
 
-_judges: dict[tuple[str | tuple[str, ...], str, float], Judge] = {}
+_judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], Judge] = {}

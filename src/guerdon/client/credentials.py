@@ -42,30 +42,28 @@ class Credentials:
         return None if self.api_key is None else f"Bearer {self.api_key}"
 
     def tls(self) -> ssl.SSLContext:
-        """How httpx is to speak TLS; raises ConfigError where a file cannot be read or does not fit."""
+        """How httpx is to speak TLS; raises ConfigError where a file cannot be read, does not fit or is encrypted."""
         context = httpx.create_ssl_context() if self.ca_file is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.ca_file is not None:
                 context.load_verify_locations(self.ca_file)
             if self.cert_file is not None:
-                context.load_cert_chain(self.cert_file, self.key_file)
-        except OSError as e:  # also what ssl raises
+                # A password that is wrong: without one OpenSSL would ask at the terminal, and wait.
+                context.load_cert_chain(self.cert_file, self.key_file, password="")
+        except (OSError, ValueError) as e:  # also what ssl raises
             files = [name for name in (self.ca_file, self.cert_file, self.key_file) if name is not None]
             raise ConfigError(
-                f"cannot read certificates in {', '.join(files)}: {e}", "give PEM files; a key must fit its certificate"
+                f"cannot read certificates in {', '.join(files)}: {e}",
+                "give PEM files; a key must fit its certificate, and be without a password",
             ) from e
         return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """What the files of authorities, key and certificate hold, as gRPC takes them; raises ConfigError."""
+        """What the files of authorities, key and certificate hold, as gRPC takes them; raises what `tls` does."""
+        self.tls()  # gRPC itself finds out at every connection only, and does not say what is wrong
         own_key = self.key_file or self.cert_file
         return _read(self.ca_file), _read(own_key), _read(self.cert_file)
 
 
 def _read(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}", "give a PEM file") from e
+    return None if path is None else Path(path).read_bytes()

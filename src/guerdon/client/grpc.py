@@ -13,7 +13,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted
+from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted, with_way_in
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
 from guerdon.wire import kserve_grpc
 
@@ -26,7 +26,13 @@ _BROKEN = (
 """What it says there and where it lost one; a server's own UNAVAILABLE says other things."""
 
 
-_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "CERTIFICATE_REQUIRED", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
+_UNTRUSTED = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "CERTIFICATE_REQUIRED",
+    "UNKNOWN_CA",
+    "WRONG_VERSION_NUMBER",
+    "Verification Check failed",
+)
 """In what it says where TLS refuses a connection, and will refuse it again."""
 
 
@@ -82,7 +88,7 @@ class Call:
     def failure(self, error: Any) -> GuerdonError:
         """The error of an exchange that ended in a status."""
         code, details, step = error.code().name, error.details() or "", self.step
-        check = "is the server running there? Check host and port (http://host:port for an HTTP port)"
+        check = "is the server running there? Check host and port (http://host:port for an HTTP port, grpcs:// for TLS)"
         if code == "UNAVAILABLE" and any(text in details for text in _UNTRUSTED):
             return untrusted(self.url, details)
         if code == "UNAVAILABLE" and any(text in details for text in _BROKEN):
@@ -102,7 +108,8 @@ class Call:
             )
         trailing = error.trailing_metadata() or ()
         kind = next((value for key, value in trailing if key == "guerdon-error"), None)
-        return error_of(code, details, _number(trailing, "retry-after"), kind, _number(trailing, "guerdon-num-steps"))
+        told = error_of(code, details, _number(trailing, "retry-after"), kind, _number(trailing, "guerdon-num-steps"))
+        return with_way_in(told, self.url)
 
 
 class GrpcTransport:

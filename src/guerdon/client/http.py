@@ -16,7 +16,7 @@ import orjson
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted
+from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted, with_way_in
 from guerdon.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -84,7 +84,7 @@ class Call:
     def failure(self, error: httpx.TransportError) -> GuerdonError:
         """The error of an exchange that broke."""
         step, url = self.step, self.url
-        check = "is the server running there? Check host and port (grpc://host:port for a gRPC port)"
+        check = "is the server running there? Check host and port (grpc://host:port for a gRPC port, https:// for TLS)"
         if (refusal := _tls_refusal(error)) is not None:
             return untrusted(url, refusal)
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
@@ -117,7 +117,8 @@ class Call:
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)
         retry_after_s = _number(response.headers, "Retry-After", None)
-        return error_of(status, message, retry_after_s, kind, _number(body, "num_steps", None))
+        told = error_of(status, message, retry_after_s, kind, _number(body, "num_steps", None))
+        return with_way_in(told, self.url)
 
 
 class HttpTransport:

@@ -37,10 +37,17 @@ WITHOUT_CERTIFICATE = (
 """What else may be wrong where a server ends a connection of TLS: few say why."""
 
 
+def with_way_in(error: GuerdonError, url: str) -> GuerdonError:
+    """The error; where it is about the key, it also says at which server, and how a client is given another."""
+    if isinstance(error, errors.Unauthenticated | errors.Forbidden):
+        return type(error)(f"{error} ({url}; a key comes by GUERDON_API_KEY or credentials=)")
+    return error
+
+
 def untrusted(url: str, why: str) -> errors.Unreachable:
     """The error of a connection that TLS refuses, and will refuse again."""
     error = errors.Unreachable(
-        f"no connection to {url}: {why}; check http or https, and the credentials' ca_file and cert_file "
+        f"no connection to {url}: {why}; check that the server has TLS, and the credentials' ca_file and cert_file "
         "(GUERDON_CA_FILE, GUERDON_CERT_FILE)",
         may_have_arrived=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -11,12 +12,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from guerdon.access import KEYS_VARIABLE, has_keys
 from guerdon.assembly import build_service
 from guerdon.config import ParallelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
-from guerdon.errors import ConfigError, StartError, Unavailable
+from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported
 from guerdon.fields import from_mapping
 from guerdon.server import http
+from guerdon.server.repository import Repository
 from guerdon.yaml_files import read_yaml
 
 try:
@@ -99,10 +102,13 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
     """One process with the models and their service; Ray makes it, and calls its methods on the service's loop."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # as Ray has it
-        """Loads the models; raises what `build_service` raises."""
+        """Loads the models; raises what `build_service` raises, and ConfigError where nobody would need a key."""
         await super().__init__()
         logging.getLogger("guerdon").setLevel(config.log_level.upper())
+        _check_keys(config)
+        config = dataclasses.replace(config, host="")  # any: where Ray's proxies listen is not known here
         self._service = await asyncio.to_thread(build_service, config)
+        self._service.repository = _Fixed()
         # As in a plain server: to walk through the libraries' objects would hold every request up.
         gc.collect()
         gc.freeze()
@@ -121,6 +127,21 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
         if hasattr(self, "_service"):  # the constructor may have failed
             await asyncio.to_thread(self._service.stop)
         await super().__del__()
+
+
+class _Fixed(Repository):
+    """In the repository's place: a request reaches one replica, and the others would go on with other weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def load(self, name: str, source: str | None, client: str = "") -> str:
+        """Raises Unsupported."""
+        raise Unsupported("one replica of several cannot load a model; deploy the application again, with other models")
+
+    async def unload(self, name: str, client: str = "") -> None:
+        """Raises Unsupported."""
+        raise Unsupported("one replica of several cannot unload a model; deploy the application again, without it")
 
 
 def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfig:
@@ -144,6 +165,16 @@ def _check(config: ServerConfig) -> None:
             "tensor_parallel and fsdp need several processes for one model, and a replica is one process",
             "leave them out, or serve this model with `torchrun -m guerdon serve`",
         )
+    if (config.tls_cert, config.tls_key, config.tls_client_ca) != (None, None, None):
+        raise ConfigError(
+            "tls_cert, tls_key and tls_client_ca are for a server's sockets; here Ray's proxies listen, without TLS",
+            "leave them out, and put a proxy that speaks TLS before Ray's",
+        )
+    if config.model_repository is not None:
+        raise ConfigError(
+            "model_repository is given, and one replica of several cannot load a model",
+            "leave it out; other weights come by deploying the application again",
+        )
     for reward in config.rewards:
         for part in reward.components:
             if part.normalize == "running":
@@ -151,6 +182,16 @@ def _check(config: ServerConfig) -> None:
                     f"{reward.name} normalizes {part.model} by what a server has seen, which differs between replicas",
                     "write `normalize: given` with the mean and std that /metrics of a plain server tells",
                 )
+
+
+def _check_keys(config: ServerConfig) -> None:
+    """To be asked in the replica: its environment may have keys, and the one where the application is built none."""
+    if not (has_keys(config) or config.allow_anonymous):
+        raise ConfigError(
+            "nobody would need a key, and Ray's proxies may listen where other machines reach them",
+            f"give `api_keys_file`, or {KEYS_VARIABLE} to the replicas by `runtime_env`; or, where whoever reaches the "
+            "proxies may use them, `allow_anonymous: true`",
+        )
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

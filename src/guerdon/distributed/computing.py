@@ -60,11 +60,10 @@ HERE = Computing()
 def release() -> None:
     """Gives back the memory of what nothing holds any more, to the device and to the operating system.
 
-    What was loaded at the start lies outside the garbage collector's rounds; it is looked through, too, and put back.
+    Not so of what was loaded at the start, if only a cycle holds it: it lies outside the garbage collector's rounds,
+    and to look through it holds all of this process's threads for half a second.
     """
-    gc.unfreeze()
     gc.collect()
-    gc.freeze()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -11,13 +11,16 @@ import dataclasses
 import enum
 import io
 import pickle
+import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from guerdon.errors import GuerdonError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 _OWN_MODULES = frozenset(
@@ -38,21 +41,11 @@ _OWN_MODULES = frozenset(
 
 _OTHERS = frozenset(
     {
-        ("builtins", "bytearray"),
         ("builtins", "complex"),
-        ("builtins", "frozenset"),
-        ("builtins", "range"),
-        ("builtins", "set"),
-        ("builtins", "slice"),
+        ("guerdon.distributed.portable", "_array"),
+        ("guerdon.distributed.portable", "_scalar"),
         ("guerdon.distributed.portable", "_tensor"),
         ("guerdon.errors", "_unpickled"),
-        ("numpy", "dtype"),
-        ("numpy", "ndarray"),
-        *(
-            (f"numpy.{core}.{module}", name)
-            for core in ("core", "_core")  # its name until numpy 1 and since numpy 2
-            for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
-        ),
         *(
             (module, name)
             for module in ("pathlib", "pathlib._local")
@@ -61,14 +54,19 @@ _OTHERS = frozenset(
     }
 )
 
+_DTYPE = re.compile(r"[<>|]([biufcSU])\d{1,6}")
+"""Numbers and text. Of numpy's own ways back none is known here: some take bytes for the addresses of objects."""
+
 
 def dumps(value: Any) -> bytes:
-    """The value as `loads` reads it; raises whatever pickle raises for what is no data."""
+    """The value as `loads` reads it; raises PicklingError for arrays of objects, and whatever pickle raises for what is
+    no data."""
     data = io.BytesIO()
     pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | _WAYS
     if (torch := sys.modules.get("torch")) is not None:
         # Its own way is a file of torch's within the pickle, which is read as one that may hold any code.
-        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+        pickler.dispatch_table[torch.Tensor] = _reduced_tensor
     pickler.dump(value)
     return data.getvalue()
 
@@ -94,7 +92,41 @@ def _is_data(found: type) -> bool:
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | GuerdonError)
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
+def _reduced(array: np.ndarray) -> Any:
+    return _array, (_plain(array), array.shape, pickle.PickleBuffer(np.ascontiguousarray(array).data))
+
+
+def _reduced_scalar(value: np.generic) -> Any:
+    array = np.asarray(value)
+    return _scalar, (_plain(array), array.tobytes())
+
+
+def _plain(array: np.ndarray) -> str:
+    """Its dtype by name; raises PicklingError where that is not one of numbers or text."""
+    if not _DTYPE.fullmatch(array.dtype.str):
+        raise pickle.PicklingError(f"an array of {array.dtype} is nothing that ranks tell each other")
+    return array.dtype.str
+
+
+def _array(dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> np.ndarray:
+    """The array of these numbers, which numpy checks against the shape."""
+    if type(dtype) is not str or not _DTYPE.fullmatch(dtype) or type(data) not in (bytes, bytearray):
+        raise pickle.UnpicklingError(f"an array of {dtype!r} is nothing that ranks tell each other")
+    return np.ndarray(shape, dtype, data)
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    return _array(dtype, (), data)[()]
+
+
+_WAYS: dict[type, Callable[[Any], Any]] = {
+    np.ndarray: _reduced,
+    **{kind: _reduced_scalar for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)},
+}
+"""How arrays and single numbers are told: as the name of a plain dtype, a shape and bytes."""
+
+
+def _reduced_tensor(tensor: torch.Tensor) -> Any:
     return _tensor, (tensor.detach().cpu().numpy(),)
 
 

@@ -18,7 +18,8 @@ class Scorer(Protocol):
     """A model, or a user's function, that scores sequences.
 
     One that `takes_all` is given all of them on every rank, whose parts it knows itself, and rank 0's results count.
-    One that runs by several paths also has `score_plainly`, which does the same by the plain forward.
+    One that runs by several paths also has `score_plainly`, which does the same by the plain forward. One that can be
+    unloaded has `discard`, which gives up what it holds.
     """
 
     info: ModelInfo
@@ -108,7 +109,7 @@ class Worker:
             case Signal.SWITCH:
                 self._switch(name)
             case Signal.UNLOAD:
-                del self._scorers[name]
+                self._discard(self._scorers.pop(name))
             case Signal.RELEASE:
                 self._beside.pop(name, None)
                 computing.release()
@@ -130,11 +131,18 @@ class Worker:
 
     def _switch(self, name: str) -> None:
         """Gives the place of that name to what was loaded beside it."""
-        self._scorers[name] = made = self._beside.pop(name)
+        before, made = self._scorers.get(name), self._beside.pop(name)
+        self._scorers[name] = made
+        self._discard(before)
         if self._tick is not None:
             self._ticking.discard(name)
             if made.watch(self._tick):
                 self._ticking.add(name)
+
+    def _discard(self, scorer: Any) -> None:
+        # Its modules hold each other, and where they were there at the start no collection finds them.
+        if scorer is not None:
+            scorer.discard()
 
     def _operate(self, trainer: Trainer, command: Command) -> TrainReport | None:
         match command.signal:

@@ -17,6 +17,17 @@ from guerdon.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|adapter_model|consolidated|tokenizer)")
+TEXTS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""What a tokenizer is read from, and its templates."""
 MIB = 1 << 20
 PAGE = 1 << 12
 
@@ -42,25 +53,49 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read."""
+    """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
+
+    `version` is 12 hex digits that change with the weights, the config and the tokenizer: with all that a score is
+    made by.
+    """
 
     folder: Path
     settings: dict[str, Any]
-    files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
+    version: str
+    _files: Files
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as float32 on the CPU."""
         return self.tensors[name][...].to(torch.float32)
 
-    def fingerprint(self) -> str:
-        """12 hex digits that change with the weights: BLAKE2b over each file's name, size, first and last MiB.
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError where a file was written to, or another took its place, since this was opened."""
+        if find_files(self.folder) != self._files or self._files.version(self.settings) != self.version:
+            raise CheckpointError(
+                f"the files in {self.folder} were written to while they were read",
+                "load it again once whoever writes them is done",
+            )
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a checkpoint is read from, and of each file the device, inode, size and time of the last change."""
+
+    weights: tuple[Path, ...]
+    texts: tuple[Path, ...]
+    stamps: tuple[tuple[int, ...], ...]
+
+    def version(self, settings: dict[str, Any]) -> str:
+        """BLAKE2b over the config, the tokenizer's files, and each weight file's name, size, first and last MiB.
 
         Between these a page every 16 MiB is read, at least one of every large matrix, as training may leave the
         embeddings at the beginning and the head at the end as they were.
         """
-        digest = hashlib.blake2b(digest_size=6)
-        for path in sorted(self.files):
+        digest = hashlib.blake2b(digest_of(settings).encode(), digest_size=6)
+        for path in self.texts:
+            digest.update(f"{path.name}:{path.stat().st_size};".encode() + path.read_bytes())
+        for path in self.weights:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
             with path.open("rb") as file:
@@ -73,15 +108,32 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+def find_files(folder: Path) -> Files:
+    """The files that the folder's model is made of; raises CheckpointError where there are no weights."""
+    weights = tuple(sorted(_weight_files(folder)))
+    texts = tuple(sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()}))
+    found = [path.stat() for path in (folder / "config.json", *texts, *weights)]
+    return Files(weights, texts, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+
+
+def digest_of(settings: dict[str, Any]) -> str:
+    """12 hex digits that change with the config, but for where it lay when it was saved."""
+    plain = {name: value for name, value in settings.items() if name != "_name_or_path"}
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
+
+
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """Opens a local folder, or downloads a hub id; raises CheckpointError where anything it needs is missing."""
     folder = find_folder(model, revision)
+    _check_config(folder)
+    # Before anything is read or mapped: what takes a file's place from now on is noticed.
+    files = find_files(folder)
     settings = _read_settings(folder)
-    files = _weight_files(folder)
+    version = files.version(settings)
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in files.weights:
         tensors.update(open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
-    return Checkpoint(folder, settings, files, tensors)
+    return Checkpoint(folder, settings, tensors, version, files)
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:
@@ -115,9 +167,8 @@ def _download(model: str, revision: str | None) -> Path:
     return folder
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
+def _check_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
         if (folder / "model_index.json").is_file():
             raise CheckpointError(f"{folder} holds a diffusion pipeline", "give the folder of a reward model")
         if (folder / "adapter_config.json").is_file():
@@ -127,6 +178,10 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no config.json", "give a checkpoint's own folder, or copy the base model's config.json there"
         )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
@@ -155,6 +210,9 @@ def _shards(index: Path) -> tuple[Path, ...]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came") from e
+    # Nor does it lead to files elsewhere.
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came")
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise CheckpointError(

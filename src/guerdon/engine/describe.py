@@ -46,10 +46,11 @@ def describe(
         eos_token_id=eos_token_id,
         takes_text=encoder is not None,
         takes_messages=encoder is not None and encoder.takes_messages,
-        weights_version=checkpoint.fingerprint(),
+        weights_version=checkpoint.version,
         dtype=dtype_name(dtype),
         device=str(device),
         step_rule=step_rule,
+        vocabulary="" if encoder is None else encoder.vocabulary(),
     )
 
 

@@ -123,6 +123,12 @@ class Engine(Forward):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def discard(self) -> None:
+        """Gives up the weights, whoever else knows of this; nothing can be computed any more."""
+        for module in (*self.trunk.modules(), *self.head.modules()):
+            module._parameters.clear()
+            module._buffers.clear()
+
     def onload(self) -> None:
         """Moves the weights back to the device; where that raises, some may be there, until `offload`."""
         self.trunk.to(self.device)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import nn
 
 from guerdon.config import LanguageModelConfig, ModelConfig
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.checkpoints import Checkpoint
+from guerdon.engine.checkpoints import Checkpoint, digest_of
 from guerdon.errors import CheckpointError, ConfigError
 
 NEEDED = "5.23"
@@ -82,7 +80,7 @@ class Alike:
         if self._ranks.size == 1:
             return
         ranks = self._ranks
-        facts: dict[str, Any] = {"weights": checkpoint.fingerprint(), "config.json": _digest(checkpoint.settings)}
+        facts: dict[str, Any] = {"config.json": digest_of(checkpoint.settings), "weights": checkpoint.version}
         facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
         facts["dtype"] = str(dtype).removeprefix("torch.")
         self.has_failed_on_all = True
@@ -131,12 +129,6 @@ def layer_lists(model: nn.Module) -> list[str]:
 def layers(trunk: nn.Module) -> list[nn.Module]:
     """The modules in these lists."""
     return [layer for name in layer_lists(trunk) for layer in trunk.get_submodule(name).children()]
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    # Where it lay when it was saved is of no weight.
-    plain = {name: value for name, value in settings.items() if name != "_name_or_path"}
-    return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
 def _libraries(ranks: Ranks) -> tuple[Any, Any]:

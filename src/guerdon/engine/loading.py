@@ -71,7 +71,6 @@ def _load(
     check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)
     # Behind it, so that no rank counts what its neighbours have taken already as taken by others.
     others.compare(checkpoint, dtype, config)
-    version = checkpoint.fingerprint()
     encoder = TextEncoder.load(checkpoint.folder)
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
     parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype, ranks)
@@ -81,11 +80,7 @@ def _load(
     trunk.config.use_cache = False
     step_rule = "" if head.steps is None else str(head.steps)
     info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, step_rule)
-    if info.weights_version != version:
-        raise CheckpointError(
-            f"the files in {checkpoint.folder} were written to while they were read",
-            "load it again once whoever writes them is done",
-        )
+    checkpoint.check_unchanged()
     return LoadedModel(
         trunk=trunk,
         head=head.to(device),

@@ -9,7 +9,7 @@ import torch
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
-from guerdon.errors import CheckpointError, ConfigError
+from guerdon.errors import ConfigError, TooLarge
 
 SMALLER_TRAINING = "train with lora, optimizer adamw_8bit or activation_checkpointing, or take a smaller model"
 """What helps where memory does not suffice to train."""
@@ -50,7 +50,7 @@ def check_memory(
     with_copy: bool = False,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Raises CheckpointError where the weights in `dtype` do not fit the free memory, of the host (which every weight
+    """Raises TooLarge where the weights in `dtype` do not fit the free memory, of the host (which every weight
     passes through) or of the device.
 
     Where all of them will be trained, `moment_bytes` are those of the optimiser's moments for each; gradients and
@@ -77,7 +77,7 @@ def check_memory(
             what = "" if moment_bytes is None else " with its optimiser's state"
             what += " and a frozen copy" if with_copy else ""
             remedy = "free some, choose another machine or --device, or a smaller --dtype such as bfloat16"
-            raise CheckpointError(
+            raise TooLarge(
                 f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}{what}, "
                 f"{free_bytes / 2**30:.1f} GiB are free on {place}",
                 remedy if needed_bytes == own_bytes else SMALLER_TRAINING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence as ListLike
 from pathlib import Path
@@ -53,6 +54,11 @@ class TextEncoder:
             # Set once and never again: changing these while another thread encodes is what fast tokenizers refuse.
             self._fast.no_truncation()
             self._fast.no_padding()
+
+    def vocabulary(self) -> str:
+        """12 hex digits that change with the tokens and their ids."""
+        tokens = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.blake2b(repr(tokens).encode(errors="backslashreplace"), digest_size=6).hexdigest()
 
     @classmethod
     def load(cls, folder: Path) -> TextEncoder | None:

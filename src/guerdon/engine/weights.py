@@ -57,11 +57,10 @@ def fill(
     `sharded_class`.
     """
     how: dict[str, Any] = {}
-    model_class = _laid_out_alone(model_class)
     if ranks.is_sharded:
         model_class, how = sharded_class(model_class, config, ranks)
     with _quiet():
-        model, found = model_class.from_pretrained(
+        model, found = _laid_out_alone(model_class).from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -70,6 +69,8 @@ def fill(
             ignore_mismatched_sizes=True,
             **how,
         )
+    if not ranks.is_sharded:  # where FSDP may have made a class of its own of it
+        model.__class__ = model_class
     if found["missing_keys"]:
         raise CheckpointError(f"the files lack {_some(found['missing_keys'])}", INCOMPLETE)
     if found["mismatched_keys"]:

@@ -35,5 +35,6 @@ def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]
         is_ready = service.is_ready(info.name)
         if is_ready or not only_ready:
             state = "READY" if is_ready else "UNAVAILABLE"
-            index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": ""})
+            reason = "" if service.is_loaded(info.name) else "unloaded"
+            index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": reason})
     return index

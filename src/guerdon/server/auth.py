@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from guerdon.access import KEYS_VARIABLE, AccessConfig, Role
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
+from guerdon.metrics import UNKNOWN
+
+log = logging.getLogger(__name__)
 
 LEAST_KEY = 16
 """Characters of the shortest key: none shorter withstands guessing."""
@@ -54,14 +58,21 @@ class Access:
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file)
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as e:
                 raise ConfigError(f"cannot read the keys in {path}: {e}", "give a text file of its keys") from e
             self._read(lines, str(path))
             if not self._callers:
                 raise ConfigError(f"{path} has no keys", _FORM)
-        self._read(re.split(r"[,\n]", os.environ.get(KEYS_VARIABLE, "")), KEYS_VARIABLE)
+        lines = os.environ.get(KEYS_VARIABLE, "").splitlines()
+        entries = [[line] if line.lstrip().startswith("#") else line.split(",") for line in lines]
+        self._read([entry for line in entries for entry in line], KEYS_VARIABLE)
         self.names = tuple(dict.fromkeys(caller.name for _, caller in self._callers))
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether anybody may load and unload models."""
+        return any(caller.role is Role.ADMIN for _, caller in self._callers)
 
     def caller(self, authorization: bytes | str | None, token: bytes | str | None = None) -> Caller:
         """Who sends this header: `Bearer KEY`, or `Basic` with the key for its password; raises Unauthenticated.
@@ -91,12 +102,17 @@ class Access:
             parts = line.split()
             if not parts or parts[0].startswith("#"):
                 continue
-            if len(parts) != 3 or parts[0].upper() not in Role.__members__:
+            if len(parts) != 3:
                 raise ConfigError(f"entry {number} of {where} is no key", _FORM)
             role, name, key = parts
-            if not re.fullmatch(r"[\w.-]{1,64}", name):
-                raise ConfigError(f"entry {number} of {where}: the name cannot be one", "take letters, digits, _ . -")
-            if not (key.isascii() and key.isprintable()):
+            if role.upper() not in Role.__members__:  # which is not shown: it may be a key
+                raise ConfigError(f"entry {number} of {where} does not begin with a role: score, train or admin", _FORM)
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or name == UNKNOWN:
+                raise ConfigError(
+                    f"entry {number} of {where}: the name cannot be one",
+                    f"take letters, digits, _ . - for it, and not {UNKNOWN}, by which the keyless are counted",
+                )
+            if "," in key or not (key.isascii() and key.isprintable()):
                 raise ConfigError(f"entry {number} of {where}: the key of {name} cannot travel in a header", _FORM)
             if len(key) < LEAST_KEY:
                 raise ConfigError(
@@ -112,6 +128,13 @@ class Access:
                     "give every key once, and every name one role",
                 )
             self._callers.append((digest, caller))
+
+
+def warn_of_readers(config: AccessConfig) -> None:
+    """Says on the log which file of keys others than its owner may read."""
+    for path in (config.api_keys_file, config.tls_key):
+        if path is not None and os.stat(path).st_mode & 0o044:
+            log.warning("%s is secret, and others than its owner may read it: `chmod 600` it", path)
 
 
 def _key(authorization: bytes | str) -> bytes:

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from guerdon.config import LimitsConfig
 from guerdon.logs import failure
+from guerdon.server.guard import CALLER
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _LINGER_S = 1.0
 _BACKLOG = 4096
 _ACCEPT_AGAIN_S = 0.1
 _SWEEP_S = 1.0
+_TELL_EVERY_S = 60.0
 _VANISHED_S = 120
 """After which a host that no longer answers has no connection here any more."""
 
@@ -53,10 +55,16 @@ class _Early(Exception):
 
 
 class HttpServer:
-    """The connections of one listener; `stop` ends them."""
+    """The connections of one listener; `stop` ends them.
 
-    def __init__(self, app: ASGIApp, limits: LimitsConfig, tls: ssl.SSLContext | None, max_connections: int) -> None:
+    With `has_keys` a connection on which none was shown yet may rest no longer than a head may take.
+    """
+
+    def __init__(
+        self, app: ASGIApp, limits: LimitsConfig, tls: ssl.SSLContext | None, max_connections: int, has_keys: bool
+    ) -> None:
         self.limits = limits
+        self.has_keys = has_keys
         self.max_connections = max_connections
         self.most_unread_bytes = max(limits.max_bodies_mb, limits.max_body_mb) << 20
         self.state = ServerState()
@@ -66,6 +74,7 @@ class HttpServer:
         self.settings.load()
         self._tls = tls
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._told_at = -math.inf
         timeouts = (limits.header_timeout_s, limits.read_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
         self._sweep_s = min(_SWEEP_S, min(timeouts) / 4)
 
@@ -116,7 +125,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted, came_from = await loop.sock_accept(self._listener)
             except OSError as e:  # no file is left, say, or whoever came has left
                 log.warning("cannot accept a connection: %s", e.strerror)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
@@ -124,11 +133,11 @@ class HttpServer:
             if self.num_connections >= self.max_connections:
                 accepted.close()
                 continue
-            task = loop.create_task(self._shake_hands(accepted, tls))
+            task = loop.create_task(self._shake_hands(accepted, came_from[0], tls))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
+    async def _shake_hands(self, accepted: socket.socket, came_from: str, tls: ssl.SSLContext) -> None:
         timeout_s = self.limits.header_timeout_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -139,8 +148,11 @@ class HttpServer:
                 ssl_shutdown_timeout=_LINGER_S,
             )
         except OSError as e:  # an ssl.SSLError is one
-            log.debug("no TLS came about: %s", type(e).__name__)
             accepted.close()
+            level, now = logging.DEBUG, asyncio.get_running_loop().time()
+            if now - self._told_at > _TELL_EVERY_S:  # whoever connects could else fill the log
+                level, self._told_at = logging.INFO, now
+            log.log(level, "no TLS came about with %s: %s", came_from, getattr(e, "reason", None) or type(e).__name__)
 
     async def _ended(self, timeout_s: float) -> None:
         ends = asyncio.get_running_loop().time() + timeout_s
@@ -194,7 +206,9 @@ class HttpConnection(HttpToolsProtocol):
         self._is_lingering = False
         self._num_head = 0
         self._num_silent = 0
-        """Bytes that came since the last that made a head complete, or were of a body."""
+        """Bytes that came since a head was complete, beyond twice those of its body."""
+        self._is_known = not server.has_keys
+        """Whether somebody with a key has asked here."""
         self.num_unread = 0
         """Bytes of answers that wait to be sent, as they were last counted."""
         self._unread_since = 0.0
@@ -234,8 +248,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request's first byte has come."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            raise _Early
+        if self.cycle is not None and (not self.cycle.response_complete or self.flow.write_paused):
+            raise _Early  # or one that is not sent: the next would wait behind it, and no bound counts it
         super().on_message_begin()
         self._is_in_head, self._num_head = True, 0
         self._since, self._waits_s = self._time(), self._limits.header_timeout_s
@@ -268,7 +282,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A part of a body has come."""
-        self._num_silent = 0
+        self._num_silent = max(0, self._num_silent - 2 * len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -315,8 +329,10 @@ class HttpConnection(HttpToolsProtocol):
         """Waits for the next request, or for the rest of one that is answered already."""
         if self.cycle.response_complete:
             limits = self._limits
+            self._is_known = self._is_known or CALLER in self.cycle.scope
             self._since = self._time()
-            self._waits_s = limits.header_timeout_s if self._is_in_body else limits.idle_timeout_s
+            rests = self._is_known and not self._is_in_body
+            self._waits_s = limits.idle_timeout_s if rests else limits.header_timeout_s
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head += num_bytes
@@ -345,7 +361,7 @@ class HttpConnection(HttpToolsProtocol):
         """Hears no more of the connection, of which something is not a request, or not its turn."""
         self._is_deaf = True
         cycle = self.cycle
-        if cycle is None or (cycle.response_complete and not self._is_in_body):
+        if cycle is None or (cycle.response_complete and not self._is_in_body and not self.flow.write_paused):
             self._refuse(refused.status, str(refused))
         elif cycle.response_complete:
             self.transport.close()  # it has its answer

@@ -125,13 +125,15 @@ class Critic:
         """Takes back what is under way, from another thread: nothing can be done any more; as `History.give_up`."""
         self._history.give_up(loss)
 
-    async def call(self, operation: Operation, asked: TrainRequest | ControlRequest | Coming, loop: Loop) -> Result:
+    async def call(
+        self, operation: Operation, asked: TrainRequest | ControlRequest | Coming, loop: Loop, client: str = ""
+    ) -> Result:
         """Does what is asked in its turn, which is that of this call, however long it takes to decode and check.
 
         A train, offload or onload that was accepted is done, whoever leaves. Raises InvalidRequest, Overloaded,
         Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded where `asked.timeout_s` has passed.
         """
-        place = Order()
+        place = Order(client=client)
         try:
             loop.order(self.lane, place)
         except GuerdonError as e:

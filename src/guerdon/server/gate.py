@@ -8,7 +8,7 @@ from guerdon.config import LimitsConfig
 from guerdon.errors import Overloaded
 from guerdon.server.shares import Shares
 
-_RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 1.0
 
 
 class Gate:
@@ -33,16 +33,26 @@ class Gate:
         """How many bytes their bodies have."""
         return self.bytes.taken
 
+    def check_room(self, client: str) -> None:
+        """Raises Overloaded where the client may have no more requests in progress."""
+        if not self.requests.has_room(client, 1):
+            raise Overloaded(
+                f"{self.requests.total} requests are in progress, which is the limit{_share(self.requests, client)}; "
+                "try again",
+                RETRY_AFTER_S,
+            )
+
 
 class Place:
     """A context that holds one request's place at the gate; entering raises Overloaded where all are taken."""
 
-    __slots__ = ("_client", "_gate", "_num_bytes")
+    __slots__ = ("_client", "_gate", "_num_bytes", "_num_requests")
 
     def __init__(self, gate: Gate, client: str = "") -> None:
         self._gate = gate
         self._client = client
         self._num_bytes = 0
+        self._num_requests = 0
 
     def reach(self, num_bytes: int) -> None:
         """As `hold`, where these are more than were announced."""
@@ -54,27 +64,29 @@ class Place:
         more, total = num_bytes - self._num_bytes, self._gate.bytes
         if more > 0 and not total.has_room(self._client, more):
             raise Overloaded(
-                f"the bodies of the requests in progress would exceed {total.total >> 20} MiB{self._share(total)}; "
-                "try again",
-                _RETRY_AFTER_S,
+                f"the bodies of the requests in progress would exceed {total.total >> 20} MiB"
+                f"{_share(total, self._client)}; try again",
+                RETRY_AFTER_S,
             )
         total.take(self._client, more)
         self._num_bytes = num_bytes
 
+    def answered(self) -> None:
+        """Says that the request's answer is there: it is no longer in progress, and holds its bytes alone."""
+        self._gate.requests.give(self._client, self._num_requests)
+        self._num_requests = 0
+
     def __enter__(self) -> Place:
-        requests = self._gate.requests
-        if not requests.has_room(self._client, 1):
-            raise Overloaded(
-                f"{requests.total} requests are in progress, which is the limit{self._share(requests)}; try again",
-                _RETRY_AFTER_S,
-            )
-        requests.take(self._client, 1)
+        self._gate.check_room(self._client)
+        self._gate.requests.take(self._client, 1)
+        self._num_requests = 1
         return self
 
-    def _share(self, of: Shares) -> str:
-        """What an error adds where others have parts that this client cannot take."""
-        return f", or {self._client}'s share of it" if of.taken < of.total and self._client else ""
-
     def __exit__(self, *_: object) -> None:
-        self._gate.requests.give(self._client, 1)
+        self.answered()
         self._gate.bytes.give(self._client, self._num_bytes)
+
+
+def _share(of: Shares, client: str) -> str:
+    """What an error adds where others have parts that this client cannot take."""
+    return f", or {client}'s share of it" if of.taken < of.total and client else ""

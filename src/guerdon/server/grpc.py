@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.access import Role
-from guerdon.config import ServerConfig
+from guerdon.config import LimitsConfig, ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
 from guerdon.errors import (
     GuerdonError,
@@ -35,6 +35,7 @@ from guerdon.server.body import Coming, off_loop
 from guerdon.server.gate import Gate, Place
 from guerdon.server.receiving import Receiving
 from guerdon.server.service import Service
+from guerdon.server.unread import end_unread
 from guerdon.wire import kserve_grpc, operations, repository, signature
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.operations import Answer, Asked
@@ -46,6 +47,10 @@ SERVICE = "inference.GRPCInferenceService"
 _HEADROOM_BYTES = 65_536
 _SPARE_STREAMS = 100
 _MOST_SMALL_BYTES = 1 << 20
+_PING_AFTER_MS = 60_000
+_PING_ANSWER_MS = 60_000
+_MOST_BUFFERED_BYTES = 65_536  # of an answer, which gRPC takes without waiting for its reader
+_LEAST_BYTES_PER_S = 1 << 16
 _MOST_TEXT_BYTES = 2000  # each of which may travel as three
 _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
@@ -86,8 +91,8 @@ def _options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.server_handshake_timeout_ms", math.ceil(config.header_timeout_s * 1000)),
         ("grpc.max_connection_idle_ms", math.ceil(config.idle_timeout_s * 1000)),
         # A host that has vanished, or a client that reads nothing of its connection, is noticed by unanswered pings.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_time_ms", _PING_AFTER_MS),
+        ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # Before its turn a message may fill its stream's window, which would otherwise grow with the connection.
         ("grpc.http2.bdp_probe", 0),
@@ -106,20 +111,24 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 class _Call:
     """One call: who makes it, and its message, of which nothing is read before `message` asks for it."""
 
-    __slots__ = ("_receiving", "caller", "context")
+    __slots__ = ("_limits", "_receiving", "caller", "context")
 
-    def __init__(self, context: grpc.aio.ServicerContext, caller: Caller, receiving: Receiving) -> None:
+    def __init__(
+        self, context: grpc.aio.ServicerContext, caller: Caller, receiving: Receiving, limits: LimitsConfig
+    ) -> None:
         self.context = context
         self.caller = caller
         self._receiving = receiving
+        self._limits = limits
 
     async def message(self) -> bytes:
         """The message's bytes."""
-        return await self._receiving.message(self.context, self.caller.name)
+        timeout_s = min(self._limits.read_timeout_s, self._limits.request_timeout_s)
+        return await self._receiving.message(self.context, self.caller.name, timeout_s)
 
     async def parsed(self, kind: Any) -> Any:
         """The message, of a method whose messages are small; raises InvalidRequest."""
-        data = await self.message()
+        data = await self._receiving.message(self.context, self.caller.name, self._limits.header_timeout_s)
         if len(data) > _MOST_SMALL_BYTES:
             raise InvalidRequest(f"the message has {len(data)} bytes; this method takes at most {_MOST_SMALL_BYTES}")
         try:
@@ -141,7 +150,7 @@ class _Front:
     def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
         self._service = service
         self._gate = gate
-        self._max_bytes = config.max_body_mb << 20
+        self._limits = config
         self._receiving = Receiving(config, service.access.names)
         self._names = {info.name for info in service.models()}
 
@@ -172,7 +181,7 @@ class _Front:
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
                 if is_open:
-                    return await method(_Call(context, ANYBODY, self._receiving))
+                    return await method(_Call(context, ANYBODY, self._receiving, self._limits))
                 sent = dict(context.invocation_metadata())
                 try:
                     caller = service.access.caller(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
@@ -180,7 +189,7 @@ class _Front:
                     service.metrics.asked(UNKNOWN, type(e))
                     raise
                 with service.metrics.client(caller.name):
-                    return await method(_Call(context, caller, self._receiving))
+                    return await method(_Call(context, caller, self._receiving, self._limits))
             except GuerdonError as e:
                 error = without_frames(e)
             except asyncio.CancelledError:
@@ -221,7 +230,8 @@ class _Front:
 
     async def ModelConfig(self, call: _Call) -> pb.ModelConfigResponse:
         request = await call.parsed(pb.ModelConfigRequest)
-        config = signature.config(self._service.model(request.name, request.version))
+        info = self._service.model(request.name, request.version)
+        config = signature.config(info, self._service.max_request_sequences)
         return json_format.ParseDict({"config": config}, pb.ModelConfigResponse())
 
     async def RepositoryIndex(self, call: _Call) -> pb.RepositoryIndexResponse:
@@ -231,25 +241,27 @@ class _Front:
     async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
         call.caller.need(Role.ADMIN, "to load a model")
         request = await call.parsed(pb.RepositoryModelLoadRequest)
-        version = await self._service.repository.load(request.model_name, repository.source_of(request.parameters))
+        source = repository.source_of(request.parameters)
+        version = await self._service.repository.load(request.model_name, source, call.caller.name)
         call.context.set_trailing_metadata((("guerdon-weights-version", version),))
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, call: _Call) -> pb.RepositoryModelUnloadResponse:
         call.caller.need(Role.ADMIN, "to unload a model")
         request = await call.parsed(pb.RepositoryModelUnloadRequest)
-        await self._service.repository.unload(request.model_name)
+        repository.check_unload_of(request.parameters)
+        await self._service.repository.unload(request.model_name, call.caller.name)
         return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
         service, caller, context = self._service, call.caller, call.context
         with service.metrics.request(UNKNOWN) as counted, contextlib.ExitStack() as held:
-            place = Place(self._gate, caller.name)
-            held.enter_context(place)
+            self._gate.check_room(caller.name)  # before its message is read for nothing
             data = await call.message()
+            place = held.enter_context(Place(self._gate, caller.name))
             place.hold(size := len(data))
             # What typed contents are parsed into takes more than was sent; what one body may have always fits.
-            place.reach(min(kserve_grpc.memory(data), self._max_bytes))
+            place.reach(min(kserve_grpc.memory(data), self._limits.max_body_mb << 20))
             message = await off_loop(functools.partial(kserve_grpc.parse, data), size)
             del data
             name = message.model_name
@@ -274,7 +286,10 @@ class _Front:
                 answer = await service.call(info.name, asked, caller.name)
             reply = await off_loop(functools.partial(_encode, answer, decoded, info), size)
             # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
+            place.answered()
             context.add_done_callback(_leaving(held.pop_all()))
+            if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
+                end_unread(context, self._limits.write_timeout_s + reply_bytes / _LEAST_BYTES_PER_S)
         trailing: list[tuple[str, str]] = []
         if isinstance(answer, ScoreReply):
             trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))

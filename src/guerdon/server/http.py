@@ -152,7 +152,9 @@ class _Front:
         return _readiness(self._service.is_ready())
 
     async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
-        return _readiness(self._service.is_ready(self._model(scope).name))
+        name = self._model(scope).name
+        why = "not ready" if self._service.is_loaded(name) else f"{name} is unloaded; an admin may load it"
+        return _readiness(self._service.is_ready(name), why)
 
     async def health(self, scope: Scope, receive: Receive) -> Reply:
         return 200 if self._service.is_ready() else 503, [], b""
@@ -170,7 +172,7 @@ class _Front:
         return _json(signature.metadata(self._model(scope)))
 
     async def model_config(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(signature.config(self._model(scope)))
+        return _json(signature.config(self._model(scope), self._service.max_request_sequences))
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
         with Place(self._gate, caller_of(scope).name) as place:
@@ -180,12 +182,13 @@ class _Front:
 
     async def load(self, scope: Scope, receive: Receive) -> Reply:
         name, body = await self._admins(scope, receive)
-        version = await self._service.repository.load(name, repository.source(body))
+        version = await self._service.repository.load(name, repository.source(body), caller_of(scope).name)
         return 200, [version_header(version)], b""
 
     async def unload(self, scope: Scope, receive: Receive) -> Reply:
-        name, _ = await self._admins(scope, receive)
-        await self._service.repository.unload(name)
+        name, body = await self._admins(scope, receive)
+        repository.check_unload(body)
+        await self._service.repository.unload(name, caller_of(scope).name)
         return 200, [], b""
 
     async def _admins(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:
@@ -267,8 +270,8 @@ def _teller(scope: Scope) -> Told:
     return openai.told if path.startswith("/v1/models") else _told
 
 
-def _readiness(is_ready: bool) -> Reply:
-    return (200, [], b"") if is_ready else (400, [JSON], b'{"error":"not ready","kind":"Unavailable"}')
+def _readiness(is_ready: bool, why: str = "not ready") -> Reply:
+    return (200, [], b"") if is_ready else (400, [JSON], orjson.dumps({"error": why, "kind": "Unavailable"}))
 
 
 def _json(value: Any) -> Reply:

@@ -129,9 +129,13 @@ class Lane(Generic[OrderT]):
         """Learns from a finished batch how fast the worker is, for Retry-After."""
         self._scheduler.observe(num_tokens, seconds)
 
-    def shrink(self, max_batch_tokens: int) -> None:
-        """Lets a batch hold no more than so many tokens from now on."""
-        self._scheduler.shrink(max_batch_tokens)
+    def resize(self, max_batch_tokens: int) -> None:
+        """Lets a batch hold at most so many tokens from now on."""
+        self._scheduler.resize(max_batch_tokens)
+
+    def change(self, limits: Limits) -> None:
+        """Has other limits from now on, as `Scheduler.change`."""
+        self._scheduler.change(limits)
 
     def starts_at(self) -> float | None:
         """When the next batch or order may start: None where there is none that may, 0.0 for at once."""

@@ -16,9 +16,10 @@ from guerdon.logs import failure
 from guerdon.metrics import Metrics
 from guerdon.server.attempt import Attempt
 from guerdon.server.attempt import Group as Group
+from guerdon.server.budget import Budget
 from guerdon.server.lane import Lane
 from guerdon.server.recheck import Recheck
-from guerdon.server.scheduler import Batch, Job, Scheduler
+from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,9 @@ class Loop:
         self.loss: RanksLost | None = None
         self._running: Batch | Order = Batch()
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
+        self._budgets: dict[str, Budget] = {}
         for name, scheduler in schedulers.items():
-            metrics.set("guerdon_batch_budget_tokens", scheduler.limits.max_batch_tokens, name)
+            self.change(name, scheduler.limits)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -153,6 +155,13 @@ class Loop:
             is_dropped = self._lanes[model].drop_order(order)
             self._wake.notify()  # for those that it held back
         return is_dropped
+
+    def change(self, model: str, limits: Limits) -> None:
+        """Has other limits for the model's batches from now on; on the loop's thread, or before it starts."""
+        with self._wake:
+            self._lanes[model].change(limits)
+        self._budgets[model] = Budget(limits.max_batch_tokens)
+        self._metrics.set("guerdon_batch_budget_tokens", limits.max_batch_tokens, model)
 
     def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
         """Raises Overloaded where the model's queue is full for this client already."""
@@ -259,29 +268,34 @@ class Loop:
         with self._wake:
             self._lanes[model].observe(batch.num_tokens, seconds)
         self._metrics.batch(model, len(batch.entries), batch.num_tokens, seconds)
-        if attempt.num_out_of_memory:
-            self._spare(model, attempt)
+        self._learn(model, attempt, batch)
         self._resolve(batch, scored, seconds)
         self._recheck.after(model, batch, scored, self._group)
 
-    def _spare(self, model: str, attempt: Attempt) -> None:
-        """After a batch that was too large for the memory: no later one is."""
-        self._metrics.add("guerdon_out_of_memory", attempt.num_out_of_memory, model)
-        lane, fits = self._lanes[model], attempt.fits
-        if fits is None or lane.limits.batch_sizes:
+    def _learn(self, model: str, attempt: Attempt, batch: Batch) -> None:
+        """Has the model's next batches hold fewer tokens where there was no memory for this one, more after many."""
+        lane, budget = self._lanes[model], self._budgets[model]
+        before = budget.num_tokens
+        if not attempt.num_out_of_memory:
+            budget.fitted(batch.num_tokens)
+        else:
+            self._metrics.add("guerdon_out_of_memory", attempt.num_out_of_memory, model)
+            if attempt.fits is not None and not lane.limits.batch_sizes:
+                budget.did_not_fit(attempt.fits)
+        after = budget.num_tokens
+        if after == before:
             return
         with self._wake:
-            before = lane.limits.max_batch_tokens
-            lane.shrink(fits)
-            after = lane.limits.max_batch_tokens
+            lane.resize(after)
         self._metrics.set("guerdon_batch_budget_tokens", after, model)
         if after < before:
             log.warning(
-                "%s: out of memory with a batch of %d tokens or less; from now on a batch has %d at most. Give "
+                "%s: out of memory with a batch of %d tokens or less; a batch has %d at most for the next %d. Give "
                 "--max-batch-tokens %d to start with that",
                 model,
                 before,
                 after,
+                budget.patience,
                 after,
             )
 

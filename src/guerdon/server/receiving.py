@@ -9,41 +9,53 @@ import asyncio
 from typing import Any
 
 from guerdon.config import LimitsConfig
-from guerdon.errors import InvalidRequest
+from guerdon.errors import InvalidRequest, Overloaded
 from guerdon.server.body import UploadTooSlow
-from guerdon.server.turns import FairTurns
+from guerdon.server.gate import RETRY_AFTER_S
+from guerdon.server.shares import Shares
 
 
 class Receiving:
-    """Reads messages within bounds of memory and time.
+    """Reads messages within bounds of number, memory and time.
 
-    Clients that wait take turns, and where there are several none of them has more than half of the places.
+    So many may come at once as there is memory for. Where there are several clients, one of these is each client's
+    own, so that those of others that never come cannot keep it out; what then is left is everybody's, and one at the
+    least.
     """
 
     def __init__(self, limits: LimitsConfig, clients: tuple[str, ...]) -> None:
         count = max(1, limits.max_bodies_mb // limits.max_body_mb)
-        self._all = FairTurns(count)
-        self._own = {name: FairTurns(max(1, count // 2)) for name in clients if len(clients) > 1}
+        own = clients if len(clients) > 1 else ()
+        self._own = {name: asyncio.Semaphore() for name in own}
+        self._common = asyncio.Semaphore(max(1, count - len(own)))
+        self._calls = Shares(limits.max_requests, clients)
         self._limits = limits
 
-    async def message(self, context: Any, client: str) -> bytes:
-        """The bytes of the call's message; raises UploadTooSlow, and InvalidRequest where none comes."""
-        own = self._own.get(client)
-        if own is None:
-            return await self._in_turn(context, client)
-        async with own.turn(client):
-            return await self._in_turn(context, client)
+    async def message(self, context: Any, client: str, timeout_s: float) -> bytes:
+        """The bytes of the call's message, which has `timeout_s` seconds to come once its turn is there.
 
-    async def _in_turn(self, context: Any, client: str) -> bytes:
-        async with self._all.turn(client):
-            limits = self._limits
-            timeout_s = min(limits.read_timeout_s, limits.request_timeout_s)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    data = await context.read()
-            except TimeoutError as e:
-                text = f"the message did not come within {timeout_s:g} s; send it faster, or fewer rows"
-                raise UploadTooSlow(text) from e
+        Raises Overloaded where too many calls wait for theirs, UploadTooSlow, and InvalidRequest where none comes.
+        """
+        if not self._calls.has_room(client, 1):
+            raise Overloaded("too many calls wait for their messages; try again", RETRY_AFTER_S)
+        self._calls.take(client, 1)
+        try:
+            async with self._turns(client):
+                data = await _read(context, timeout_s)
+        finally:
+            self._calls.give(client, 1)
         if not isinstance(data, bytes):  # gRPC has ended the call by itself where it was too large
-            raise InvalidRequest(f"no message came, or one of more than {limits.max_body_mb} MiB")
+            raise InvalidRequest(f"no message came, or one of more than {self._limits.max_body_mb} MiB")
         return data
+
+    def _turns(self, client: str) -> asyncio.Semaphore:
+        own = self._own.get(client)
+        return self._common if own is None or (own.locked() and not self._common.locked()) else own
+
+
+async def _read(context: Any, timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await context.read()
+    except TimeoutError as e:
+        raise UploadTooSlow(f"the message did not come within {timeout_s:g} s; send it faster, or fewer rows") from e

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+from guerdon.config import ModelConfig
 from guerdon.core import Command, ModelInfo, OperationInfo, Signal
 from guerdon.errors import (
     Forbidden,
@@ -26,11 +27,13 @@ from guerdon.errors import (
     RanksLost,
     ServerFault,
     StartError,
+    TooLarge,
     Unsupported,
 )
 from guerdon.logs import failure
-from guerdon.server.catalog import Catalog, Entry
+from guerdon.server.catalog import Catalog, Entry, Served
 from guerdon.server.loop import Loop, Order
+from guerdon.server.scheduler import Limits
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ _KEPT = (
     "outputs",
     "attribute_names",
     "vocab_size",
+    "vocabulary",
     "eos_token_id",
     "takes_text",
     "takes_messages",
@@ -59,32 +63,43 @@ class Group(Protocol):
 class Repository:
     """The models that can be loaded and unloaded while a server runs. Belongs to one asyncio loop."""
 
-    def __init__(self, catalog: Catalog, loop: Loop, group: Group, root: str | None, *, is_alone: bool) -> None:
-        """`root` is the folder of the checkpoints that may be loaded; None: only those that serve, again.
+    def __init__(
+        self,
+        catalog: Catalog,
+        loop: Loop,
+        group: Group,
+        root: str | None,
+        limits: Callable[[ModelConfig, Served], Limits],
+        *,
+        is_alone: bool,
+    ) -> None:
+        """`root` is the folder of the checkpoints that may be loaded; None: only those that serve, again. `limits` are
+        what a batch of a model may hold.
 
         Where this process is one of several, so not `is_alone`, all ranks load between two batches, for whose time
         nothing is scored; alone it loads on a thread of its own.
         """
         self._catalog, self._loop, self._group = catalog, loop, group
         self._root = None if root is None else Path(root)
+        self._limits = limits
         self._is_alone = is_alone
         self._changing: set[str] = set()
         self._one = asyncio.Lock()
         self._tasks: set[asyncio.Task[str]] = set()
 
-    async def load(self, name: str, source: str | None) -> str:
+    async def load(self, name: str, source: str | None, client: str = "") -> str:
         """Loads the checkpoint `source`, or again the one that serves, and returns the weights' version from then on.
 
         Where anything fails, what serves goes on unharmed. Raises UnknownModel; Unsupported for what is no checkpoint;
         Forbidden, InvalidRequest where `source` is not to be had, cannot be served, or would answer otherwise;
         Overloaded while the model is being changed; ServerFault, also for lack of memory. It is done to its end,
-        whether the caller waits for that or not.
+        whether the caller waits for that or not, and the log tells how it went, and that `client` asked.
         """
         entry = self._entry(name, "loaded")
         folder = entry.config.model if source is None else self._folder(source)
-        return await self._alone(name, lambda: self._load(name, folder))
+        return await self._alone(name, client, lambda: self._load(name, folder))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, client: str = "") -> None:
         """Takes the model off the device once what was accepted for it is done; InvalidRequest where a sum needs it.
 
         Otherwise raises as `load` does.
@@ -93,7 +108,7 @@ class Repository:
         if sums := self._catalog.sums_of(name):
             names = ", ".join(made.info.name for made in sums)
             raise InvalidRequest(f"{name} is a component of {names}, which cannot do without it; load another into it")
-        await self._alone(name, lambda: self._unload(name))
+        await self._alone(name, client, lambda: self._unload(name))
 
     # ---------------------------------------------------------------------------------------- what may be asked
 
@@ -121,7 +136,8 @@ class Repository:
         root = self._root.expanduser().resolve()
         try:
             folder = (root / source).resolve(strict=True)
-            is_there = folder.is_dir() and folder.is_relative_to(root)
+            files = [folder, *(file.resolve() for file in folder.rglob("*"))]
+            is_there = folder.is_dir() and all(file.is_relative_to(root) for file in files)
         except (OSError, ValueError, RuntimeError):  # not there; no name at all; links that go round
             is_there = False
         if not is_there:
@@ -130,7 +146,7 @@ class Repository:
 
     # ---------------------------------------------------------------------------------------- doing it
 
-    async def _alone(self, name: str, work: Callable[[], Awaitable[str]]) -> str:
+    async def _alone(self, name: str, client: str, work: Callable[[], Awaitable[str]]) -> str:
         """Does it after all other changes, and to its end."""
         if name in self._changing:
             raise Overloaded(f"{name} is being loaded or unloaded; ask again when that is done", _AGAIN_S)
@@ -139,14 +155,23 @@ class Repository:
         async def do() -> str:
             try:
                 async with self._one:  # memory is counted for one model at a time
+                    log.info("%s: is being changed, as %r has asked", name, client)
                     return await work()
+            except GuerdonError as e:
+                log.warning("%s", e)
+                raise
             finally:
                 self._changing.discard(name)
 
         task = asyncio.create_task(do())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
         return await asyncio.shield(task)
+
+    def _over(self, task: asyncio.Task[str]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the log has it, where nobody waits for it any more
 
     async def _load(self, name: str, folder: str) -> str:
         started = time.monotonic()
@@ -171,6 +196,8 @@ class Repository:
             made = await self._lead(name, Command(Signal.LOAD, name, folder=folder))
         except RanksLost:
             raise
+        except TooLarge as e:
+            return ServerFault(f"{still}: {e}; unload a model first, or {e.help}")
         except StartError as e:
             return InvalidRequest(f"{still}: {e}; {e.help}")
         except GuerdonError as e:
@@ -181,6 +208,7 @@ class Repository:
             return ServerFault(f"{still}: {type(e).__name__}: {e}")
         if differences := _differences(entry.info, made.info):
             return InvalidRequest(f"{still}: clients would find another model, whose {'; '.join(differences)}")
+        made.info = dataclasses.replace(made.info, source=entry.info.source)  # by which clients may ask for it
         await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made)
         return None
 
@@ -198,7 +226,13 @@ class Repository:
         """Has another model serve what is asked from now on, or none, once what was asked before is done."""
         entry = self._catalog.entries[name]
         before = entry.config, entry.served
-        order = Order(lambda group: group.lead(Command(signal, name)))
+
+        def switch(group: Group) -> None:
+            group.lead(Command(signal, name))
+            if served is not None:
+                self._loop.change(name, self._limits(config, served))
+
+        order = Order(switch)
         self._loop.order(name, order, finds_room=True)
         # No await between: whoever asks next is behind the order.
         self._catalog.put(name, config, served)
@@ -230,8 +264,10 @@ async def _on_a_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as e:
+        except Exception as e:
             outcome.set_exception(e)
+        except BaseException as e:  # such as SystemExit, which would end the server
+            outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
 
     outcome.set_running_or_notify_cancel()
     threading.Thread(target=run, name="guerdon-load", daemon=True).start()

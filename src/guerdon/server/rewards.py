@@ -62,8 +62,8 @@ class Sum:
     def __init__(self, config: RewardConfig, infos: ListLike[ModelInfo]) -> None:
         """`infos` are the components' in the config's order; raises ConfigError where no sample suits them all."""
         self._config = config
+        self._seen: list[dict[str, Running]] = [{} for _ in infos]
         self.renew(infos)
-        self._seen = [Running() for _ in infos]
         if not (self.info.takes_text or self.info.takes_tokens):
             raise ConfigError(
                 f"no sample can be scored by all components of {config.name}: {_readings(infos)}",
@@ -71,9 +71,17 @@ class Sum:
             )
 
     def renew(self, infos: ListLike[ModelInfo]) -> None:
-        """Takes note of what the components are now, which answer as they did."""
+        """Takes note of what the components are now; what was seen of another version says nothing of this one.
+
+        That of the last one is kept, for replies that are under way.
+        """
         self.info = _info(self._config, infos)
         self._infos = infos
+        for seen, info in zip(self._seen, infos, strict=True):
+            if info.weights_version not in seen:
+                last = [*seen.items()][-1:]
+                seen.clear()
+                seen.update([*last, (info.weights_version, Running())])
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -104,9 +112,10 @@ class Sum:
             [[r.reward if isinstance(r, Score) else np.nan for r in reply.results] for reply in replies], np.float64
         )
         fine = np.isfinite(rewards).all(axis=0)
-        for seen, row in zip(self._seen, rewards, strict=True):
-            seen.add(row[fine])
-        totals = self._totals(rewards)
+        own = [seen.get(reply.weights_version, Running()) for seen, reply in zip(self._seen, replies, strict=True)]
+        for running, row in zip(own, rewards, strict=True):
+            running.add(row[fine])
+        totals = self._totals(rewards, own)
         attributes = rewards.T.astype(np.float32)
         # Row by row only what is kept so: the event loop stands still meanwhile.
         results: list[Score | GuerdonError] = list(map(Score, totals.tolist(), attributes))
@@ -122,15 +131,15 @@ class Sum:
 
     def statistics(self) -> Iterator[tuple[str, float, float]]:
         """Name, mean and standard deviation of each component's own rewards, once there are any."""
-        for name, seen in zip(self.components, self._seen, strict=True):
-            if seen.count:
-                yield name, seen.mean, seen.std
+        for info, seen in zip(self._infos, self._seen, strict=True):
+            if (running := seen[info.weights_version]).count:
+                yield info.name, running.mean, running.std
 
-    def _totals(self, rewards: np.ndarray) -> np.ndarray:
+    def _totals(self, rewards: np.ndarray, own: ListLike[Running]) -> np.ndarray:
         """The merged rewards, float32 `[B]`, of the components' `[C, B]`."""
         totals = np.zeros(rewards.shape[1])
         with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is told of the sample
-            for part, row, seen in zip(self._config.components, rewards, self._seen, strict=True):
+            for part, row, seen in zip(self._config.components, rewards, own, strict=True):
                 totals += part.weight * _clipped(_normalised(row, part, seen), part.clip)
             return _clipped(totals, self._config.clip).astype(np.float32)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from guerdon import logs
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
 from guerdon.server import http, tls
-from guerdon.server.auth import Access
+from guerdon.server.auth import Access, warn_of_readers
 from guerdon.server.connections import HttpServer
 from guerdon.server.gate import Gate
 from guerdon.server.service import Service
@@ -39,10 +40,11 @@ OnStarted = Callable[[str, str | None], None]
 def check_addresses(config: ServerConfig) -> None:
     """Raises StartError where a port, a key or a certificate cannot be had: before models are loaded.
 
-    The ports are taken and given back.
+    The ports are taken and given back. A file of keys that others may read is told of on the log.
     """
     Access(config)
     tls.context(config)
+    warn_of_readers(config)
     with contextlib.ExitStack() as taken:
         taken.enter_context(_listen(config.host, config.port, "HTTP"))
         if config.grpc_port is not None:
@@ -97,10 +99,13 @@ async def serve(
     secure = "" if context is None else "s"
     listener = _listen(config.host, config.port, "HTTP")
     http_url = _url("http" + secure, config.host, listener.getsockname()[1])
-    http_server = HttpServer(http.app(service, config, gate), config, context, _num_connections(config))
+    app, num_connections = http.app(service, config, gate), _num_connections(config)
+    http_server = HttpServer(app, config, context, num_connections, has_keys=bool(service.access.names))
     try:
         grpc_server, grpc_url = None, None
         if config.grpc_port is not None:
+            # Its core writes a line to stderr for everybody who connects and does not come to terms with it.
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
             from guerdon.server import grpc  # only here: gRPC is optional
 
             grpc_server, grpc_port = grpc.server(service, config, gate)

@@ -171,9 +171,18 @@ class Scheduler:
             self.cancel(job)
         return jobs
 
-    def shrink(self, max_batch_tokens: int) -> None:
-        """Lets a batch hold no more than so many tokens from now on."""
-        self.limits = replace(self.limits, max_batch_tokens=min(max_batch_tokens, self.limits.max_batch_tokens))
+    def resize(self, max_batch_tokens: int) -> None:
+        """Lets a batch hold at most so many tokens from now on."""
+        self.limits = replace(self.limits, max_batch_tokens=max_batch_tokens)
+
+    def change(self, limits: Limits) -> None:
+        """Has other limits from now on, as another model has that takes this one's place; the queue's stay."""
+        self.limits = limits
+        self._groups.clear()
+        if limits.shares:
+            for job in self._waiting():
+                for i in filter(job.queued.__getitem__, job.waiting):
+                    self._groups.setdefault(_group(job.sequences[i]), deque()).append((job, i))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""

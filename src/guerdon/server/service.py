@@ -72,8 +72,13 @@ class Service:
         self._critic = critic
         self._config = config
         self._catalog = Catalog(models, config.rewards, () if critic is None else critic.infos)
-        own = {served.info.name: _limits(model, served, num_parts) for model, served in models}
-        schedulers = {n: Scheduler(x, self.access.names) for n, x in (own | (limits or {})).items()}
+
+        def own_limits(model: ModelConfig, served: Served) -> Limits:
+            return (limits or {}).get(served.info.name) or _limits(model, served, num_parts)
+
+        schedulers = {
+            served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models
+        }
         self._loop = Loop(
             group,
             schedulers,
@@ -83,7 +88,9 @@ class Service:
             recheck={served.info.name: model.recheck_share for model, served in models},
             dtypes={served.info.name: served.info.dtype for _, served in models},
         )
-        self.repository = Repository(self._catalog, self._loop, group, config.model_repository, is_alone=is_alone)
+        self.repository = Repository(
+            self._catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
+        )
         self._reader = reading.Reader()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth)
@@ -135,6 +142,11 @@ class Service:
         if not self.ready:
             raise Unavailable("the server is not ready: it is starting or stopping")
 
+    @property
+    def max_request_sequences(self) -> int:
+        """The most samples of one request."""
+        return self._config.max_request_sequences
+
     def models(self) -> list[ModelInfo | OperationInfo]:
         """All that can be asked for by name: sums of rewards, models, and the critic's operations."""
         return self._catalog.models()
@@ -156,6 +168,10 @@ class Service:
         has_fault = self._critic is not None and self._critic.fault is not None
         is_critics = self._critic is not None and name in (None, self._critic.lane, *self._catalog.operations)
         return self.ready and not (has_fault and is_critics) and (name is None or self._catalog.is_loaded(name))
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether the model or operation of that name is not unloaded."""
+        return self._catalog.is_loaded(name)
 
     def check_room(self, name: str, client: str = "") -> None:
         """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
@@ -184,7 +200,7 @@ class Service:
             return await self.score(name, asked, client)
         critic, info = self._critic, self.model(name)
         assert critic is not None and isinstance(info, OperationInfo)
-        return await critic.call(info.operation, asked, self._loop)
+        return await critic.call(info.operation, asked, self._loop, client)
 
     async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         """One result a sample, in order; cancelling the call drops what has not started.

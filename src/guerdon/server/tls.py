@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
 from pathlib import Path
 
 from guerdon.access import AccessConfig
@@ -25,10 +24,14 @@ def context(config: AccessConfig) -> ssl.SSLContext | None:
     made.set_alpn_protocols(["http/1.1"])
     for path in (cert, key, config.tls_client_ca):
         _read(path)
-    # An encrypted key would have the terminal ask for its password.
-    _loaded(lambda: made.load_cert_chain(cert, key, password=""), cert, key)
+    _check_certificates(cert)
+    try:
+        made.load_cert_chain(cert, key, password="")  # else the terminal would ask for an encrypted key's password
+    except (OSError, ValueError) as e:  # an ssl.SSLError is an OSError
+        raise ConfigError(f"{key} {_why_not(_read(key) or b'', cert)}", _HELP) from e
     if config.tls_client_ca is not None:
-        _loaded(lambda: made.load_verify_locations(config.tls_client_ca), config.tls_client_ca)
+        _check_certificates(config.tls_client_ca)
+        made.load_verify_locations(config.tls_client_ca)
         made.verify_mode = ssl.CERT_REQUIRED
     return made
 
@@ -48,9 +51,14 @@ def _read(path: str | None) -> bytes | None:
         raise ConfigError(f"cannot read {path}: {e.strerror}", _HELP) from e
 
 
-def _loaded(load: Callable[[], None], *paths: str) -> None:
+def _check_certificates(path: str) -> None:
     try:
-        load()
-    except (OSError, ValueError) as e:  # an ssl.SSLError is an OSError
-        why = getattr(e, "reason", None) or type(e).__name__
-        raise ConfigError(f"{' and '.join(paths)} cannot be used for TLS: {why}", _HELP) from e
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} has no certificate in PEM that can be read", _HELP) from e
+
+
+def _why_not(key: bytes, cert: str) -> str:
+    if b"PRIVATE KEY-----" not in key:
+        return "has no private key in PEM"
+    return "is encrypted" if b"ENCRYPTED" in key else f"cannot be read, or is not the private key of {cert}"

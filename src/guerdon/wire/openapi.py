@@ -62,6 +62,7 @@ _PEERS = {
     "/predict": "the classifiers of Text Embeddings Inference",
 }
 
+_ADMIN = "needs a key of the role admin"
 _ABOUT = """Reward models and critics over KServe v2, the open inference protocol, and in the forms of other servers.
 Where the server has keys, every path but `/v2/health/live`, `/v2/health/ready` and `/health` needs one."""
 
@@ -119,13 +120,17 @@ def _kserve(names: list[str]) -> dict[str, Any]:
 def _repository(names: list[str]) -> dict[str, Any]:
     one = "/v2/repository/models/{name}/"
     index, where = _ok(_JSON, ref("RepositoryIndex")), [_in_path("name", names)]
-    asked, source = _content(_JSON, ref("RepositoryAsked")), _content(_JSON, ref("RepositorySource"))
+    asked, source, none = (_content(_JSON, ref(f"Repository{name}")) for name in ("Asked", "Source", "Unload"))
     unloaded = _described("done")
     loaded = {"200": unloaded["200"] | {"headers": {"guerdon-weights-version": _header("what serves now")}}}
     return {
         "/v2/repository/index": _path(_WRITE, "The served models", index, body=asked, needs_body=False),
-        one + "load": _path(_WRITE, "Serves other weights", loaded, parameters=where, body=source, needs_body=False),
-        one + "unload": _path(_WRITE, "Serves it no longer", unloaded, parameters=where, body=source, needs_body=False),
+        one + "load": _path(
+            _WRITE, f"Serves other weights; {_ADMIN}", loaded, parameters=where, body=source, needs_body=False
+        ),
+        one + "unload": _path(
+            _WRITE, f"Serves it no longer; {_ADMIN}", unloaded, parameters=where, body=none, needs_body=False
+        ),
     }
 
 

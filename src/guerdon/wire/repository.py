@@ -11,7 +11,7 @@ from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import bodies
 
 _EXAMPLE = '{"parameters": {"model": "FOLDER"}}'
-_KNOWN = ("model", "config", "unload_dependents")
+_UNLOADS = '{"parameters": {"unload_dependents": false}}'
 
 
 def source(body: bytes) -> str | None:
@@ -22,8 +22,20 @@ def source(body: bytes) -> str | None:
     """
     if not body:
         return None
-    parameters = bodies.object_of(bodies.parse(body), _EXAMPLE).get("parameters")
-    return None if parameters is None else source_of(bodies.object_of(parameters, _EXAMPLE))
+    return source_of(_parameters(body, _EXAMPLE))
+
+
+def check_unload(body: bytes) -> None:
+    """Raises InvalidRequest where the body of an unload asks for what is not done."""
+    if body:
+        check_unload_of(_parameters(body, _UNLOADS))
+
+
+def check_unload_of(parameters: Mapping[str, Any]) -> None:
+    """The same, of the request's parameters. No model that can be unloaded has others that depend on it."""
+    for name in parameters:
+        if name != "unload_dependents":
+            raise InvalidRequest(f"the parameter {name!r} is unknown; send nothing, or {_UNLOADS}")
 
 
 def source_of(parameters: Mapping[str, Any]) -> str | None:
@@ -35,7 +47,7 @@ def source_of(parameters: Mapping[str, Any]) -> str | None:
                 "a model's files are not taken over the network: put them under the server's model_repository, and "
                 "name their folder"
             )
-        if name not in _KNOWN:
+        if name not in ("model", "config"):
             raise InvalidRequest(f"the parameter {name!r} is unknown; send {_EXAMPLE}")
     named = [_text(given["model"], "model")] if given.get("model") is not None else []
     if given.get("config") is not None and (inner := _of_config(given["config"])) is not None:
@@ -43,6 +55,14 @@ def source_of(parameters: Mapping[str, Any]) -> str | None:
     if len(set(named)) > 1:
         raise InvalidRequest(f"two checkpoints are named, {named[0]!r} and {named[1]!r}; name one")
     return named[0] if named else None
+
+
+def _parameters(body: bytes, example: str) -> dict[str, Any]:
+    """What stands under `parameters`, and nothing beside it."""
+    asked = bodies.object_of(bodies.parse(body), example)
+    if unknown := next((name for name in asked if name != "parameters"), None):
+        raise InvalidRequest(f"{unknown!r} is unknown; send {example}")
+    return {} if asked.get("parameters") is None else bodies.object_of(asked["parameters"], example)
 
 
 def _of_config(text: Any) -> str | None:

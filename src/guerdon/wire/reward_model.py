@@ -19,7 +19,7 @@ DEFAULT_PRIORITY_LEVEL = 100
 """The level of a request that names none. Triton's levels count down: 1 goes first."""
 
 _MOST_NUMBERS = 1 << 26
-"""More than the values of all rows of one answer, which may be many more than the characters that were sent."""
+"""More than a table in one answer, whose rows are as long as the longest, and many more than the characters sent."""
 
 _CONTENTS = ("sentences", "messages", "tokens", "input_ids")
 
@@ -216,11 +216,11 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
     if name == "values":
         content = request.inputs.get("tokens") or request.inputs.get("input_ids")
         width = content.shape[1] if content is not None else max(width, *reply.lengths)
-        if content is None and num_rows * width > _MOST_NUMBERS:
-            raise InvalidRequest(
-                f"{num_rows:,} rows, the longest of {width:,} tokens, make a table of values that is larger than "
-                f"{_MOST_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
-            )
+    if num_rows * width > _MOST_NUMBERS and "tokens" not in request.inputs and "input_ids" not in request.inputs:
+        raise InvalidRequest(
+            f"{num_rows:,} rows, the longest of {width:,}, make a table of {name} that is larger than "
+            f"{_MOST_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+        )
     table = np.full((num_rows, width), 0 if name == "values" else np.nan, np.float32)
     for out, row, result in zip(table, rows, results, strict=True):
         if row is not None:

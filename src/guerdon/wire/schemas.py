@@ -1,7 +1,9 @@
 """JSON Schemas of the bodies that are served: what each form is asked, and what it answers.
 
-A schema is as strict as what reads the body, but for what only the model can tell: which inputs it takes, how long a
-sample may be, which tokens its vocabulary has.
+What a schema takes is read, but for what only the model can tell (which inputs it takes, how long a sample may be,
+which tokens its vocabulary has) and what no schema says (an input that is there twice, or whose data are neither here
+nor behind the JSON; a whole number is written without a point). What else is read, such as null in a key's place, is
+left out.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ def ref(name: str) -> Schema:
 
 def _object(properties: dict[str, Schema], *required: str) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _only(properties: dict[str, Schema]) -> Schema:
+    """An object of these keys and no others."""
+    return _object(properties) | {"additionalProperties": False}
 
 
 def _list(items: Schema) -> Schema:
@@ -101,6 +108,7 @@ def _pair(first: str, second: str) -> Schema:
     return _object(properties | {name: {"type": "null"} for name in sorted(others)}, first, second)
 
 
+_CONFIG = {**TEXT, "contentMediaType": "application/json", "minLength": 2}
 _PARAMETER = {"type": ["string", "number", "boolean"]}
 _SHAPE = {
     "type": "array",
@@ -194,9 +202,10 @@ KSERVE: dict[str, Schema] = {
         _object({"name": TEXT, "version": TEXT, "state": {"enum": ["READY", "UNAVAILABLE"]}, "reason": TEXT}, "name")
     ),
     "RepositorySource": {
-        **_object({"parameters": _object({"model": TEXT, "config": TEXT})}),
+        **_only({"parameters": _only({"model": {**TEXT, "minLength": 1}, "config": _CONFIG})}),
         "description": "the checkpoint by its path, as `model` or in Triton's JSON as `config`; else the same again",
     },
+    "RepositoryUnload": _only({"parameters": _only({"unload_dependents": {"type": "boolean"}})}),
     "OpenAIModel": _object(
         {"id": TEXT, "object": {"const": "model"}, "created": _COUNT, "max_model_len": {"type": ["integer", "null"]}},
         "id",

@@ -14,9 +14,6 @@ MODEL_VERSION = "1"
 
 PLATFORM = "guerdon"
 
-MAX_BATCH_SIZE = 9_999_999
-"""What the model's config declares, so that batching clients batch; the server itself bounds by tokens."""
-
 Info = ModelInfo | OperationInfo
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, datatype and shape (-1: any) of a tensor, without a model's batch axis; an operation has none."""
@@ -48,11 +45,11 @@ def metadata(info: Info) -> dict[str, Any]:
     }
 
 
-def config(info: Info) -> dict[str, Any]:
+def config(info: Info, max_batch_size: int) -> dict[str, Any]:
     """The model's configuration in Triton's terms: shapes without the batch axis, a model's inputs all optional.
 
-    Clients ask for every output that stands here. Left out are those that only our own clients read, among them
-    `errors`, as asking for it changes how a failed row is reported.
+    `max_batch_size` is the most samples of one request. Clients ask for every output that stands here. Left out are
+    those that only our own clients read, among them `errors`, as asking for it changes how a failed row is reported.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
@@ -66,7 +63,7 @@ def config(info: Info) -> dict[str, Any]:
         "name": info.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
-        "max_batch_size": MAX_BATCH_SIZE if isinstance(info, ModelInfo) else 0,
+        "max_batch_size": max_batch_size if isinstance(info, ModelInfo) else 0,
         "input": entries(input_specs(info), optional=not must_have),
         "output": entries(output_specs(info)),
     }

@@ -1,0 +1,127 @@
+"""What may have replicas and who may ask them; Ray itself is a stand-in here (test_ray.py has the real one)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+import guerdon.deploy
+from guerdon.config import ServerConfig
+from guerdon.errors import ConfigError
+from guerdon.fields import from_mapping
+from server.keys import ADMIN, SCORE, bearer, keyed
+
+MODELS = {"models": [{"model": "served:flaky", "name": "reward_model"}]}
+
+
+def ingress(app: Any) -> Callable[[type], type]:
+    """As Ray's: the deployment's class has the application, and is made and ended within a loop."""
+
+    class Wrapped:
+        async def __init__(self) -> None:  # type: ignore[misc]
+            self.app = app
+
+        async def __del__(self) -> None:
+            pass
+
+    return lambda _: Wrapped
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`guerdon.deploy.ray` over the stand-in, without any keys in the environment."""
+    monkeypatch.delenv("GUERDON_API_KEYS", raising=False)
+    ray, serve = ModuleType("ray"), ModuleType("ray.serve")
+    ray.serve, serve.ingress = serve, ingress  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    path = Path(guerdon.deploy.__path__[0]) / "ray.py"
+    spec = importlib.util.spec_from_file_location("ray_over_a_stand_in", path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    made.end, made.Replica.__del__ = made.Replica.__del__, lambda _: None  # Ray awaits it; Python would not
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"critic": {"model": "x"}}, "a critic cannot have replicas"),
+        ({"models": [{"model": "x"}], "tensor_parallel": 2}, "several processes"),
+        ({"models": [{"model": "x"}], "fsdp": True}, "fsdp is on"),
+        ({}, "no model"),
+        ({"models": [{"model": "x"}], "prot": 1}, "unknown setting prot"),
+        ({"models": [{"model": "x"}], "max_requests": 0}, "max_requests is 0"),
+        ({"models": [{"model": "x"}], "tls_cert": "c", "tls_key": "k"}, "Ray's proxies listen, without TLS"),
+        (
+            {"models": [{"model": "x"}], "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"},
+            "Ray's proxies listen, without TLS",
+        ),
+        ({"models": [{"model": "x"}], "model_repository": "."}, "one replica of several cannot load"),
+        ({"config": "x.yaml", "port": 1}, "config is given, and port, too"),
+        (
+            {
+                "models": [{"model": "x", "name": "a"}],
+                "rewards": [{"components": [{"model": "a", "normalize": "running"}]}],
+            },
+            "differs between replicas",
+        ),
+    ],
+)
+def test_what_cannot_have_replicas_is_refused(module: Any, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        module.build(given)
+
+
+def asked(module: Any, config: ServerConfig, requests: list[httpx.Request]) -> list[httpx.Response]:
+    """What a replica of these settings answers."""
+
+    async def ask() -> list[httpx.Response]:
+        replica = module.Replica.__new__(module.Replica)
+        await replica.__init__(config)
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(replica.app)) as client:
+                return [await client.send(request) for request in requests]
+        finally:
+            await module.end(replica)
+            gc.unfreeze()
+
+    return asyncio.run(ask())
+
+
+def post(path: str, **headers: str) -> httpx.Request:
+    return httpx.Request("POST", f"http://rewards.example.com{path}", json={"query": ["abc"]}, headers=headers)
+
+
+def test_a_replica_needs_keys_or_a_word(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="nobody would need a key, and Ray"):
+        asked(module, from_mapping(ServerConfig, MODELS), [])
+    with_file = keyed(tmp_path, models=from_mapping(ServerConfig, MODELS).models)
+    without, having = asked(module, with_file, [post("/get_reward"), post("/get_reward", **bearer(SCORE))])
+    assert (without.status_code, having.status_code) == (401, 200)
+    anonymous = from_mapping(ServerConfig, MODELS | {"allow_anonymous": True})
+    page = {"Origin": "http://rewards.example.com"}  # which is no loopback's name, and need be none
+    (reply,) = asked(module, anonymous, [post("/get_reward", **page)])
+    assert (reply.status_code, reply.json()["rewards"]) == (200, [3.0])
+    monkeypatch.setenv("GUERDON_API_KEYS", f"score me {SCORE}")  # by `runtime_env`
+    (reply,) = asked(module, from_mapping(ServerConfig, MODELS), [post("/get_reward")])
+    assert reply.status_code == 401
+
+
+def test_no_replica_loads_or_unloads_for_itself(module: Any, tmp_path: Path) -> None:
+    config = keyed(tmp_path, models=from_mapping(ServerConfig, MODELS).models)
+    path = "/v2/repository/models/reward_model"
+    for what in ("load", "unload"):
+        request = httpx.Request("POST", f"http://ray{path}/{what}", headers=bearer(ADMIN))
+        (reply,) = asked(module, config, [request])
+        assert reply.status_code == 501 and f"one replica of several cannot {what}" in reply.json()["error"]
