@@ -140,7 +140,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes[1].plot(minutes, [s["fds"] for s in samples], color="#bc6c25", linewidth=1, label="open files")
     axes[1].plot(minutes, [s["threads"] for s in samples], color="#606c38", linewidth=1, label="threads")
     axes[1].set_title("Open files and threads", loc="left")
-    axes[1].legend(frameon=False, loc="upper right")
+    axes[1].legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     step = 10
     rates = [
         max(0.0, (b["answered"] - a["answered"]) / (b["s"] - a["s"]))

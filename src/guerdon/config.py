@@ -226,9 +226,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig):
     model_repository: str | None = setting(
         None, "folder of the checkpoints that a key of the role admin may load while the server runs"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "what is logged to stderr; debug also what errors say, which may be a sample's text"
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
     models: list[ModelConfig] = setting([], "the served models", flag=False)
     rewards: list[RewardConfig] = setting([], "rewards that are sums of several of the models'", flag=False)
     critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)

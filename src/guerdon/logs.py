@@ -30,21 +30,20 @@ class Frames(logging.Filter):
         """Lets every record pass."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            is_telling = logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-            record.exc_info, record.exc_text = None, _trace(error, is_telling)
+            record.exc_info, record.exc_text = None, _trace(error)
         return True
 
 
 def failure(logger: logging.Logger, level: int, text: str, *args: object, error: BaseException) -> None:
     """Logs `text` with its `args`, the error's class and where it was raised, and the same of its causes.
 
-    What the errors say themselves may hold a sample's text; it is only logged where the logger is at the level DEBUG.
+    What the errors say themselves may hold a sample's text: it is for whoever sent that, and never logged.
     """
     if not logger.isEnabledFor(level):
         return
     file, line, function, _ = logger.findCaller(stacklevel=2)
     record = logger.makeRecord(logger.name, level, file, line, text, args, None, function)
-    record.exc_text = _trace(error, is_telling=logger.isEnabledFor(logging.DEBUG))
+    record.exc_text = _trace(error)
     logger.handle(record)
 
 
@@ -54,7 +53,7 @@ def without_frames(error: T) -> T:
     return error.with_traceback(None)
 
 
-def _trace(error: BaseException, is_telling: bool) -> str:
+def _trace(error: BaseException) -> str:
     parts: list[str] = []
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -63,8 +62,7 @@ def _trace(error: BaseException, is_telling: bool) -> str:
         if parts:
             parts.append("caused by, or raised amid:\n")
         parts += traceback.format_tb(cause.__traceback__)
-        told = f": {_printable(str(cause))}" if is_telling else ""
-        parts.append(f"{type(cause).__module__}.{type(cause).__qualname__}{told}\n")
+        parts.append(f"{type(cause).__module__}.{type(cause).__qualname__}\n")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "".join(parts)
 

@@ -305,7 +305,8 @@ async def test_the_log_tells_how_a_change_went_and_who_asked(root: Path, caplog:
     async with serving(root) as service:
         service._catalog.sums.clear()
         left = asyncio.create_task(service.repository.load("reward_model", "bare", "operator"))
-        await until(lambda: bool(service.repository._changing))
+        await asyncio.sleep(0)  # in which it is begun, and not yet refused
+        assert service.repository._changing
         left.cancel()
         await until(lambda: not service.repository._changing)
         del left
