@@ -61,6 +61,11 @@ class Coming:
         self._place.hold(0)
 
 
+def announced(scope: Scope) -> int:
+    """The bytes that the body has on its way, 0 where the headers do not tell."""
+    return next((int(value) for key, value in scope["headers"] if key == b"content-length"), 0)
+
+
 async def read_body(
     scope: Scope, receive: Receive, place: Place, max_bytes: int, timeout_s: float, read_timeout_s: float
 ) -> tuple[int | None, bytes]:

@@ -272,7 +272,7 @@ class _Front:
                     caller.need(Role.TRAIN, info.name)
                 service.check_ready()
                 if isinstance(info, ModelInfo):
-                    service.check_room(info.name, caller.name)  # before it is decoded for nothing
+                    service.check_room(info.name, caller.name, size)  # before it is decoded for nothing
             decode = functools.partial(_decode, message, info, context.time_remaining())
             del message  # whoever waits for long does not hold it
             if isinstance(info, OperationInfo):

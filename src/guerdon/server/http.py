@@ -34,7 +34,7 @@ from guerdon.errors import (
 from guerdon.metrics import UNKNOWN
 from guerdon.server import about
 from guerdon.server.asgi import JSON, Handler, Headers, Reply, score_headers, send_reply, unless_left, version_header
-from guerdon.server.body import Coming, UploadTooSlow, off_loop, read_body
+from guerdon.server.body import Coming, UploadTooSlow, announced, off_loop, read_body
 from guerdon.server.forms import FORMS, FormHandler
 from guerdon.server.gate import Gate, Place
 from guerdon.server.guard import Guard, caller_of
@@ -118,7 +118,8 @@ class _Front:
                 place = held.enter_context(Place(self._gate, caller.name))
                 service.check_ready()
                 if isinstance(info, ModelInfo):
-                    service.check_room(info.name, caller.name)  # before its body is read and decoded for nothing
+                    # Before its body is read and decoded for nothing.
+                    service.check_room(info.name, caller.name, announced(scope))
                 header_length, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
             decode = functools.partial(_decode, body, header_length, info)

@@ -41,6 +41,10 @@ from guerdon.server.rewards import Sum
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
 
+_BYTES_A_TOKEN = 8
+"""Of ids in binary form; text and JSON have about as many."""
+
+
 class Service:
     """Answers score requests for all served models, and what is asked of a critic.
 
@@ -173,14 +177,15 @@ class Service:
         """Whether the model or operation of that name is not unloaded."""
         return self._catalog.is_loaded(name)
 
-    def check_room(self, name: str, client: str = "") -> None:
+    def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
         """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
 
-        For whoever has not decoded a request yet: then that is not done for nothing.
+        For whoever has not decoded a request yet, of `num_bytes`: then that is not done for nothing. Where the queue
+        is nearly full, padding may have a request refused that would just have found room.
         """
         for component in self._components(name):
             self._catalog.entries[component].loaded()
-            self._loop.check_room(component, 1, client=client)
+            self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
 
     @contextlib.contextmanager
     def arriving(self, name: str) -> Iterator[None]:
