@@ -40,7 +40,6 @@ from guerdon.server.repository import Repository
 from guerdon.server.rewards import Sum
 from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
-
 _BYTES_A_TOKEN = 8
 """Of ids in binary form; text and JSON have about as many."""
 
