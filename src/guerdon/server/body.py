@@ -109,8 +109,8 @@ async def _received(receive: Receive, place: Place, max_bytes: int, timeout_s: f
     try:
         async with asyncio.timeout(None) as waiting:
             while has_more:
-                now = loop.time()
-                waiting.reschedule(min(ends, now + read_timeout_s))
+                more_by = loop.time() + read_timeout_s
+                waiting.reschedule(min(ends, more_by))
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise Cancelled("the client left")
@@ -121,7 +121,7 @@ async def _received(receive: Receive, place: Place, max_bytes: int, timeout_s: f
                 place.reach(size)
                 has_more = message.get("more_body", False)
     except TimeoutError as e:
-        if loop.time() >= ends:
+        if ends <= more_by:
             told = f"the body did not come within {timeout_s:g} s"
         else:
             told = f"nothing more of the body came for {read_timeout_s:g} s"
