@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
 import orjson
@@ -20,6 +24,30 @@ def body_of(rows: list[list[int]], **more) -> bytes:
     tokens["data"] = [row + [0] * (width - len(row)) for row in rows]
     lengths["data"] = [len(row) for row in rows]
     return orjson.dumps({"inputs": [tokens, lengths], **more})
+
+
+_ECHO = """\
+from guerdon.config import ServerConfig
+from guerdon.server.runtime import run
+from server.echo_service import EchoService
+config = ServerConfig(port=0, grpc_port=0, **{settings})
+run(EchoService(), config, on_started=lambda http, grpc: print(http, grpc, flush=True))
+print("ended", flush=True)
+"""
+
+
+@contextmanager
+def echo_process(**settings: int) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """An EchoService in a process of its own, and its URLs for HTTP and gRPC; at its orderly end it prints `ended`."""
+    command = [sys.executable, "-c", _ECHO.format(settings=settings)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        http_url, grpc_url = process.stdout.readline().split()
+        try:
+            yield process, http_url, grpc_url
+        finally:
+            process.terminate()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

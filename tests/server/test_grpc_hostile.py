@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +28,7 @@ from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from server.echo_service import SLOW_TOKEN, EchoService
-from server.helpers import INFER, body_of, outcomes, wait_until
+from server.helpers import INFER, body_of, echo_process, outcomes, wait_until
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 from server.raw_grpc import RawClient
 
@@ -303,24 +299,10 @@ def test_small_methods_take_no_large_messages():
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[RunningServer, psutil.Process]]:
     """A server in a process of its own, to which 16 MiB of messages may come at once, each of 2."""
-    program = """
-        from guerdon.config import ServerConfig
-        from guerdon.server.runtime import run
-        from server.echo_service import EchoService
-        config = ServerConfig(port=0, grpc_port=0, max_body_mb=2, max_bodies_mb=16)
-        run(EchoService(), config, on_started=lambda http, grpc: print(http, grpc, flush=True))
-    """
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))}
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as started:
-        assert started.stdout is not None
-        http_url, grpc_url = started.stdout.readline().split()
+    with echo_process(max_body_mb=2, max_bodies_mb=16) as (started, http_url, grpc_url):
         server = RunningServer.__new__(RunningServer)
         server.http_url, server.grpc_url = http_url, grpc_url
         yield server, psutil.Process(started.pid)
-        started.terminate()
 
 
 def peak_mib(process: psutil.Process) -> float:

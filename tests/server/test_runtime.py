@@ -19,7 +19,7 @@ from guerdon.config import ServerConfig
 from guerdon.errors import StartError
 from guerdon.server.runtime import RunningServer, check_addresses
 from server.echo_service import SLOW_TOKEN, EchoService
-from server.helpers import INFER, body_of, wait_until
+from server.helpers import INFER, body_of, echo_process, wait_until
 
 
 def test_free_ports_are_reported_and_used():
@@ -131,21 +131,7 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_in_order(number):
-    program = """
-        from guerdon.config import ServerConfig
-        from guerdon.server.runtime import run
-        from server.echo_service import EchoService
-        config = ServerConfig(port=0, grpc_port=0)
-        run(EchoService(), config, on_started=lambda http, grpc: print(http, grpc, flush=True))
-        print("ended", flush=True)
-    """
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))}
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
+    with echo_process() as (process, url, _):
         with httpx.Client(base_url=url) as client, ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]))
             assert client.post(INFER, content=body_of([[5]])).status_code == 200

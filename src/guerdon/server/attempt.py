@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
-from guerdon.core import Command, Scored, Signal, TrainReport
+from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
 from guerdon.logs import failure
 from guerdon.server.scheduler import Batch
@@ -19,7 +19,7 @@ _OUT_OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "bad_
 class Group(Protocol):
     """Whatever executes one command on every rank and answers with rank 0's result."""
 
-    def lead(self, command: Command) -> Scored | TrainReport | None: ...
+    def lead(self, command: Command) -> Any: ...
 
 
 class Attempt:

@@ -1,4 +1,4 @@
-"""Who asks: a key's holder and role, and what a server's sockets need for TLS."""
+"""Who asks: a key's holder and role."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from guerdon.config import ModelConfig
 from guerdon.core import Command, ModelInfo, OperationInfo, Signal
@@ -32,7 +32,7 @@ from guerdon.errors import (
 )
 from guerdon.logs import failure
 from guerdon.server.catalog import Catalog, Entry, Served
-from guerdon.server.loop import Loop, Order
+from guerdon.server.loop import Group, Loop, Order
 from guerdon.server.scheduler import Limits
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,6 @@ _KEPT = (
     "step_rule",
 )
 """What clients rely on: of these another model in the same place must have the same."""
-
-
-class Group(Protocol):
-    """Whatever executes one command on every rank and answers with rank 0's result."""
-
-    def lead(self, command: Command) -> Any: ...
 
 
 class Repository:
