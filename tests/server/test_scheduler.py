@@ -37,7 +37,7 @@ def test_whatever_waits_is_taken_at_once_up_to_the_budget() -> None:
     s.add(job(60, start=2_000_000))
     assert taken(s.take(0.0)) == [40, 50]
     assert taken(s.take(0.0)) == [60]
-    assert s.take(0.0) is None and s.num_tokens == s.num_sequences == 0
+    assert s.take(0.0) is None and s.room.tokens.taken == s.num_sequences == 0
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -119,7 +119,7 @@ def test_a_cancelled_request_costs_nothing_more() -> None:
     s.add(stays)
     assert taken(s.take(0.0)) == [60]
     s.cancel(gone)
-    assert s.num_sequences == 1 and s.num_tokens == 50
+    assert s.num_sequences == 1 and s.room.tokens.taken == 50
     assert taken(s.take(0.0)) == [50]
     assert s.take(0.0) is None
 

@@ -60,7 +60,8 @@ class Credentials:
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         """What the files of authorities, key and certificate hold, as gRPC takes them; raises what `tls` does."""
-        self.tls()  # gRPC itself finds out at every connection only, and does not say what is wrong
+        if self.ca_file is not None or self.cert_file is not None:
+            self.tls()  # gRPC itself finds out at every connection only, and does not say what is wrong
         own_key = self.key_file or self.cert_file
         return _read(self.ca_file), _read(own_key), _read(self.cert_file)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import os
 from pathlib import Path
@@ -18,7 +17,7 @@ from guerdon.config import ParallelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported
 from guerdon.fields import from_mapping
-from guerdon.server import http
+from guerdon.server import http, runtime
 from guerdon.server.repository import Repository
 from guerdon.yaml_files import read_yaml
 
@@ -109,9 +108,7 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
         config = dataclasses.replace(config, host="")  # any: where Ray's proxies listen is not known here
         self._service = await asyncio.to_thread(build_service, config)
         self._service.repository = _Fixed()
-        # As in a plain server: to walk through the libraries' objects would hold every request up.
-        gc.collect()
-        gc.freeze()
+        runtime.settle()
         self._service.start()
         self.app.inner = http.app(self._service, config)
         names = [info.name for info in self._service.models() if isinstance(info, ModelInfo)]

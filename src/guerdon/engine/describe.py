@@ -27,7 +27,7 @@ def describe(
     eos_token_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    step_rule: str = "",
+    step_rule: str,
 ) -> ModelInfo:
     """What clients and transports need to know; raises ConfigError where `max_length` goes beyond the model's table."""
     several = parts.num_outputs > 1 and not parts.is_process_reward

@@ -59,10 +59,14 @@ def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dic
             self.summed_over_tensor_ranks = frozenset(partial & dict(self.named_parameters()).keys())
             return tensor | dict.fromkeys(partial, "replicate"), expert, data
 
-    # transformers looks for a class's code by these names.
-    Sharded.__name__, Sharded.__qualname__ = model_class.__name__, model_class.__qualname__
-    Sharded.__module__ = model_class.__module__
-    return Sharded, {"distributed_config": distributed_config(**sizes)}
+    return named_as(model_class, Sharded), {"distributed_config": distributed_config(**sizes)}
+
+
+def named_as(model_class: Any, made: Any) -> Any:
+    """`made`, by the names of the class that it is made of: transformers looks for a class's code by these."""
+    made.__name__, made.__qualname__ = model_class.__name__, model_class.__qualname__
+    made.__module__ = model_class.__module__
+    return made
 
 
 class Alike:

@@ -18,7 +18,7 @@ from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import StoredTensor
 from guerdon.engine.heads import Pooling
-from guerdon.engine.layout import sharded_class
+from guerdon.engine.layout import named_as, sharded_class
 from guerdon.errors import CheckpointError
 
 HARMLESS = re.compile(
@@ -99,10 +99,7 @@ def _laid_out_alone(model_class: Any) -> Any:
         def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
             return [computing.HERE.building(), *super().get_init_context(*args, **kwargs)]
 
-    # transformers looks for a class's code by these names.
-    Alone.__name__, Alone.__qualname__ = model_class.__name__, model_class.__qualname__
-    Alone.__module__ = model_class.__module__
-    return Alone
+    return named_as(model_class, Alone)
 
 
 def check_labels_per_token(num_outputs: int, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
-from guerdon.logs import failure
+from guerdon.logs import failure, without_frames
 from guerdon.server.scheduler import Batch
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Attempt:
             return Scored([e] * len(batch.entries), "")
         except GuerdonError as e:
             self._note(e, is_alone)
-            error: GuerdonError = e.with_traceback(None)  # whose frames may hold a forward's tensors
+            error: GuerdonError = without_frames(e)  # which may hold a forward's tensors
         # SystemExit, too: what a user's function raises must not end this thread.
         except BaseException as e:
             self._note(e, is_alone)

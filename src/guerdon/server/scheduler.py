@@ -117,7 +117,6 @@ class Scheduler:
     def __init__(self, limits: Limits, clients: Collection[str] = ()) -> None:
         self.limits = limits
         self.room = Room(limits.max_queue_sequences, limits.max_queue_tokens, clients)
-        self.num_tokens = 0
         self.num_sequences = 0
         self._turns = itertools.count()
         self._lines: dict[str, _Line] = {}
@@ -135,16 +134,11 @@ class Scheduler:
 
     def put(self, job: Job) -> None:
         """Takes in a job that `room` counts already."""
-        self.num_tokens += sum(s.num_tokens for s in job.sequences)
         self.num_sequences += len(job.sequences)
         self._push(job)
         if self.limits.shares:
             for i, s in enumerate(job.sequences):
                 self._groups.setdefault(_group(s), deque()).append((job, i))
-
-    def check_room(self, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded where the queue has no room for so much more, as `Room.check`."""
-        self.room.check(num_sequences, num_tokens, client)
 
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet; what runs now finishes unread."""
@@ -285,9 +279,7 @@ class Scheduler:
 
     def _leave(self, job: Job, i: int) -> None:
         job.queued[i] = False
-        num_tokens = job.sequences[i].num_tokens
-        self.room.give(1, num_tokens, job.client)
-        self.num_tokens -= num_tokens
+        self.room.give(1, job.sequences[i].num_tokens, job.client)
         self.num_sequences -= 1
         if self.limits.shares:
             key = _group(job.sequences[i])

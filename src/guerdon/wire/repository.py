@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import bodies
 
@@ -67,10 +65,7 @@ def _parameters(body: bytes, example: str) -> dict[str, Any]:
 
 def _of_config(text: Any) -> str | None:
     """What a model config in JSON names; all else in it is the server's own affair."""
-    try:
-        config = orjson.loads(_text(text, "config"))
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"parameters.config is not valid JSON: {e}") from e
+    config = bodies.parse(_text(text, "config").encode(), "parameters.config")
     example = '{"parameters": {"model": {"string_value": "FOLDER"}}}'
     value = bodies.object_of(config, example).get("parameters")
     for name in ("model", "string_value"):
