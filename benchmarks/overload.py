@@ -34,7 +34,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 import load
 import open_loop
 import report
-from promises import broken_of
+from promises import LEAST_SHARE, MOST_WAITS, broken_of
 from workload import MAX_LENGTH, SHAPE, VOCAB_SIZE
 
 INFER = "/v2/models/reward_model/infer"
@@ -236,15 +236,14 @@ def plot(results: dict, samples: dict[str, list[float]], path: Path) -> None:
     numbers = np.arange(1, len(rounds) + 1)
     for name, colour in (("peak", "#777777"), ("overload", "#2a6f97"), ("fair", "#e07a5f")):
         rates.plot(numbers, [told[name]["per_s"] for told in rounds], "o-", color=colour, label=name)
-    rates.plot(
-        numbers, [0.9 * told["peak"]["per_s"] for told in rounds], "--", color="#bbbbbb", label="90% of the peak"
-    )
+    least = [LEAST_SHARE * told["peak"]["per_s"] for told in rounds]
+    rates.plot(numbers, least, "--", color="#bbbbbb", label=f"{LEAST_SHARE:.0%} of the peak")
     rates.set(title="answered requests/s", xlabel="round", ylim=(0, None), xticks=numbers)
     limit_s = statistics.median(told["peak"]["limit_s"] for told in rounds)
     for name, colour in (("overload", "#2a6f97"), ("fair", "#e07a5f"), (f"fair: {SMALL}", "#81b29a")):
         _cumulative(accepted, samples[name], name, colour)
     accepted.axvline(limit_s, color="#777777", linestyle=":", label="a full queue")
-    accepted.axvline(2 * limit_s, color="#bbbbbb", linestyle="--", label="twice that")
+    accepted.axvline(MOST_WAITS * limit_s, color="#bbbbbb", linestyle="--", label=f"{MOST_WAITS:g} times that")
     accepted.set(title="seconds of accepted requests", xlabel="s", ylabel="share answered", xlim=(0, None))
     for name, colour in (("overload: refused", "#2a6f97"), ("fair: refused", "#e07a5f")):
         _cumulative(refused, [1e3 * s for s in samples[name]], name, colour)
