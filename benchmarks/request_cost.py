@@ -13,7 +13,7 @@ import uvloop
 
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
-from guerdon.server import http
+from guerdon.server.front import http
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
 

@@ -7,8 +7,8 @@ import torch
 from guerdon import assembly
 from guerdon.config import ServerConfig
 from guerdon.server import runtime
-from guerdon.server.checkpoints import Checkpoints
-from guerdon.server.journal import Journal
+from guerdon.server.critic.checkpoints import Checkpoints
+from guerdon.server.critic.journal import Journal
 from guerdon.training.critic import CriticTrainer
 from guerdon.training.optimiser import Optimiser
 from killing import Points, kill_at

@@ -55,8 +55,8 @@ def _install() -> None:
     from guerdon.core import Signal
     from guerdon.distributed.pulse import Pulse
     from guerdon.distributed.worker import Worker
-    from guerdon.server.checkpoints import Checkpoints
-    from guerdon.server.journal import Journal
+    from guerdon.server.critic.checkpoints import Checkpoints
+    from guerdon.server.critic.journal import Journal
 
     phases = {Signal.FORWARD: "forward", Signal.TRAIN: "train", Signal.SAVE: "save", Signal.LOAD: "load"}
     executing = ""

@@ -19,7 +19,7 @@ from served import free_port
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "guerdon"
-TOLD = {"server/http.py", "wire/pooling.py", "actor/trackers.py"}
+TOLD = {"server/front/http.py", "wire/pooling.py", "actor/trackers.py"}
 """Where the time of day is told to somebody, and nothing decided by it."""
 CLOCKS = {"time", "time_ns", "gmtime", "localtime", "now", "utcnow", "today"}
 

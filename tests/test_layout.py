@@ -51,7 +51,7 @@ BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "client", "server", "flags", "cli"], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(
-        ["server/budget.py", "server/scheduler.py", "server/lane.py", "server/rewards.py"],
+        ["server/batching/budget.py", "server/batching/scheduler.py", "server/batching/lane.py", "server/rewards.py"],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),
     **dict.fromkeys(["actor/settings.py", "actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),

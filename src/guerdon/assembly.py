@@ -24,9 +24,9 @@ from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
-from guerdon.server.auth import Access
-from guerdon.server.critic import Critic
-from guerdon.server.scheduler import Limits
+from guerdon.server.batching.scheduler import Limits
+from guerdon.server.critic.critic import Critic
+from guerdon.server.front.auth import Access
 from guerdon.server.service import Service
 
 log = logging.getLogger(__name__)

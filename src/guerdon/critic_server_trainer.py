@@ -16,9 +16,9 @@ from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, 
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.callable import FunctionEncoder
 from guerdon.errors import ConfigError
-from guerdon.server.critic import Critic
-from guerdon.server.loop import Group
-from guerdon.server.scheduler import Limits
+from guerdon.server.batching.loop import Group
+from guerdon.server.batching.scheduler import Limits
+from guerdon.server.critic.critic import Critic
 from guerdon.server.service import Service
 from guerdon.training.callable import UserCritic
 

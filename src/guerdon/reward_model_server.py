@@ -12,7 +12,7 @@ from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.engine.callable import FunctionEncoder, PaddedScorer
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
-from guerdon.server.scheduler import Limits
+from guerdon.server.batching.scheduler import Limits
 from guerdon.server.service import Service
 
 

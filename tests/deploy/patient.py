@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from guerdon.server.lane import Lane
+from guerdon.server.batching.lane import Lane
 
 SECONDS = 0.5
 BREAKS = "breaks"

@@ -27,7 +27,7 @@ from guerdon.core import (
 )
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import samples
-from guerdon.server.forms import FORMS
+from guerdon.server.front.forms import FORMS
 from guerdon.wire import bodies, kserve, kserve_grpc, operations, repository
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor

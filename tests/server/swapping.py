@@ -15,7 +15,7 @@ import zoo
 from guerdon.assembly import PLAIN, Parts, build_service
 from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.server.loop import Order
+from guerdon.server.batching.loop import Order
 from guerdon.server.service import Service
 
 ROWS = zoo.rows(3)

@@ -10,7 +10,7 @@ import pytest
 from guerdon.access import AccessConfig, Role, check_reach, check_tls, is_loopback, without_key
 from guerdon.config import ServerConfig, check
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
-from guerdon.server.auth import ANYBODY, Access, Caller
+from guerdon.server.front.auth import ANYBODY, Access, Caller
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 
 SCORER = Caller("scorer", Role.SCORE)

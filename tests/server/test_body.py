@@ -9,8 +9,8 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.errors import InvalidRequest, Overloaded, PayloadTooLarge
-from guerdon.server.body import read_body
-from guerdon.server.gate import Gate, Place
+from guerdon.server.front.body import read_body
+from guerdon.server.front.gate import Gate, Place
 
 MIB = 1 << 20
 

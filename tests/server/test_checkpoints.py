@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from guerdon.errors import InvalidRequest, StartError
-from guerdon.server.checkpoints import Checkpoints, DamagedCheckpoint
+from guerdon.server.critic.checkpoints import Checkpoints, DamagedCheckpoint
 from processes import by_itself
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.server import runtime
-from guerdon.server.connections import HttpConnection
+from guerdon.server.front.connections import HttpConnection
 from guerdon.server.runtime import RunningServer
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, wait_until

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.lane import Lane
-from guerdon.server.scheduler import Job, Limits, Scheduler
-from guerdon.server.shares import Shares
+from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.shares import Shares
 
 BUDGET = 100
 

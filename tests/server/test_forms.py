@@ -14,10 +14,10 @@ import pytest
 from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
-from guerdon.server.auth import ANYBODY
-from guerdon.server.forms import FORMS, FormHandler
-from guerdon.server.gate import Gate
-from guerdon.server.guard import CALLER
+from guerdon.server.front.auth import ANYBODY
+from guerdon.server.front.forms import FORMS, FormHandler
+from guerdon.server.front.gate import Gate
+from guerdon.server.front.guard import CALLER
 from guerdon.server.runtime import RunningServer
 from guerdon.wire.forms import Asked, Form, told_plainly
 from server.echo_service import EchoService

@@ -6,7 +6,7 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.errors import Overloaded
-from guerdon.server.gate import Gate, Place
+from guerdon.server.front.gate import Gate, Place
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.access import KEYS_VARIABLE
 from guerdon.config import ServerConfig
-from guerdon.server import grpc as server_grpc
+from guerdon.server.front import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest

@@ -18,8 +18,8 @@ from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.config import ServerConfig
 from guerdon.core import Operation
-from guerdon.server import guard, http
-from guerdon.server.forms import FORMS
+from guerdon.server.front import guard, http
+from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService

@@ -31,7 +31,8 @@ from guerdon.errors import (
     UnknownModel,
     Unsupported,
 )
-from guerdon.server import about, runtime
+from guerdon.server import runtime
+from guerdon.server.front import about
 from guerdon.server.service import Service
 from server.arithmetic_critic import ArithmeticService
 from server.swapping import ROWS, checkpoints, held, rewards, score, serving, until, version

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from guerdon.errors import StartError, StorageFailed
-from guerdon.server.journal import Journal, digest_of
+from guerdon.server.critic.journal import Journal, digest_of
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import request
 

@@ -9,8 +9,8 @@ import pytest
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.lane import Lane
-from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
 
 
 @dataclass(eq=False)

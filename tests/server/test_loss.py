@@ -23,7 +23,7 @@ from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import ALONE
 from guerdon.distributed.worker import Worker
 from guerdon.errors import RanksLost
-from guerdon.server.critic import Critic
+from guerdon.server.critic.critic import Critic
 from guerdon.server.runtime import RunningServer, serve
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, ArithmeticTrainer, after, request
 from server.driving import Driver
@@ -204,7 +204,7 @@ def test_a_rank_that_is_told_to_stop_amid_a_replay_leaves_between_two_records(tm
 
 
 def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guerdon.server.loop._BREAKS_S", 20.0)
+    monkeypatch.setattr("guerdon.server.batching.loop._BREAKS_S", 20.0)
     service, told, begun, go = EchoService(), [], threading.Event(), threading.Event()
     score = service.scorer.score
 

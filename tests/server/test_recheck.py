@@ -17,9 +17,9 @@ from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
 from guerdon.errors import Offloaded, SampleFailed
 from guerdon.metrics import Metrics
-from guerdon.server.loop import Loop
-from guerdon.server.recheck import compare
-from guerdon.server.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.recheck import compare
+from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 
 BAD = 7
 """The first id of what has no score."""

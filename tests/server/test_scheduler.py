@@ -9,7 +9,7 @@ import pytest
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
 
 
 def seq(start: int, length: int, **kw: int) -> Sequence:

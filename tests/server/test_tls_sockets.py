@@ -137,7 +137,7 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(mutual, files, who, pas
 
 
 def test_refused_handshakes_are_told_of_once_a_minute(files, caplog):
-    caplog.set_level("INFO", logger="guerdon.server.connections")
+    caplog.set_level("INFO", logger="guerdon.server.front.connections")
     with RunningServer(EchoService(), config_of(files, mutual=True)) as server:
         for _ in range(3):
             with pytest.raises(httpx.TransportError), httpx.Client(verify=context_of(files)) as client:

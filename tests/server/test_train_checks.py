@@ -10,7 +10,7 @@ import pytest
 
 from guerdon.core import ModelInfo, TrainRequest
 from guerdon.errors import InvalidRequest
-from guerdon.server.train_checks import MAX_ID_LENGTH, check
+from guerdon.server.critic.train_checks import MAX_ID_LENGTH, check
 
 INFO = ModelInfo("critic_infer", "test", vocab_size=100, max_length=4)
 

@@ -9,8 +9,8 @@ from starlette.routing import Route, Router
 
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, Operation, OperationInfo
-from guerdon.server import http
-from guerdon.server.forms import FORMS
+from guerdon.server.front import http
+from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.wire import openapi, schemas, signature
 from server.echo_service import EchoService

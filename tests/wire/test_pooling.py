@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from guerdon import errors
 from guerdon.core import ModelInfo, Score, ScoreReply, Truncation
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
-from guerdon.server.forms import FORMS
+from guerdon.server.front.forms import FORMS
 from guerdon.wire import bodies, openai, samples
 from guerdon.wire.bodies import MAX_DEPTH
 

@@ -17,7 +17,8 @@ from guerdon.config import ParallelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported
 from guerdon.fields import from_mapping
-from guerdon.server import http, runtime
+from guerdon.server import runtime
+from guerdon.server.front import http
 from guerdon.server.repository import Repository
 from guerdon.yaml_files import read_yaml
 

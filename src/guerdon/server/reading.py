@@ -11,8 +11,8 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
+from guerdon.server.batching.turns import FairTurns
 from guerdon.server.catalog import Served
-from guerdon.server.turns import FairTurns
 
 _NUM_THREADS = 2
 

@@ -31,9 +31,9 @@ from guerdon.errors import (
     Unsupported,
 )
 from guerdon.logs import failure
+from guerdon.server.batching.loop import Group, Loop, Order
+from guerdon.server.batching.scheduler import Limits
 from guerdon.server.catalog import Catalog, Entry, Served
-from guerdon.server.loop import Group, Loop, Order
-from guerdon.server.scheduler import Limits
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from typing import Any
 from guerdon import logs
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
-from guerdon.server import http, tls
-from guerdon.server.auth import Access, warn_of_readers
-from guerdon.server.connections import HttpServer
-from guerdon.server.gate import Gate
+from guerdon.server.front import http, tls
+from guerdon.server.front.auth import Access, warn_of_readers
+from guerdon.server.front.connections import HttpServer
+from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ async def serve(
         if config.grpc_port is not None:
             # Its core writes a line to stderr for everybody who connects and does not come to terms with it.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-            from guerdon.server import grpc  # only here: gRPC is optional
+            from guerdon.server.front import grpc  # only here: gRPC is optional
 
             grpc_server, grpc_port = grpc.server(service, config, gate)
             grpc_url = _url("grpc" + secure, config.host, grpc_port)

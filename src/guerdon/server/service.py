@@ -31,14 +31,14 @@ from guerdon.errors import (
 )
 from guerdon.metrics import Metrics
 from guerdon.server import reading, samples
-from guerdon.server.auth import Access
+from guerdon.server.batching.loop import Group, Loop
+from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
 from guerdon.server.catalog import Catalog, Served
-from guerdon.server.critic import Coming, Critic
-from guerdon.server.critic import Result as Done
-from guerdon.server.loop import Group, Loop
+from guerdon.server.critic.critic import Coming, Critic
+from guerdon.server.critic.critic import Result as Done
+from guerdon.server.front.auth import Access
 from guerdon.server.repository import Repository
 from guerdon.server.rewards import Sum
-from guerdon.server.scheduler import Job, Limits, Result, Scheduler
 
 _BYTES_A_TOKEN = 8
 """Of ids in binary form; text and JSON have about as many."""

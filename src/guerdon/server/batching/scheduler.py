@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from guerdon.core import MIN_SHARED, Score, Sequence, common_prefix
 from guerdon.errors import GuerdonError
-from guerdon.server.room import Room
+from guerdon.server.batching.room import Room
 
 Result = Score | GuerdonError
 

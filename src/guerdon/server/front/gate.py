@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from guerdon.config import LimitsConfig
 from guerdon.errors import Overloaded
-from guerdon.server.shares import Shares
+from guerdon.server.batching.shares import Shares
 
 RETRY_AFTER_S = 1.0
 

@@ -32,12 +32,21 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
-from guerdon.server import about
-from guerdon.server.asgi import JSON, Handler, Headers, Reply, score_headers, send_reply, unless_left, version_header
-from guerdon.server.body import Coming, UploadTooSlow, announced, off_loop, read_body
-from guerdon.server.forms import FORMS, FormHandler
-from guerdon.server.gate import Gate, Place
-from guerdon.server.guard import Guard, caller_of
+from guerdon.server.front import about
+from guerdon.server.front.asgi import (
+    JSON,
+    Handler,
+    Headers,
+    Reply,
+    score_headers,
+    send_reply,
+    unless_left,
+    version_header,
+)
+from guerdon.server.front.body import Coming, UploadTooSlow, announced, off_loop, read_body
+from guerdon.server.front.forms import FORMS, FormHandler
+from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.guard import Guard, caller_of
 from guerdon.server.service import Service
 from guerdon.wire import bodies, forms, kserve, openai, openapi, operations, repository, signature
 from guerdon.wire.operations import Answer, Asked

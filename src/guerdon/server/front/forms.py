@@ -12,10 +12,10 @@ from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import UnknownModel
 from guerdon.metrics import UNKNOWN
-from guerdon.server.asgi import JSON, Reply, score_headers, unless_left
-from guerdon.server.body import off_loop, read_body
-from guerdon.server.gate import Gate, Place
-from guerdon.server.guard import caller_of
+from guerdon.server.front.asgi import JSON, Reply, score_headers, unless_left
+from guerdon.server.front.body import off_loop, read_body
+from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.guard import caller_of
 from guerdon.server.service import Service
 from guerdon.wire import bodies, pooling, sglang, tei, trainers
 from guerdon.wire.forms import Asked, Form

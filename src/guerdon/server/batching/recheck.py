@@ -13,8 +13,8 @@ from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
 from guerdon.logs import failure
 from guerdon.metrics import Metrics
-from guerdon.server.attempt import Group
-from guerdon.server.scheduler import Batch
+from guerdon.server.batching.attempt import Group
+from guerdon.server.batching.scheduler import Batch
 
 log = logging.getLogger(__name__)
 

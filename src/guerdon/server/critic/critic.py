@@ -41,11 +41,11 @@ from guerdon.errors import (
     TrainFailed,
 )
 from guerdon.metrics import Metrics
-from guerdon.server import train_checks
-from guerdon.server.answers import Answer, other_content
-from guerdon.server.body import off_loop
-from guerdon.server.history import History
-from guerdon.server.loop import Group, Loop, Order
+from guerdon.server.batching.loop import Group, Loop, Order
+from guerdon.server.critic import train_checks
+from guerdon.server.critic.answers import Answer, other_content
+from guerdon.server.critic.history import History
+from guerdon.server.front.body import off_loop
 
 log = logging.getLogger(__name__)
 

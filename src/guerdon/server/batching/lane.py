@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
 
 
 class Turn(Protocol):

@@ -20,9 +20,9 @@ from guerdon.config import CriticConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.durable import storing
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
-from guerdon.server.answers import Answer, Answers
-from guerdon.server.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
-from guerdon.server.journal import Journal, Record
+from guerdon.server.critic.answers import Answer, Answers
+from guerdon.server.critic.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
+from guerdon.server.critic.journal import Journal, Record
 
 log = logging.getLogger(__name__)
 

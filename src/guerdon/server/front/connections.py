@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from guerdon.config import LimitsConfig
 from guerdon.logs import failure
-from guerdon.server.guard import CALLER
+from guerdon.server.front.guard import CALLER
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from guerdon.errors import (
 )
 from guerdon.logs import failure, without_frames
 from guerdon.metrics import UNKNOWN
-from guerdon.server import about, tls
-from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
-from guerdon.server.body import Coming, off_loop
-from guerdon.server.gate import Gate, Place
-from guerdon.server.receiving import Receiving
+from guerdon.server.front import about, tls
+from guerdon.server.front.auth import ANYBODY, PYTRITONS_METADATA, Caller
+from guerdon.server.front.body import Coming, off_loop
+from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.receiving import Receiving
+from guerdon.server.front.unread import end_unread
 from guerdon.server.service import Service
-from guerdon.server.unread import end_unread
 from guerdon.wire import kserve_grpc, operations, repository, signature
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.operations import Answer, Asked

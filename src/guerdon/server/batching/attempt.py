@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
 from guerdon.logs import failure, without_frames
-from guerdon.server.scheduler import Batch
+from guerdon.server.batching.scheduler import Batch
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope
 
 from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
-from guerdon.server.gate import Place
+from guerdon.server.front.gate import Place
 from guerdon.wire import bodies
 from guerdon.wire.kserve import InferRequest
 

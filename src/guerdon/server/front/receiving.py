@@ -10,9 +10,9 @@ from typing import Any
 
 from guerdon.config import LimitsConfig
 from guerdon.errors import InvalidRequest, Overloaded
-from guerdon.server.body import UploadTooSlow
-from guerdon.server.gate import RETRY_AFTER_S
-from guerdon.server.shares import Shares
+from guerdon.server.batching.shares import Shares
+from guerdon.server.front.body import UploadTooSlow
+from guerdon.server.front.gate import RETRY_AFTER_S
 
 
 class Receiving:

@@ -14,12 +14,12 @@ from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
 from guerdon.logs import failure
 from guerdon.metrics import Metrics
-from guerdon.server.attempt import Attempt
-from guerdon.server.attempt import Group as Group
-from guerdon.server.budget import Budget
-from guerdon.server.lane import Lane
-from guerdon.server.recheck import Recheck
-from guerdon.server.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.attempt import Attempt
+from guerdon.server.batching.attempt import Group as Group
+from guerdon.server.batching.budget import Budget
+from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.recheck import Recheck
+from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
 
 log = logging.getLogger(__name__)
 

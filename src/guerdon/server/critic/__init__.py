@@ -1,0 +1,1 @@
+"""A critic behind the service: checked, journalled, applied, answered, and brought back after a crash."""
