@@ -14,7 +14,7 @@ JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz trainers ray check audit format bench clean
+.PHONY: help demo test test-all browser docs pages fuzz trainers ray check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,17 @@ test: $(VENV)/.dev  ## the quick tests, JOBS=2 files at a time
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
+
+browser: $(VENV)/.dev  ## see to a Chromium, with which `test` tries the live page
+	scripts/chromium.sh
+
+docs: $(VENV)/.dev  ## the documentation as a site, in out/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site
+
+pages: $(VENV)/.dev  ## write the pages anew that are made from the code
+	$(BIN)/python scripts/metrics_page.py
+	$(BIN)/python scripts/config_page.py
+	$(BIN)/python scripts/grafana_dashboard.py
 
 fuzz: $(VENV)/.dev  ## a million inputs and more to codecs, forms and a server (ARGS="--inputs 20000": fewer)
 	$(PIP) install -c constraints.txt -e '.[dev,fuzz]'
@@ -45,6 +56,9 @@ check: $(VENV)/.dev  ## format, lint, types, unsafe calls, and who may import wh
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/bandit -q -c pyproject.toml -r src
+	$(BIN)/python scripts/metrics_page.py --check
+	$(BIN)/python scripts/config_page.py --check
+	$(BIN)/python scripts/grafana_dashboard.py --check
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
 audit: $(VENV)/.dev  ## unsafe calls, and known holes in what is installed (asks PyPI)

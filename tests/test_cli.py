@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,9 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version", capsys=capsys) == (0, f"guerdon {__version__}\n", "")
+    torch = metadata.version("torch")
+    told = f"guerdon {__version__}\npython {platform.python_version()}\ntorch {torch}\n"
+    assert run("--version", capsys=capsys) == (0, told, "")
     status, out, _ = run("--help", capsys=capsys)
     assert status == 0
     assert "guerdon serve ./my-reward-model" in out
@@ -45,7 +49,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "guerdon", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
-    assert done.stdout.split() == ["guerdon", __version__]
+    assert done.stdout.split()[:3] == ["guerdon", __version__, "python"]
 
 
 def test_help_shows_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,12 +220,12 @@ def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], me
         (["serve", "m", "--attribute-weights", "a"], "'a' is not a list of numbers"),
         (["serve", "m", "--config", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["serve", "m", "--std", "0"], "std is 0"),
-        (["serve", "./absent-folder"], "absent-folder"),
-        (["serve"], "no model to serve"),
+        (["serve", "./absent-folder", "--port", "0", "--grpc-port", "0"], "absent-folder"),
+        (["serve", "--port", "0", "--grpc-port", "0"], "no model to serve"),
         (["serve-critic"], "no model to make a critic of"),
         (["serve-critic", "m", "--lr-schedule", "cosine"], "lr_schedule is cosine, and total_steps is None"),
         (["serve-critic", "m", "--betas", "0.9"], "betas is [0.9]"),
-        (["serve-critic", "./absent-folder"], "absent-folder"),
+        (["serve-critic", "./absent-folder", "--port", "0", "--grpc-port", "0"], "absent-folder"),
         (["score", "in.jsonl", "-o", "out.jsonl"], "one of the arguments --server --model is required"),
         (
             ["score", "--server", "h:1", "--dtype", "float16", "in", "-o", "out"],
@@ -237,7 +241,7 @@ def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], me
             ["serve", "scorers:score", "--port", "0", "--grpc-port", "0", "--model-repository", "."],
             "model_repository is set, and nobody may load from it",
         ),
-        ([], "the following arguments are required: COMMAND"),
+        (["serv", "m"], "argument COMMAND: invalid choice: 'serv'"),
     ],
 )
 def test_what_cannot_start_says_what_to_do(
@@ -258,7 +262,9 @@ def test_a_server_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ["score", "--server", "http://127.0.0.1:9", str(source), "-o", str(tmp_path / "out.jsonl"), "--no-progress"]
     status, _, err = run(*argv, capsys=capsys)
     assert status == 1
-    assert "127.0.0.1:9" in err
+    first, *_, last = err.splitlines()
+    assert first.startswith("guerdon: ") and "127.0.0.1:9" in first
+    assert last.startswith("help: ") and "guerdon doctor" in last
     assert "Traceback" not in err
 
 

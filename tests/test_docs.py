@@ -1,12 +1,15 @@
-"""What the documentation names exists: functions of the walk, files, links, flags, metrics."""
+"""What the documentation names exists: functions of the walk, files, links, commands, flags, settings, metrics."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+import shlex
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +17,23 @@ import torch.distributed.run as torchrun
 import yaml
 
 from guerdon import cli
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.adapters import trl, trlx, verl
-from guerdon.config import CriticConfig, EngineConfig
-from guerdon.metrics import TABLE
+from guerdon.config import CriticConfig, EngineConfig, ServerConfig
+from guerdon.fields import from_mapping
+from guerdon.metrics import COLLECTED, TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAINERS = sorted((ROOT / "docs/trainers").glob("*.md"))
 DEPLOY = sorted((ROOT / "docs/deploy").glob("*.md"))
-COLLECTED = {"guerdon_queue_sequences", "guerdon_queue_tokens", "guerdon_model_info"}
+GUIDES = sorted(page for folder in ("guides", "coming_from") for page in (ROOT / "docs" / folder).glob("*.md"))
+EVERY = [*PAGES, *TRAINERS, *DEPLOY, *GUIDES]
+
+
+def name_of(page: Path) -> str:
+    """A page's path, the same in every process."""
+    return page.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.parametrize(("page", "num_steps"), [("walk", 8), ("critic", 11), ("actors", 10)])
@@ -47,7 +58,7 @@ def test_the_critics_settings_stand_in_its_page() -> None:
             assert yaml.safe_load(told[name]) == default or float(told[name]) == default, name
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TRAINERS, *DEPLOY], ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", EVERY, ids=name_of)
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
@@ -59,12 +70,28 @@ def test_links_and_files_exist(page: Path) -> None:
         assert (ROOT / path).exists() or (ROOT / "src/guerdon" / path).exists(), path
 
 
+parser = functools.cache(cli.make_parser)
+
+
+@functools.cache
 def helps() -> list[str]:
     """The help of each command, and torchrun's."""
-    texts = [cli.make_parser().format_help(), torchrun.get_args_parser().format_help()]
-    for action in cli.make_parser()._subparsers._group_actions:  # type: ignore[union-attr]
-        texts += [parser.format_help() for parser in action.choices.values()]  # type: ignore[union-attr]
+    texts = [parser().format_help(), torchrun.get_args_parser().format_help()]
+    for action in parser()._subparsers._group_actions:  # type: ignore[union-attr]
+        texts += [command.format_help() for command in action.choices.values()]  # type: ignore[union-attr]
     return texts
+
+
+def settings() -> dict[str, type]:
+    """The paths of all settings of the actors, each with its command's dataclass."""
+
+    def within(cls: type, prefix: str) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(cls).items():
+            yield prefix + name
+            if dataclasses.is_dataclass(hint):
+                yield from within(typing.cast(type, hint), f"{prefix}{name}.")
+
+    return {path: cls for cls in (PPORunConfig, ReinforceRunConfig) for path in within(cls, "")}
 
 
 @pytest.mark.parametrize("page", TRAINERS, ids=lambda page: page.name)
@@ -91,12 +118,68 @@ def test_the_adapters_arguments_stand_in_their_pages(page: str, function: Callab
     assert told - {"triton_host"} == {*inspect.signature(function).parameters} - of_verl - {"triton_host"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=name_of)
 def test_flags_and_metrics_exist(page: Path) -> None:
     text = page.read_text()
     if page.name == "README.md":  # whose table of trainers has their flags
         text = re.sub(r"^\| .*docs/trainers/.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?:docker|curl|kubectl) (?:.*\\\n)*.*$", "", text, flags=re.MULTILINE)  # with flags of their own
     for flag in re.findall(r"`[^`]*?(--[a-z][a-z-]+)", text):
         assert any(flag in text for text in helps()), flag
     for metric in re.findall(r"guerdon_[a-z]+_?[a-z_]*[a-z]", text):
-        assert metric.removesuffix("_total") in {*TABLE, *COLLECTED}, metric
+        names = {metric, re.sub("_(total|bucket|sum|count)$", "", metric)}
+        assert names & {*TABLE, *COLLECTED}, metric
+
+
+@pytest.mark.parametrize("page", EVERY, ids=name_of)
+def test_settings_and_names_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for path in re.findall(
+        r"`((?:policy|data|rollouts|run|reinforce|ppo|remote_rm|remote_critic_rm|parallel)\.[a-z_.]+)", text
+    ):
+        assert path in settings() or path.endswith((".yaml", ".py")), path
+    for name in re.findall(r"`(guerdon\.(?:[A-Z]\w*|(?:adapters|deploy|client|actor)[\w.]*\w))", text):
+        parts = name.split(".")
+        for i in range(len(parts) - 1, 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:i]))
+                break
+            except ModuleNotFoundError:
+                continue
+        for part in parts[i:]:
+            found = (
+                getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
+            )
+
+
+def taken(words: list[str]) -> object:
+    """0 where the command's parser takes the words, or what it would end with."""
+    try:
+        parser().parse_args(words)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("page", [*EVERY, *sorted((ROOT / "examples").rglob("*.md"))], ids=name_of)
+def test_commands_are_taken_by_the_parser(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in re.findall(r"^```(?:bash)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ |torchrun .* -m )?guerdon (.+)", line)
+            if found is None or found[1].startswith("COMMAND"):
+                continue
+            words = [word for word in shlex.split(found[1], comments=True) if word != "&"]
+            status = taken(words)
+            assert not status, f"{line}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", EVERY, ids=name_of)
+def test_files_of_settings_are_taken(page: Path) -> None:
+    for block in re.findall(
+        r"^```yaml\n(# (?:run|server|critic)\.yaml.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        given = yaml.safe_load(block)
+        if "policy" in given:
+            from_mapping(PPORunConfig if "remote_critic_rm" in given else ReinforceRunConfig, given)
+        else:
+            from_mapping(ServerConfig, given)

@@ -9,7 +9,21 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-BASE = {"core", "errors", "messages", "fields", "access", "config", "logs", "yaml_files", "metrics", "durable"}
+BASE = {
+    "access",
+    "colours",
+    "config",
+    "core",
+    "durable",
+    "errors",
+    "exits",
+    "fields",
+    "logs",
+    "messages",
+    "metrics",
+    "tracing",
+    "yaml_files",
+}
 PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training", "actor"}
 
 ROOMS = {  # room: the rooms that it may know besides itself
@@ -31,7 +45,9 @@ ROOMS = {  # room: the rooms that it may know besides itself
     "demo": BASE | {"client", "actor"},
     "flags": BASE,
     "console": BASE | {"distributed"},
-    "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "console", "__init__"},
+    "bench": BASE | {"wire", "client", "console", "__init__"},
+    "doctor": BASE | {"client", "console", "engine", "__init__"},
+    "cli": BASE | PARTS | {"assembly", "local", "demo", "flags", "console", "bench", "doctor", "__init__"},
     "__main__": {"cli"},
     "__init__": {
         "actor",
@@ -48,10 +64,16 @@ MORE = {  # path prefix: what it may know besides
 }
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
-    **dict.fromkeys([*BASE, "client", "server", "flags", "cli"], TORCH),
+    **dict.fromkeys([*BASE, "bench", "client", "server", "flags", "cli"], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(
-        ["server/batching/budget.py", "server/batching/scheduler.py", "server/batching/lane.py", "server/rewards.py"],
+        [
+            "server/batching/budget.py",
+            "server/batching/scheduler.py",
+            "server/batching/lane.py",
+            *(f"server/dashboard/{name}.py" for name in ("asked", "drift", "extremes", "recent", "scored", "traffic")),
+            "server/rewards.py",
+        ],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),
     **dict.fromkeys(["actor/settings.py", "actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),

@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import re
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import httpx
 import pytest
@@ -9,8 +16,9 @@ import pytest
 from guerdon import console
 from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.logs import Frames, OneLine, failure
+from guerdon.logs import Frames, JsonLines, OneLine, failure, take_over_libraries
 from guerdon.server.runtime import RunningServer
+from processes import environment
 from server.echo_service import EchoService
 from server.helpers import INFER
 
@@ -23,6 +31,17 @@ def written() -> tuple[logging.Logger, io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.Logger("guerdon.tried")
+    logger.addHandler(handler)
+    return logger, stream
+
+
+@pytest.fixture
+def in_json() -> tuple[logging.Logger, io.StringIO]:
+    """A logger of rank 3, and what the server's formatter of JSON writes of it."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines(3))
     logger = logging.Logger("guerdon.tried")
     logger.addHandler(handler)
     return logger, stream
@@ -89,6 +108,131 @@ def test_the_command_logs_one_line_a_record(monkeypatch):
     monkeypatch.setattr(logging.getLogger("httpx"), "level", 0)
     console.set_up("info")
     assert isinstance(root.handlers[0].formatter, OneLine)
+
+
+def test_a_record_in_json(in_json):
+    logger, stream = in_json
+    before = datetime.now(UTC)
+    logger.warning("%d models in %s", 2, "Köln")
+    (line,) = stream.getvalue().splitlines()
+    told = json.loads(line)
+    assert list(told) == ["time", "level", "logger", "message", "rank"]
+    assert (told["level"], told["logger"], told["rank"]) == ("warning", "guerdon.tried", 3)
+    assert told["message"] == "2 models in Köln" and "Köln" in line
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told["time"])
+    assert abs(datetime.fromisoformat(told["time"]) - before) < timedelta(seconds=5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ['a"}\n{"level": "error"', "a\r\nb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\u202eb", "a\udc80b", "a\x00", "a\\nb"],
+)
+def test_no_client_can_forge_a_line_of_json(in_json, name):
+    logger, stream = in_json
+    logger.warning("the model %s is unknown", name)
+    try:
+        raise ValueError(name)
+    except ValueError:
+        logger.exception("it failed")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and all(line.isprintable() for line in lines)
+    first, second = map(json.loads, lines)
+    assert first["message"].startswith("the model a") and first["message"].isprintable()
+    assert second["traceback"][0] == "Traceback (most recent call last):"
+    assert any("test_no_client_can_forge_a_line_of_json" in frame for frame in second["traceback"])
+    assert all(frame.isprintable() for frame in second["traceback"])
+
+
+def test_a_line_of_json_is_not_as_long_as_a_client_likes(in_json):
+    logger, stream = in_json
+    logger.warning("the model %r is unknown", "x" * 1_000_000)
+    assert len(json.loads(stream.getvalue())["message"]) < 11_000
+
+
+def test_failures_in_json_tell_where_and_not_what(in_json):
+    logger, stream = in_json
+    failure(logger, logging.ERROR, "%s failed", "a batch", error=failed())
+    told = json.loads(stream.getvalue())
+    assert told["message"] == "a batch failed"
+    assert told["traceback"][-1] == "builtins.KeyError"
+    assert any(frame.endswith("in failed") for frame in told["traceback"])
+    assert SECRET not in stream.getvalue()
+
+
+def test_libraries_that_write_by_themselves_are_taken_over():
+    logger = logging.getLogger("a_library_of_its_own")
+    other = logging.StreamHandler(io.StringIO())
+    logger.propagate = False
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.addHandler(other)
+    try:
+        take_over_libraries()
+        assert logger.handlers == [other] and logger.propagate
+    finally:
+        logger.handlers.clear()
+
+
+SCORER = """
+import threading, warnings
+
+def score(texts):
+    if texts == ["warn"]:
+        warnings.warn("careful\\nthere")
+    if texts == ["thread"]:
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+    if texts == ["%s"]:
+        raise ValueError(f"cannot score {texts}")
+    return [1.0] * len(texts)
+"""
+
+
+def test_every_line_of_a_server_is_json(tmp_path: Path) -> None:
+    (tmp_path / "noisy_scorer.py").write_text(SCORER % SECRET)
+    command = [sys.executable, "-m", "guerdon", "serve", "noisy_scorer:score", "--port", "0", "--grpc-port", "0"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--log-format", "json", "--log-level", "debug"],
+            cwd=tmp_path, env=environment() | {"FORCE_COLOR": "1"}, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        )  # fmt: skip
+    assert process.stdout is not None
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(json.loads(line))
+            if found := re.search(r"ready at (\S+)", said[-1]["message"]):
+                break
+        for text, status in (("fine", 200), ("warn", 200), ("thread", 200), (SECRET, 500)):
+            body = {"inputs": [{"name": "sentences", "datatype": "BYTES", "shape": [1, 1], "data": [text]}]}
+            assert httpx.post(found[1] + INFER, json=body).status_code == status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        said += [json.loads(line) for line in process.stdout]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    text = (tmp_path / "stderr").read_text()
+    logged = [json.loads(line) for line in text.splitlines()]
+    assert SECRET not in text
+    assert {line["logger"] for line in said} == {"guerdon"}
+    by_message = {line["message"]: line for line in logged}
+    assert by_message["uncaught error"]["traceback"][-1] == "ZeroDivisionError: division by zero"
+    assert by_message["reward_model failed on a sample"]["traceback"][-1] == "builtins.ValueError"
+    assert any(line["logger"] == "py.warnings" and "careful" in line["message"] for line in logged)
+
+
+def test_what_cannot_start_is_said_in_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "guerdon", "serve", "absent", "--log-format", "json", "--std", "0"]
+    env = environment() | {"RANK": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    told = json.loads(line)
+    assert list(told) == ["time", "level", "logger", "message", "rank", "help"]
+    assert (told["level"], told["rank"]) == ("error", 1)
+    assert told["message"] == "std is 0" and "above 0" in told["help"]
 
 
 def test_a_crash_is_logged_without_what_it_says(caplog):

@@ -23,6 +23,7 @@ import rewarding
 import zoo
 from guerdon import cli, console
 from guerdon.assembly import build_service
+from guerdon.cli import helps
 from guerdon.client import RetryPolicy, RewardClient
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Score, ScoreReply, ScoreRequest, Truncation
@@ -507,7 +508,7 @@ def test_what_cannot_be_a_sum_is_told_before_anything_is_loaded(
 def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = cli.SERVE_EXAMPLES.split("\n\n")[1]
+    text = helps.SERVE_NOTES.split("\n\n")[1]
     file = tmp_path / "server.yaml"
     file.write_text(text)
     from guerdon import flags

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from guerdon import tracing
 from guerdon.access import AccessConfig, check_reach, check_tls
 from guerdon.core import Operation
 from guerdon.errors import ConfigError
@@ -217,7 +218,17 @@ class LimitsConfig:
 
 
 @dataclass
-class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig):
+class DashboardConfig:
+    """The page that a server has at `/`."""
+
+    dashboard: bool = setting(True, "serve the page at /, and keep what it shows of the last day")
+    dashboard_samples: bool = setting(
+        False, "keep the best and the worst samples' texts for the page; with keys only admins see them"
+    )
+
+
+@dataclass
+class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
     """One server: its sockets, its limits and its models."""
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -227,6 +238,12 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig):
         None, "folder of the checkpoints that a key of the role admin may load while the server runs"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged to stderr")
+    log_format: Literal["text", "json"] = setting("text", "of the log, and of all else that the server says")
+    traces: str | None = setting(
+        None,
+        "send traces to this collector by OTLP over HTTP, such as http://127.0.0.1:4318; default: where "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, if anywhere",
+    )
     models: list[ModelConfig] = setting([], "the served models", flag=False)
     rewards: list[RewardConfig] = setting([], "rewards that are sums of several of the models'", flag=False)
     critic: CriticConfig | None = setting(None, "the trainable critic", flag=False)
@@ -262,6 +279,8 @@ def check(settings: Any, where: str = "") -> None:
     if isinstance(settings, ServerConfig):
         check_tls(settings)
         check_reach(settings, settings.host)
+        if settings.traces is not None:
+            tracing.check_endpoint(settings.traces)
         _check_names(settings)
         if settings.fsdp and settings.critic is None:
             raise ConfigError(

@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from typing import TextIO
 
+from guerdon import logs
+from guerdon.colours import coloured
 from guerdon.config import CriticConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, StartError
-from guerdon.logs import OneLine
+from guerdon.logs import JsonLines, LogFormat, OneLine
+
+_format: LogFormat = "text"
+"""Of what `say` and `fail` write, as of the log; a process has one."""
 
 
 def described(info: ModelInfo) -> str:
@@ -47,21 +54,40 @@ def check_alone(command: str) -> None:
         )
 
 
-def set_up(log_level: str) -> None:
+def speak(log_format: LogFormat) -> None:
+    """Sets how `say` and `fail` write from now on."""
+    global _format
+    _format = log_format
+
+
+def set_up(log_level: str, log_format: LogFormat = "text") -> None:
     """The log, and where users' modules are looked for."""
+    speak(log_format)
     rank, level = "", log_level.upper()
     if num_started() > 1:
         rank = f" rank {os.environ.get('RANK', '?')}"
         if not _is_first("RANK") and level in ("DEBUG", "INFO"):
             level = "WARNING"  # the others do what rank 0 does, which says it
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s"))
+    handler.setFormatter(
+        JsonLines(_rank())
+        if log_format == "json"
+        else OneLine(f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
+    )
     logging.basicConfig(level=level, handlers=[handler])
     for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if log_format == "json":
+        logs.take_over()
     # A scorer given as module:function is looked for where the command is run, as `python -m` would.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def loaded() -> None:
+    """All libraries are there: where lines are JSON, so are theirs."""
+    if _format == "json":
+        logs.take_over_libraries()
 
 
 def _is_first(rank: str) -> bool:
@@ -69,19 +95,35 @@ def _is_first(rank: str) -> bool:
     return os.environ.get(rank, "0") == "0"
 
 
+def _rank() -> int:
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def say(text: str) -> None:
     """Tells the user, once for all ranks."""
-    if _is_first("RANK"):
-        print(f"guerdon: {text}", flush=True)
+    if not _is_first("RANK"):
+        return
+    if _format == "json":
+        _write_json(sys.stdout, "info", text)
+        return
+    print(f"{coloured('guerdon:', 'bold', sys.stdout)} {text}", flush=True)
 
 
-def fail(what: object, help_text: str | None, status: int) -> int:
+def fail(what: object, help_text: str, status: int) -> int:
     """Tells the user what is wrong and what to do, once a host; returns `status`."""
     if not _is_first("LOCAL_RANK"):  # all ranks raise the same, and a file may be missing on one host alone
         return status
-    print(f"guerdon: {what}", file=sys.stderr)
-    for note in getattr(what, "__notes__", ()):
+    notes = getattr(what, "__notes__", ())
+    if _format == "json":
+        _write_json(sys.stderr, "error", "; ".join([str(what), *notes]), help=help_text)
+        return status
+    print(f"{coloured('guerdon:', 'red', sys.stderr)} {what}", file=sys.stderr)
+    for note in notes:
         print(f"  {note}", file=sys.stderr)
-    if help_text:
-        print(f"help: {help_text}", file=sys.stderr)
+    print(f"{coloured('help:', 'cyan', sys.stderr)} {help_text}", file=sys.stderr)
     return status
+
+
+def _write_json(stream: TextIO, level: str, text: str, **more: str) -> None:
+    print(logs.json_line(time.time(), level, "guerdon", text, _rank(), **more), file=stream, flush=True)

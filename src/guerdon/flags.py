@@ -21,32 +21,48 @@ CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_settings(group: argparse._ArgumentGroup, cls: type, defaults: dict[str, Any] | None = None) -> None:
-    """One flag for each field of the dataclass `cls`; a flag that is not given leaves no trace in the result.
+def add_settings(parser: argparse.ArgumentParser, *classes: type, defaults: dict[str, Any] | None = None) -> None:
+    """One flag for each field of the dataclasses, in one group for each dataclass that they are made of.
 
-    `defaults` are those that the help shows in place of the fields' own.
+    A flag that is not given leaves no trace in the result. `defaults` are those that the help shows in place of the
+    fields' own.
     """
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.metadata["flag"]:
+    parts = [(cls, cls) for cls in classes] + [(cls, base) for cls in classes for base in cls.__mro__[1:-1]]
+    for cls, part in parts:
+        hints, own = typing.get_type_hints(cls), _own_names(part)
+        fields = [field for field in dataclasses.fields(cls) if field.name in own and field.metadata["flag"]]
+        if not fields:
+            continue
+        about = (part.__doc__ or "").partition("\n")[0]
+        group = parser.add_argument_group(part.__name__.removesuffix("Config").lower(), about)
+        for field in fields:
             default = (defaults or {}).get(field.name, _default(field))
             _add_flag(group, field.name, field, hints[field.name], default)
-    if cls is ServerConfig:
-        group.add_argument(
-            "--no-grpc",
-            dest="grpc_port",
-            help="HTTP only",
-            action="store_const",
-            const=None,
-            default=argparse.SUPPRESS,
-        )
+        if part is ServerConfig:
+            group.add_argument(
+                "--no-grpc",
+                dest="grpc_port",
+                help="HTTP only",
+                action="store_const",
+                const=None,
+                default=argparse.SUPPRESS,
+            )
+
+
+def _own_names(cls: type) -> set[str]:
+    """The fields that the dataclass adds to those of its bases."""
+    inherited = (
+        field.name for base in cls.__bases__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
+    )
+    return {field.name for field in dataclasses.fields(cls)}.difference(inherited)
 
 
 def add_sections(parser: argparse.ArgumentParser, cls: type) -> None:
     """One group of flags for each section of the dataclass `cls`; a flag is its setting's path in the YAML file."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        group = parser.add_argument_group(f"{field.name}: {field.metadata['help']}")
+        about = field.metadata["help"]
+        group = parser.add_argument_group(field.name, f"{about[0].upper()}{about[1:]}.")
         for path, inner, hint in _settings(hints[field.name], f"{field.name}."):
             _add_flag(group, path, inner, hint, _default(inner))
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import traceback
-from typing import TypeVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+
+import orjson
 
 T = TypeVar("T", bound=BaseException)
+LogFormat = Literal["text", "json"]
 
 _MOST_CHARACTERS = 10_000
 """Of one line; a client may have given a part of it."""
@@ -19,8 +25,57 @@ class OneLine(logging.Formatter):
         """The record's text, in which what does not print is written as an escape."""
         record.message = _printable(record.getMessage())
         record.asctime = self.formatTime(record)
-        trace = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
-        return "\n  ".join([self.formatMessage(record), *map(_printable, filter(None, trace.split("\n")))])
+        return "\n  ".join([self.formatMessage(record), *map(_printable, _trace_lines(self, record))])
+
+
+class JsonLines(logging.Formatter):
+    """A record is one line with one JSON object: `json_line`, with `traceback` where there is one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's line."""
+        trace = _trace_lines(self, record)
+        more: dict[str, str | list[str]] = {"traceback": trace} if trace else {}
+        level = record.levelname.lower()
+        return json_line(record.created, level, record.name, record.getMessage(), self._rank, **more)
+
+
+def json_line(time: float, level: str, logger: str, message: str, rank: int, **more: str | list[str]) -> str:
+    """One JSON object, on one line; `time` in seconds since 1970.
+
+    Its strings have escapes in place of what does not print, as `OneLine` has.
+    """
+    told = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line: dict[str, Any] = {"time": told, "level": level, "logger": logger, "message": _printable(message)}
+    line["rank"] = rank
+    for name, value in more.items():
+        line[name] = _printable(value) if isinstance(value, str) else [_printable(item) for item in value]
+    return orjson.dumps(line).decode()
+
+
+def take_over() -> None:
+    """Sends to the log what Python itself writes to stderr: warnings, and errors that nobody has caught."""
+    logging.captureWarnings(True)
+    log = logging.getLogger("guerdon")
+
+    def uncaught(cls: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        log.critical("uncaught error", exc_info=(cls, error or cls(), trace))
+
+    sys.excepthook = uncaught
+    threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def take_over_libraries() -> None:
+    """Sends to the log what libraries with handlers of their own would write to stdout or stderr."""
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    for logger in loggers:
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr):
+                logger.removeHandler(handler)
+                logger.propagate = True
 
 
 class Frames(logging.Filter):
@@ -65,6 +120,11 @@ def _trace(error: BaseException) -> str:
         parts.append(f"{type(cause).__module__}.{type(cause).__qualname__}\n")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "".join(parts)
+
+
+def _trace_lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    trace = record.exc_text or (formatter.formatException(record.exc_info) if record.exc_info else "")
+    return [line for line in trace.split("\n") if line]
 
 
 def _printable(text: str) -> str:

@@ -1,14 +1,19 @@
-"""Every counter, gauge and histogram, in one table; as Prometheus text."""
+"""Every counter, gauge and histogram, in one table; as Prometheus text.
+
+Names and units are as Prometheus has them, and as vLLM's where it has the same; Triton's own are made of these in
+`server/triton.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from guerdon.core import ModelInfo
 from guerdon.errors import Cancelled, GuerdonError, ServerFault
@@ -20,53 +25,92 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 DIFFERENCES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-TABLE: dict[str, tuple[Any, str, tuple[str, ...], tuple[float, ...]]] = {
-    "guerdon_requests": (Counter, "Requests to score, by outcome: ok or the error's class.", ("model", "outcome"), ()),
-    "guerdon_client_requests": (Counter, "Requests of any kind, by the key's holder; only where there are keys.",
-                                ("client", "outcome"), ()),
-    "guerdon_sequences": (Counter, "Sequences scored, by outcome: ok or failed.", ("model", "outcome"), ()),
-    "guerdon_tokens_received": (Counter, "Tokens of accepted sequences.", ("model",), ()),
-    "guerdon_tokens_computed": (Counter, "Tokens computed, as the scheduler estimates them.", ("model",), ()),
-    "guerdon_request_seconds": (Histogram, "From arrival to answer, in seconds.", ("model",), SECONDS),
-    "guerdon_queue_seconds": (Histogram, "From arrival until the last sequence was taken up.", ("model",), SECONDS),
-    "guerdon_batch_seconds": (Histogram, "Time of one batch, in seconds.", ("model",), SECONDS),
-    "guerdon_batch_sequences": (Histogram, "Sequences in one batch.", ("model",), COUNTS),
-    "guerdon_batch_budget_tokens": (Gauge, "Tokens that one batch may cost; less than at the start after one that did "
-                                    "not fit the memory.", ("model",), ()),
-    "guerdon_out_of_memory": (Counter, "Forwards for which there was not enough memory.", ("model",), ()),
-    "guerdon_recheck_sequences": (Counter, "Sequences scored again by the plain forward, by outcome: same, differs or "
-                                  "failed.", ("model", "outcome"), ()),
-    "guerdon_recheck_difference": (Histogram, "Largest absolute difference of a sequence's scores from the plain ones.",
-                                   ("model",), DIFFERENCES),
-    "guerdon_ranks": (Gauge, "Of several processes: data-parallel parts, and tensor-parallel ranks of each.",
-                      ("kind",), ()),
-    "guerdon_broadcast_seconds": (Histogram, "Time until a command had been sent to every rank.",
-                                  ("command",), SECONDS),
-    "guerdon_gather_seconds": (Histogram, "From rank 0's own end of a command until all ranks had told theirs.",
-                               ("command",), SECONDS),
-    "guerdon_component_mean": (Gauge, "Of a component's own rewards in a sum, since the start.",
-                               ("model", "component"), ()),
-    "guerdon_component_std": (Gauge, "Standard deviation of a component's own rewards in a sum, since the start.",
-                              ("model", "component"), ()),
-    "guerdon_train_requests": (Counter, "Train requests, by outcome: ok, known (answered again) or the error's class.",
-                               ("critic", "outcome"), ()),
-    "guerdon_train_steps": (Counter, "Optimiser steps, by outcome: done, or skipped as the gradient was not finite.",
-                            ("critic", "outcome"), ()),
-    "guerdon_train_tokens": (Counter, "Tokens that were learnt from.", ("critic",), ()),
-    "guerdon_train_seconds": (Histogram, "Time of one train request on the device.", ("critic",), SECONDS),
-    "guerdon_journal_seconds": (Histogram, "Time until a train request was safe on the disk.", ("critic",), SECONDS),
-    "guerdon_checkpoint_seconds": (Histogram, "Time of one checkpoint, its verification included.",
-                                   ("critic",), SECONDS),
-    "guerdon_critic_loss": (Gauge, "Of the last train request.", ("critic",), ()),
-    "guerdon_critic_clip_fraction": (Gauge, "Of the last train request.", ("critic",), ()),
-    "guerdon_critic_explained_variance": (Gauge, "Of the last train request, before its update.", ("critic",), ()),
-    "guerdon_critic_grad_norm": (Gauge, "Of the last optimiser step, before clipping.", ("critic",), ()),
-    "guerdon_critic_learning_rate": (Gauge, "Of the last optimiser step.", ("critic",), ()),
-    "guerdon_critic_step": (Gauge, "Optimiser steps that were made.", ("critic",), ()),
-    "guerdon_critic_unsaved": (Gauge, "Train requests since the newest checkpoint.", ("critic",), ()),
-    "guerdon_critic_offloaded": (Gauge, "1 while the weights are off the device.", ("critic",), ()),
-    "guerdon_critic_fault": (Gauge, "1 from when the weights are spoilt, until a restart.", ("critic",), ()),
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What one metric is: the `section` of docs/metrics.md that it stands in, its kind, meaning, labels and buckets."""
+
+    section: str
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_VERB = {Counter: "inc", Gauge: "set", Histogram: "observe"}
+_M, _C = ("model",), ("critic",)
+
+TABLE: dict[str, Definition] = {
+    "guerdon_requests": Definition("traffic", Counter, "Requests to score and to a critic's operations, by outcome: ok "
+                                   "or the error's class.", ("model", "outcome")),
+    "guerdon_client_requests": Definition("traffic", Counter, "Requests of any kind, by the key's holder (unknown for "
+                                          "a wrong key); only where there are keys.", ("client", "outcome")),
+    "guerdon_sequences": Definition("traffic", Counter, "Sequences answered, by outcome: ok or failed.",
+                                    ("model", "outcome")),
+    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of accepted sequences.", _M),
+    "guerdon_computed_tokens": Definition("shared prompts", Counter, "Tokens computed, as the scheduler estimates "
+                                          "them: of a beginning that several share in a batch, once.", _M),
+    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From a request's arrival to its answer, "
+                                                      "however it ends.", _M, SECONDS),
+    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From a request's arrival until its last "
+                                                     "sequence was taken up.", _M, SECONDS),
+    "guerdon_request_inference_time_seconds": Definition("latency", Histogram, "Sum of the batches that held some of a "
+                                                         "request's sequences.", _M, SECONDS),
+    "guerdon_batch_seconds": Definition("batches", Histogram, "Time of one batch.", _M, SECONDS),
+    "guerdon_batch_sequences": Definition("batches", Histogram, "Sequences in one batch.", _M, COUNTS),
+    "guerdon_batch_budget_tokens": Definition("batches", Gauge, "Tokens that one batch may cost; less than at the "
+                                              "start for a while after one that did not fit the memory.", _M),
+    "guerdon_out_of_memory": Definition("errors", Counter, "Forwards for which there was not enough memory.", _M),
+    "guerdon_recheck_sequences": Definition("errors", Counter, "Sequences of the recheck_share, scored again by the "
+                                            "plain forward, by outcome: same, differs or failed.",
+                                            ("model", "outcome")),
+    "guerdon_recheck_difference": Definition("errors", Histogram, "Largest absolute difference of a sequence's scores "
+                                             "from the plain ones.", _M, DIFFERENCES),
+    "guerdon_component_mean": Definition("sums of rewards", Gauge, "Mean of a component's own rewards in a sum, since "
+                                         "the start.", ("model", "component")),
+    "guerdon_component_std": Definition("sums of rewards", Gauge, "Standard deviation of a component's own rewards in "
+                                        "a sum (that of the population), since the start.", ("model", "component")),
+    "guerdon_train_requests": Definition("critic", Counter, "Train requests, by outcome: ok, known (answered again) or "
+                                         "the error's class.", ("critic", "outcome")),
+    "guerdon_train_steps": Definition("critic", Counter, "Optimiser steps, by outcome: done, or skipped as the "
+                                      "gradient was not finite.", ("critic", "outcome")),
+    "guerdon_train_tokens": Definition("critic", Counter, "Tokens that were learnt from.", _C),
+    "guerdon_train_seconds": Definition("critic", Histogram, "Time of one train request on the device.", _C, SECONDS),
+    "guerdon_journal_seconds": Definition("critic", Histogram, "Time until a train request was safe on the disk.", _C,
+                                          SECONDS),
+    "guerdon_checkpoint_seconds": Definition("critic", Histogram, "Time of one checkpoint, its verification included.",
+                                             _C, SECONDS),
+    "guerdon_critic_loss": Definition("critic", Gauge, "Loss of the last train request.", _C),
+    "guerdon_critic_clip_fraction": Definition("critic", Gauge, "Share of tokens whose value the loss held back, of "
+                                               "the last train request.", _C),
+    "guerdon_critic_explained_variance": Definition("critic", Gauge, "Share of the returns' variance that the values "
+                                                    "explained, before the last train request's update.", _C),
+    "guerdon_critic_grad_norm": Definition("critic", Gauge, "Norm of the last optimiser step's gradient, before "
+                                           "clipping.", _C),
+    "guerdon_critic_learning_rate": Definition("critic", Gauge, "Learning rate of the last optimiser step.", _C),
+    "guerdon_critic_step": Definition("critic", Gauge, "Optimiser steps that were made.", _C),
+    "guerdon_critic_unsaved": Definition("critic", Gauge, "Train requests since the newest checkpoint.", _C),
+    "guerdon_critic_offloaded": Definition("critic", Gauge, "1 while the weights are off the device.", _C),
+    "guerdon_critic_fault": Definition("critic", Gauge, "1 from when the weights are spoilt, until a restart.", _C),
+    "guerdon_ranks": Definition("ranks", Gauge, "Of several processes: data-parallel parts, and tensor-parallel ranks "
+                                "of each.", ("kind",)),
+    "guerdon_broadcast_seconds": Definition("ranks", Histogram, "Time until a command had been sent to every rank.",
+                                            ("command",), SECONDS),
+    "guerdon_gather_seconds": Definition("ranks", Histogram, "From rank 0's own end of a command until all ranks had "
+                                         "told theirs.", ("command",), SECONDS),
 }  # fmt: skip
+"""What is counted as it happens, by name; a counter's name ends in `_total` where it is read."""
+
+COLLECTED: dict[str, Definition] = {
+    "guerdon_num_requests_running": Definition("queue", Gauge, "Requests that are computed now, or are in part; a "
+                                               "critic's operations, too.", _M),
+    "guerdon_num_requests_waiting": Definition("queue", Gauge, "Requests of which nothing was taken up yet.", _M),
+    "guerdon_queue_sequences": Definition("queue", Gauge, "Sequences that wait.", _M),
+    "guerdon_queue_tokens": Definition("queue", Gauge, "Tokens that wait.", _M),
+    "guerdon_model_info": Definition("models", Gauge, "1 for each served model; what it is stands in the labels.",
+                                     ("model", "kind", "dtype", "device", "path", "weights_version")),
+}  # fmt: skip
+"""What is asked for when the metrics are read."""
 
 
 class Metrics:
@@ -75,22 +119,26 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
-        for name, (kind, text, labels, buckets) in TABLE.items():
-            extra = {"buckets": buckets} if buckets else {}
-            self._metrics[name] = kind(name, text, labels, registry=self._registry, **extra)
-        self._children: dict[tuple[str, ...], object] = {}
+        for name, made in TABLE.items():
+            extra: dict[str, Any] = {"buckets": made.buckets} if made.buckets else {}
+            self._metrics[name] = made.kind(name, made.text, made.labels, registry=self._registry, **extra)
+        ProcessCollector(registry=self._registry)
+        self._calls = _Calls(self._metrics)
+        self._others: list[Callable[[], str]] = []
+        self.answered_s: dict[str, float] = {}
+        """Seconds from arrival to answer of all requests that ended well, by model."""
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Adds to a counter."""
-        self._child(name, labels).inc(amount)
+        self._calls[name, labels](amount)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Adds one observation to a histogram."""
-        self._child(name, labels).observe(value)
+        self._calls[name, labels](value)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Sets a gauge."""
-        self._child(name, labels).set(value)
+        self._calls[name, labels](value)
 
     def request(self, model: str) -> _Request:
         """A context that counts the request to score that is handled in it, by how it ends, and times it.
@@ -114,26 +162,55 @@ class Metrics:
         """Records one executed batch."""
         self.observe("guerdon_batch_seconds", seconds, model)
         self.observe("guerdon_batch_sequences", num_sequences, model)
-        self.add("guerdon_tokens_computed", num_tokens, model)
+        self.add("guerdon_computed_tokens", num_tokens, model)
 
-    def watch_queue(self, depth: Callable[[], dict[str, tuple[int, int]]]) -> None:
-        """Reads the queue's depth (sequences and tokens by model) whenever the metrics are read."""
-        self._registry.register(_QueueDepth(depth))
+    def watch_queue(
+        self, depth: Callable[[], dict[str, tuple[int, int]]], requests: Callable[[], dict[str, tuple[int, int]]]
+    ) -> None:
+        """Asks whenever the metrics are read, by model, for the sequences and tokens that wait, and for the requests
+        that run and that wait.
+        """
+        self._registry.register(_Pairs(depth, "guerdon_queue_sequences", "guerdon_queue_tokens"))
+        self._registry.register(_Pairs(requests, "guerdon_num_requests_running", "guerdon_num_requests_waiting"))
 
     def watch_models(self, models: Callable[[], Iterable[ModelInfo]]) -> None:
         """Tells what the models are, of whichever weights, whenever the metrics are read."""
         self._registry.register(_ModelInfos(models))
 
+    def watch_text(self, text: Callable[[], str]) -> None:
+        """Asks for more lines of Prometheus' text format whenever the metrics are read."""
+        self._others.append(text)
+
+    def totals(self, name: str, suffix: str) -> dict[tuple[str, ...], float]:
+        """One metric's numbers by its labels, those of samples that end like this: `_total`, `_sum`, `_count`."""
+        labels = TABLE[name].labels
+        return {
+            tuple(given[label] for label in labels): value
+            for sample, given, value in self.sample(name)
+            if sample == name + suffix
+        }
+
+    def sample(self, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Name, labels and value of every sample of these metrics, as Prometheus' text has them."""
+        for name in names:
+            for family in self._metrics[name].collect():
+                yield from ((sample.name, sample.labels, sample.value) for sample in family.samples)
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(_WithoutCreated(self._registry)) + "".join(text() for text in self._others).encode()
 
-    def _child(self, name: str, labels: tuple[str, ...]) -> Any:
-        key = (name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._metrics[name].labels(*labels)
-        return child
+
+class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):
+    """What counts, by a metric's name and labels; kept, as to look for it takes as long as to count."""
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._metrics = metrics
+
+    def __missing__(self, key: tuple[str, tuple[str, ...]]) -> Callable[[float], None]:
+        name, labels = key
+        call: Callable[[float], None] = getattr(self._metrics[name].labels(*labels), _VERB[TABLE[name].kind])
+        return self.setdefault(key, call)
 
 
 class _Request:
@@ -148,8 +225,13 @@ class _Request:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._metrics.add("guerdon_requests", 1, self.model, _outcome(kind))
-        self._metrics.observe("guerdon_request_seconds", time.monotonic() - self._started, self.model)
+        metrics, model, seconds = self._metrics, self.model, time.monotonic() - self._started
+        metrics.observe("guerdon_e2e_request_latency_seconds", seconds, model)
+        if kind is None:
+            metrics.add("guerdon_requests", 1, model, "ok")
+            metrics.answered_s[model] = metrics.answered_s.get(model, 0.0) + seconds
+        else:
+            metrics.add("guerdon_requests", 1, model, _outcome(kind))
 
 
 class _Client:
@@ -175,17 +257,31 @@ def _outcome(kind: type[BaseException] | None) -> str:
     return (Cancelled if issubclass(kind, asyncio.CancelledError) else ServerFault).__name__
 
 
-class _QueueDepth:
-    def __init__(self, depth: Callable[[], dict[str, tuple[int, int]]]) -> None:
-        self._depth = depth
+class _WithoutCreated:
+    """What a registry has, less the times at which each series began: they double what is read, and tell nothing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+class _Pairs:
+    """Two gauges of each model that are asked for together."""
+
+    def __init__(self, ask: Callable[[], dict[str, tuple[int, int]]], *names: str) -> None:
+        self._ask = ask
+        self._names = names
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        sequences = GaugeMetricFamily("guerdon_queue_sequences", "Sequences that wait.", labels=["model"])
-        tokens = GaugeMetricFamily("guerdon_queue_tokens", "Tokens that wait.", labels=["model"])
-        for model, (num_sequences, num_tokens) in self._depth().items():
-            sequences.add_metric([model], num_sequences)
-            tokens.add_metric([model], num_tokens)
-        return [sequences, tokens]
+        families = [_family(name) for name in self._names]
+        for model, values in self._ask().items():
+            for family, value in zip(families, values, strict=True):
+                family.add_metric([model], value)
+        return families
 
 
 class _ModelInfos:
@@ -193,10 +289,11 @@ class _ModelInfos:
         self._models = models
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        labels = ["model", "kind", "dtype", "device", "path", "weights_version"]
-        infos = GaugeMetricFamily(
-            "guerdon_model_info", "1 for each served model; what it is stands in the labels.", labels=labels
-        )
+        infos = _family("guerdon_model_info")
         for info in self._models():
             infos.add_metric([info.name, info.kind, info.dtype, info.device, info.path, info.weights_version], 1)
         return [infos]
+
+
+def _family(name: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, COLLECTED[name].text, labels=COLLECTED[name].labels)

@@ -11,6 +11,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -191,3 +192,16 @@ def test_the_demo_on_own_data_takes_the_first_prompts(tmp_path: Path) -> None:
     )
     assert "taking the first 3" in done.stdout
     assert len((tmp_path / "out" / "scores.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "guerdon", "demo", "--out", str(tmp_path / "demo"), "--steps", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    next(line for line in process.stdout if "ready at" in line)
+    (server,) = psutil.Process(process.pid).children()
+    process.terminate()
+    process.stdout.read()
+    assert process.wait(60) == 143
+    server.wait(10)

@@ -61,6 +61,12 @@ class EchoScorer:
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
         return self.encode([str(conversation) for conversation in conversations])
 
+    def render_prompts(self, conversations: list[list[Message]]) -> list[str]:
+        return [str(conversation) for conversation in conversations]
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        return ["?"] * len(tokens)
+
     def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
         if any(s.tokens[0] == SLOW_TOKEN for s in sequences):
             time.sleep(self.slow_s)

@@ -285,8 +285,8 @@ def test_every_request_is_counted_by_how_it_ends():
             ("many", "UnknownModel"): 1,
             ("many", "Overloaded"): 1,
         }
-    assert 'guerdon_request_seconds_count{model="reward_model"} 10.0' in metrics
-    assert 'guerdon_request_seconds_count{model="unknown"} 2.0' in metrics
+    assert 'guerdon_e2e_request_latency_seconds_count{model="reward_model"} 10.0' in metrics
+    assert 'guerdon_e2e_request_latency_seconds_count{model="unknown"} 2.0' in metrics
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -250,6 +250,6 @@ async def test_metrics_tell_what_was_received_and_what_was_computed(tmp_path: Pa
     async with running(model=str(folder)) as service:
         await service.score("reward_model", request(*[[*prompt, i] for i in range(100, 104)]))
         text = service.metrics.render().decode()
-    assert 'guerdon_tokens_received_total{model="reward_model"} 164.0' in text
-    assert 'guerdon_tokens_computed_total{model="reward_model"} 44.0' in text
+    assert 'guerdon_received_tokens_total{model="reward_model"} 164.0' in text
+    assert 'guerdon_computed_tokens_total{model="reward_model"} 44.0' in text
     assert 'path="packed+shared"' in text and 'guerdon_queue_sequences{model="reward_model"} 0.0' in text

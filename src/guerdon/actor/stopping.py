@@ -15,12 +15,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from guerdon.errors import ConfigError
+from guerdon.exits import Exit
 
 T = TypeVar("T")
 
 TIME_IS_UP = "time limit"
-TRY_AGAIN = 75
-"""The exit status of a run that is to be started again: EX_TEMPFAIL of sysexits.h."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RESERVE_S = 1.0
@@ -104,7 +103,7 @@ class Stopping:
 
     def exit_status(self) -> int:
         """The status of a command that left for such a reason: that of a shell for signals."""
-        return TRY_AGAIN if self._signal is None else 128 + self._signal
+        return Exit.TRY_AGAIN if self._signal is None else 128 + self._signal
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._signal = number

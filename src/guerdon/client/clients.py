@@ -16,6 +16,7 @@ from guerdon.client.credentials import Credentials
 from guerdon.client.results import Scores
 from guerdon.client.retry import RetryPolicy
 from guerdon.client.session import AsyncClient, AsyncSession, Session, ThreadedClient
+from guerdon.client.spans import carried
 from guerdon.core import Message, ScoreRequest
 
 _DEFAULT_POLICY = RetryPolicy()
@@ -79,7 +80,7 @@ class RewardClient(ThreadedClient[Session]):
         def score(client: RewardClient = self) -> Scores:  # which must not be collected, and so close, before
             return session.run(session.caller.ask(scoring(client._model, request)))
 
-        return session.workers.submit(score, request.priority)
+        return session.workers.submit(carried(score), request.priority)
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Blocks until a server has the model ready; raises DeadlineExceeded saying what each server said."""

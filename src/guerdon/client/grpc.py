@@ -59,6 +59,10 @@ class Call:
             case Infer(request=request):
                 return kserve_grpc.encode_request(request, self.step.model)
 
+    def metadata(self, own: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """What is sent beside the message: the connection's `own`, and the trace's."""
+        return (*own, *self.step.trace) if isinstance(self.step, Infer) else own
+
     def result(self, message: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
         """What the step asked for, from the reply's message and metadata."""
         match self.step:
@@ -129,7 +133,8 @@ class GrpcTransport:
         call = Call(step)
         try:
             method = getattr(self._stub, call.method())
-            message, rpc = method.with_call(call.request(), timeout=step.timeout_s, metadata=self._metadata)
+            metadata = call.metadata(self._metadata)
+            message, rpc = method.with_call(call.request(), timeout=step.timeout_s, metadata=metadata)
         except grpc.RpcError as e:
             raise call.failure(e) from e
         return call.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
@@ -154,7 +159,7 @@ class AsyncGrpcTransport:
         """The step's result; raises its GuerdonError."""
         call = Call(step)
         method = getattr(self._stub, call.method())
-        rpc = method(call.request(), timeout=step.timeout_s, metadata=self._metadata)
+        rpc = method(call.request(), timeout=step.timeout_s, metadata=call.metadata(self._metadata))
         try:
             message = await rpc
         except grpc.RpcError as e:

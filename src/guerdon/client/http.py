@@ -58,6 +58,7 @@ class Call:
             case Infer(request=request):
                 body, header_length = kserve.encode_request(request)
                 headers = {"Content-Type": "application/octet-stream", _HEADER_LENGTH: str(header_length)}
+                headers |= dict(self.step.trace)
                 return {"method": "POST", "url": f"{path}/infer", "content": body, "headers": headers}
 
     def result(self, response: httpx.Response) -> Any:

@@ -15,6 +15,7 @@ from guerdon.client.futures import Failures
 from guerdon.client.progress import Progress
 from guerdon.client.retry import RetryPolicy
 from guerdon.client.session import AsyncSession, Call, Session
+from guerdon.client.spans import carried
 from guerdon.client.turnstile import Turnstile
 from guerdon.client.workers import end
 from guerdon.errors import Cancelled
@@ -47,7 +48,7 @@ class OrderedSession(Session):
         Raises Cancelled after `close`, and the error of an earlier train request that nobody has looked at.
         """
         self.failures.raise_unseen()
-        turn = _Turn(task, future)
+        turn = _Turn(carried(task), future)
         with self._turns_lock:
             if self._closed.is_set():
                 raise Cancelled("the client is closed")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from guerdon.client.calls import Errand, ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
+from guerdon.client.spans import Headers
 from guerdon.errors import (
     DeadlineExceeded,
     Forbidden,
@@ -89,12 +90,13 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Send the request; an InferResult comes back."""
+    """Send the request, with the headers of a trace where there is one; an InferResult comes back."""
 
     endpoint: Endpoint
     model: str
     request: InferRequest
     timeout_s: float
+    trace: Headers = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import threading
@@ -18,7 +19,8 @@ from guerdon.client.calls import ModelSignature
 from guerdon.client.credentials import Credentials
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.http import AsyncHttpTransport, HttpTransport
-from guerdon.client.retry import Caller, Describe, RetryPolicy, Step, Wait
+from guerdon.client.retry import Caller, Describe, Infer, RetryPolicy, Step, Wait
+from guerdon.client.spans import exchange
 from guerdon.client.workers import Workers
 from guerdon.errors import Cancelled, GuerdonError
 
@@ -82,7 +84,12 @@ class Session:
             return None
         transport = self._transports[step.endpoint.url]
         try:
-            return self._describe(step, transport) if isinstance(step, Describe) else transport.perform(step)
+            if isinstance(step, Describe):
+                return self._describe(step, transport)
+            if not isinstance(step, Infer):
+                return transport.perform(step)
+            with exchange(step.model, step.endpoint.url) as trace:
+                return transport.perform(dataclasses.replace(step, trace=trace) if trace else step)
         except Exception as e:
             if self._closed.is_set():  # which broke it
                 raise Cancelled("the client was closed before the answer") from e
@@ -151,6 +158,9 @@ class AsyncSession:
         if isinstance(step, Wait):
             return await asyncio.sleep(step.seconds)
         transport = self._transport(step.endpoint.url)
+        if isinstance(step, Infer):
+            with exchange(step.model, step.endpoint.url) as trace:
+                return await transport.perform(dataclasses.replace(step, trace=trace) if trace else step)
         if not isinstance(step, Describe):
             return await transport.perform(step)
         key = (step.endpoint, step.model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 
-GREEN, RED, GREY = "32", "31", "2"
+from guerdon import colours
+
+GREEN: colours.Style = "green"
+RED: colours.Style = "red"
+GREY: colours.Style = "faint"
 
 
 def heading(text: str) -> None:
@@ -16,14 +19,12 @@ def heading(text: str) -> None:
 
 def bold(text: str) -> str:
     """Bold, where it is shown."""
-    return coloured("1", text)
+    return coloured("bold", text)
 
 
-def coloured(code: str, text: str) -> str:
-    """Coloured where a terminal reads it and NO_COLOR is not set."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return f"\033[{code}m{text}\033[0m"
+def coloured(style: colours.Style, text: str) -> str:
+    """Coloured where stdout shows colours."""
+    return colours.coloured(text, style, sys.stdout)
 
 
 def wrapped(text: str, width: int, most: int = 3) -> list[str]:

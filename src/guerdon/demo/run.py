@@ -104,7 +104,7 @@ def run(out: Path, seed: int, steps: int) -> int:
     results = {
         "reward_before": before.mean,
         "reward_after": after.mean,
-        "kl": float(np.mean([row["kl"] for row in steps_done[-NUM_LAST:]])),
+        "kl": float(np.mean([row["kl"] for row in steps_done if "kl" in row][-NUM_LAST:])),
         "seconds": round(time.monotonic() - started, 1),
         "steps": summary.step,
         "seed": seed,

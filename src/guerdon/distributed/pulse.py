@@ -21,10 +21,11 @@ from typing import Any
 
 from guerdon.distributed.ranks import IN_TALK, Ranks
 from guerdon.errors import RanksLost
+from guerdon.exits import Exit
 
 log = logging.getLogger(__name__)
 
-EXIT_STATUS = 70
+EXIT_STATUS = int(Exit.RANK_LOST)
 """Of a rank that ends because another was lost; launchers restart what ends with any number but 0."""
 _BREAK_S = 1.0
 _FAREWELL_S = 10.0

@@ -26,6 +26,16 @@ TOKENIZER_FILES = (
 )
 
 
+_UNFINISHED = "\ufffd"
+"""What a decoder has in place of a character of which bytes are missing."""
+
+_MOST_OF_A_CHARACTER = 4
+"""Tokens: each has a byte of it at least."""
+
+_LONGEST_SILENCE = 32
+"""Tokens that may say nothing before what came before them is forgotten."""
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer as transformers reads it, None where it has none; CheckpointError where it cannot be."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -125,6 +135,29 @@ class TextEncoder:
         the template refuses, has the error in its place.
         """
         return [self._render(conversation, is_prompt=True) for conversation in conversations]
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        """The text that each token adds to those before it, special tokens included.
+
+        Of a character that several tokens make up, the last one has it, and those before it nothing.
+        """
+        ids, pieces = tokens.tolist(), []
+        start = read = 0  # what lies between them was told already: a decoder begins with the next one otherwise
+        told = ""
+        for i in range(len(ids)):
+            text = self._text(ids[start : i + 1])
+            waits = text.endswith(_UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
+            pieces.append("" if waits else text[len(told) :])
+            if not waits and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
+                start, read = read, i + 1
+                told = self._text(ids[start:read])
+        return pieces
+
+    def _text(self, ids: list[int]) -> str:
+        if self._fast is not None:
+            return self._fast.decode(ids, skip_special_tokens=False)
+        with self._lock:
+            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         if self._fast is not None:

@@ -23,6 +23,10 @@ class Encoder(Protocol):
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
+    def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]: ...
+
+    def pieces(self, tokens: np.ndarray) -> list[str]: ...
+
 
 class Served(Protocol):
     """What the service asks of a model that its worker holds: what it is, and how text becomes its ids."""

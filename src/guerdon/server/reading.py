@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from guerdon import tracing
 from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
@@ -39,10 +40,11 @@ class Reader:
         if encoder is None:
             return request.texts or [_response(conversation) for conversation in request.messages or ()]
         run = asyncio.get_running_loop().run_in_executor
-        async with self._turns.turn(client):
-            if request.texts is not None:
-                return await run(self._threads, encoder.encode, request.texts, added, cut if added else None)
-            return await run(self._threads, encoder.encode_messages, request.messages or [])
+        with tracing.step("tokenize", served.info.name):
+            async with self._turns.turn(client):
+                if request.texts is not None:
+                    return await run(self._threads, encoder.encode, request.texts, added, cut if added else None)
+                return await run(self._threads, encoder.encode_messages, request.messages or [])
 
 
 def check(served: Served, request: ScoreRequest) -> None:

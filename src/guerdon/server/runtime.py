@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from guerdon import logs
+from guerdon import logs, tracing
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
 from guerdon.server.front import http, tls
@@ -44,6 +44,7 @@ def check_addresses(config: ServerConfig) -> None:
     """
     Access(config)
     tls.context(config)
+    tracing.check_installed(config.traces)
     warn_of_readers(config)
     with contextlib.ExitStack() as taken:
         taken.enter_context(_listen(config.host, config.port, "HTTP"))

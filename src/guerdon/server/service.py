@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 
+from guerdon import tracing
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import (
     ControlRequest,
@@ -30,12 +31,13 @@ from guerdon.errors import (
     named,
 )
 from guerdon.metrics import Metrics
-from guerdon.server import reading, samples
+from guerdon.server import reading, samples, triton
 from guerdon.server.batching.loop import Group, Loop
 from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
-from guerdon.server.catalog import Catalog, Served
+from guerdon.server.catalog import Catalog, Encoder, Served
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as Done
+from guerdon.server.dashboard.watch import Watch
 from guerdon.server.front.auth import Access
 from guerdon.server.repository import Repository
 from guerdon.server.rewards import Sum
@@ -72,7 +74,8 @@ class Service:
         self.ending = asyncio.Event()
         self.metrics = Metrics() if critic is None else critic.metrics
         self.access = Access(config)
-        self._critic = critic
+        self.traces = tracing.turned_on(config.traces)
+        self.critic = critic
         self._config = config
         self._catalog = Catalog(models, config.rewards, () if critic is None else critic.infos)
 
@@ -90,29 +93,37 @@ class Service:
             on_crash=self._crashed,
             recheck={served.info.name: model.recheck_share for model, served in models},
             dtypes={served.info.name: served.info.dtype for _, served in models},
+            traces=self.traces,
         )
         self.repository = Repository(
             self._catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
         )
         self._reader = reading.Reader()
         self._asyncio: asyncio.AbstractEventLoop | None = None
-        self.metrics.watch_queue(self._loop.depth)
+        self.metrics.watch_queue(self._loop.depth, self._loop.requests)
         self.metrics.watch_models(self._catalog.loaded)
+        names = [info.name for info in self._catalog.models()]
+        self.metrics.watch_text(triton.Family(self.metrics, names, self._loop.requests).text)
+        self.watch = Watch(config, self.metrics, self._catalog, self._loop.depth)
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
         self._asyncio = asyncio.get_running_loop()
         self._loop.start()
+        self.watch.start()
         self.ready = self.loss is None
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
         self.ready = False
+        self.watch.stop()
         has_ended = self._loop.stop(timeout_s)
         self.loss = self.loss or self._loop.loss
-        if self._critic is not None and has_ended:
-            self._critic.close()
+        if self.critic is not None and has_ended:
+            self.critic.close()
         self._reader.close()
+        if self.traces is not None:
+            self.traces.close()
 
     def end(self) -> None:
         """Has whoever runs the service stop it, as on SIGTERM; from any thread, and as often as one likes."""
@@ -127,8 +138,8 @@ class Service:
         self.ready, self.loss = False, loss
         try:
             self._loop.fail_waiting(loss)  # before the journal, which may wait for a slow disk
-            if self._critic is not None:
-                self._critic.give_up(loss)
+            if self.critic is not None:
+                self.critic.give_up(loss)
             self._loop.fail(loss)
         finally:
             self.end()
@@ -158,6 +169,15 @@ class Service:
         """All that gives scores now: sums and models, less those that are unloaded."""
         return self._catalog.loaded()
 
+    def scorers(self) -> list[ModelInfo]:
+        """All that gives scores, loaded or not: sums first."""
+        return self._catalog.infos()
+
+    def encoder(self, name: str) -> Encoder | None:
+        """What makes ids of a model's text, None where it reads text itself, is a sum, or is unloaded."""
+        entry = self._catalog.entries.get(name)
+        return None if entry is None or entry.served is None else entry.served.encoder
+
     def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
         """The model or operation of that name; raises UnknownModel, which names those that are served."""
         return self._catalog.model(name, version)
@@ -168,9 +188,16 @@ class Service:
 
     def is_ready(self, name: str | None = None) -> bool:
         """Whether the model or operation of that name can be asked, None for all of them that are loaded."""
-        has_fault = self._critic is not None and self._critic.fault is not None
-        is_critics = self._critic is not None and name in (None, self._critic.lane, *self._catalog.operations)
+        has_fault = self.critic is not None and self.critic.fault is not None
+        is_critics = self.critic is not None and name in (None, self.critic.lane, *self._catalog.operations)
         return self.ready and not (has_fault and is_critics) and (name is None or self._catalog.is_loaded(name))
+
+    def why_not_ready(self) -> str:
+        """What `is_ready` tells of the whole server in words, empty where it is ready."""
+        error = self.loss or (None if self.critic is None else self.critic.fault)
+        if error is not None:
+            return str(error)
+        return "" if self.ready else "it is starting or stopping"
 
     def is_loaded(self, name: str) -> bool:
         """Whether the model or operation of that name is not unloaded."""
@@ -192,8 +219,8 @@ class Service:
         try:
             yield
         except (GuerdonError, asyncio.CancelledError) as e:
-            if self._critic is not None and name in self._catalog.operations:
-                self._critic.refused(self._catalog.operations[name].operation, e)
+            if self.critic is not None and name in self._catalog.operations:
+                self.critic.refused(self._catalog.operations[name].operation, e)
             raise
 
     async def call(
@@ -202,8 +229,9 @@ class Service:
         """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
         if isinstance(asked, ScoreRequest):
             return await self.score(name, asked, client)
-        critic, info = self._critic, self.model(name)
+        critic, info = self.critic, self.model(name)
         assert critic is not None and isinstance(info, OperationInfo)
+        tracing.tell(model=name)
         return await critic.call(info.operation, asked, self._loop, client)
 
     async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
@@ -212,13 +240,14 @@ class Service:
         Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
         DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
         """
+        tracing.tell(model=name, sequences=len(request))
         if len(request) > self._config.max_request_sequences:
             raise InvalidRequest(
                 f"the request has {len(request)} samples, and this server takes at most "
                 f"{self._config.max_request_sequences} at once; send them in several requests"
             )
         # Behind a train a score may wait for as long as that takes.
-        is_critics = self._critic is not None and self._critic.lane == name
+        is_critics = self.critic is not None and self.critic.lane == name
         allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
@@ -253,39 +282,44 @@ class Service:
         except BaseExceptionGroup as e:
             raise e.exceptions[0] from None
         reply = made.combine([part.result() for part in parts])
-        self._count(made.info.name, reply)
+        self._count(made.info, request, reply)
         for component, mean, std in made.statistics():
             self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
             self.metrics.set("guerdon_component_std", std, made.info.name, component)
         return reply
 
-    def _count(self, name: str, reply: ScoreReply) -> None:
+    def _count(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply) -> None:
+        name = info.name
         failed = sum(isinstance(r, GuerdonError) for r in reply.results)
+        tracing.tell(model=name, failed_sequences=failed, weights_version=reply.weights_version)
         self.metrics.add("guerdon_sequences", len(reply.results) - failed, name, "ok")
         if failed:
             self.metrics.add("guerdon_sequences", failed, name, "failed")
-        self.metrics.observe("guerdon_queue_seconds", reply.queue_s, name)
+        self.metrics.observe("guerdon_request_queue_time_seconds", reply.queue_s, name)
+        self.watch.note(info, request, reply)
+        self.metrics.observe("guerdon_request_inference_time_seconds", reply.compute_s, name)
 
     async def _score(self, name: str, request: ScoreRequest, started: float, client: str) -> ScoreReply:
         self.model(name)
-        if self._critic is not None and self._critic.lane == name and (fault := self._critic.fault) is not None:
+        if self.critic is not None and self.critic.lane == name and (fault := self.critic.fault) is not None:
             raise fault
         version, sequences, wrong = await self._sequences(name, request, client)
         results: list[Result | None] = [*wrong]
         accepted = [i for i, error in enumerate(wrong) if error is None]
         job = Job([sequences[i] for i in accepted], request.priority, started, client=client)
+        job.traced = tracing.part(name)
         if accepted:
             await self._answered(name, job)
             for i, result in zip(accepted, job.results, strict=True):
                 if isinstance(result, Unavailable):
                     raise copy.copy(result)  # it is raised for other requests, too
                 results[i] = result
-        self.metrics.add("guerdon_tokens_received", sum(s.num_tokens for s in job.sequences), name)
+        self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in job.sequences), name)
         queue_s = max(0.0, job.taken - started) if accepted else 0.0
         done: list[Score | GuerdonError] = [r for r in results if r is not None]
         lengths = [len(s.tokens) for s in sequences]
         reply = ScoreReply(done, lengths, job.weights_version or version, queue_s, job.compute_s)
-        self._count(name, reply)
+        self._count(self._catalog.entries[name].info, request, reply)
         return reply
 
     async def _sequences(
@@ -321,6 +355,9 @@ class Service:
         except asyncio.CancelledError:
             self._loop.cancel(name, job)
             raise
+        finally:
+            if job.traced is not None:
+                job.traced.end(job.taken, len(job.sequences), sum(s.num_tokens for s in job.sequences))
 
     def _deliver(self, jobs: list[Job]) -> None:
         """Called on the loop's thread; a batch wakes the asyncio loop once."""

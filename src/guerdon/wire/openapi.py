@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guerdon.core import ModelInfo, OperationInfo
-from guerdon.wire import schemas
+from guerdon.wire import page, schemas
 from guerdon.wire.schemas import Schema, ref
 
 _JSON, _BINARY, _PROMETHEUS = "application/json", "application/octet-stream", "text/plain"
@@ -67,11 +67,12 @@ _ABOUT = """Reward models and critics over KServe v2, the open inference protoco
 Where the server has keys, every path but `/v2/health/live`, `/v2/health/ready` and `/health` needs one."""
 
 
-def document(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
-    """The document, OpenAPI 3.1, of a server of these models and operations."""
+def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = True) -> dict[str, Any]:
+    """The document, OpenAPI 3.1, of a server of these models and operations, which `has_page` at `/`."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
     paths = _kserve([info.name for info in models]) | _repository(scored) | _openai(scored)
     paths |= {path: _form(path, scored) for path in schemas.FORMS}
+    paths |= _page(scored) if has_page else {}
     paths["/metrics"] = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, schemas.TEXT))
     paths["/openapi.json"] = _path(_READ, "This document", _ok(_JSON, {"type": "object"}))
     return {
@@ -80,7 +81,7 @@ def document(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
         "security": [{"bearer": []}, {"basic": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas.KSERVE,
+            "schemas": schemas.KSERVE | page.SCHEMAS,
             "responses": _refusals(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -130,6 +131,30 @@ def _repository(names: list[str]) -> dict[str, Any]:
         ),
         one + "unload": _path(
             _WRITE, f"Serves it no longer; {_ADMIN}", unloaded, parameters=where, body=none, needs_body=False
+        ),
+    }
+
+
+def _page(names: list[str]) -> dict[str, Any]:
+    file = {"name": "file", "in": "path", "required": True, "schema": schemas.TEXT}
+    window = _in_query("window", {"type": "number", "minimum": 60, "maximum": 86_400})
+    reference = _in_query("reference", {"type": "string", "pattern": r"^(previous|start|[0-9.]+-[0-9.]+)$"})
+    told = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": schemas.TEXT}}}}
+    told |= _described("the browser has it already", 304)
+    return {
+        "/": _path(_READ, "The page that shows what is served, and how", told),
+        "/dashboard/{file}": _path(_READ, "A file of the page", told, parameters=[file]),
+        "/dashboard/snapshot": _path(
+            _READ, "All that the page shows", _ok(_JSON, ref("Snapshot")), parameters=[window, reference]
+        ),
+        "/dashboard/samples": _path(
+            _READ,
+            "The best and the worst recent samples; where there are keys, needs one of the role admin",
+            _ok(_JSON, ref("Extremes")),
+            parameters=[_in_query("model", {"enum": names}), window],
+        ),
+        "/dashboard/try": _path(
+            _WRITE, "Scores responses, token by token", _ok(_JSON, ref("Tried")), body=_content(_JSON, ref("Trial"))
         ),
     }
 

@@ -125,6 +125,11 @@ class Lane(Generic[OrderT]):
         self._held.clear()
         return jobs, orders
 
+    def requests(self) -> tuple[set[Job], int]:
+        """As `Scheduler.requests`, orders and what they hold back included."""
+        begun, num_waiting = self._scheduler.requests()
+        return begun, num_waiting + len(self._held)
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""
         self._scheduler.observe(num_tokens, seconds)

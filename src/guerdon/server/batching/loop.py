@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from guerdon import tracing
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
 from guerdon.logs import failure
@@ -20,6 +21,7 @@ from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.lane import Lane
 from guerdon.server.batching.recheck import Recheck
 from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.tracing import TracedBatch, Traces
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +48,16 @@ class Order:
         self.run = run
         self.then: Callable[[Group], None] | None = None
         self.is_ready = run is not None
+        self.traced = tracing.part()
 
     def execute(self, group: Group) -> None:
         """Does it; whatever it raises goes into the outcome."""
         run, then, self.run, self.then = self.run, self.then, None, None  # what they hold goes with them
         assert run is not None
+        traced, self.traced = self.traced, None
         try:
-            result = run(group)
+            with contextlib.nullcontext() if traced is None else traced.order(self.num_sequences, self.num_tokens):
+                result = run(group)
         except GuerdonError as e:
             self.fail(e)
         except BaseException as e:
@@ -93,6 +98,7 @@ class Loop:
         on_crash: Callable[[], None],
         recheck: Mapping[str, float] | None = None,
         dtypes: Mapping[str, str] | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self._group = group
         self._lanes: dict[str, Lane[Order]] = {name: Lane(s) for name, s in schedulers.items()}
@@ -100,11 +106,13 @@ class Loop:
         self._deliver = deliver
         self._metrics = metrics
         self._on_crash = on_crash
+        self._traces = traces
         self._recheck = Recheck(recheck or {}, dtypes or {}, metrics)
         self._wake = threading.Condition()
         self._stopping = False
         self.loss: RanksLost | None = None
         self._running: Batch | Order = Batch()
+        self._running_of = ""
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
         self._budgets: dict[str, Budget] = {}
         for name, scheduler in schedulers.items():
@@ -195,6 +203,17 @@ class Loop:
         with self._wake:
             return {name: (s.num_sequences, s.num_tokens) for name, s in self._lanes.items()}
 
+    def requests(self) -> dict[str, tuple[int, int]]:
+        """Requests that run, as a part of them was taken up, and requests that wait, by model; orders are some, too."""
+        counts = {}
+        with self._wake:
+            jobs, orders = self._taken()
+            for name, lane in self._lanes.items():
+                begun, num_waiting = lane.requests()
+                num_running = len(begun.union(jobs)) + len(orders) if name == self._running_of else len(begun)
+                counts[name] = (num_running, num_waiting)
+        return counts
+
     def fail_waiting(self, loss: RanksLost) -> None:
         """Fails all that waits, from another thread; nothing more is accepted, and no command follows what runs."""
         with self._wake:
@@ -247,7 +266,7 @@ class Loop:
 
     def _serve(self) -> None:
         while (taken := self._next()) is not None:
-            model, self._running = taken
+            model = taken[0]
             del taken  # while the next is waited for, nothing of this one is held
             if isinstance(self._running, Order):
                 self._running.execute(self._group)
@@ -263,7 +282,10 @@ class Loop:
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()
         attempt = Attempt(self._group, model)
-        scored = attempt.score(batch)
+        with self._traced(model, batch) as traced:
+            scored = attempt.score(batch)
+            if traced is not None:
+                traced.tell(weights_version=scored.weights_version, out_of_memory=attempt.num_out_of_memory)
         seconds = time.monotonic() - started
         with self._wake:
             self._lanes[model].observe(batch.num_tokens, seconds)
@@ -271,6 +293,15 @@ class Loop:
         self._learn(model, attempt, batch)
         self._resolve(batch, scored, seconds)
         self._recheck.after(model, batch, scored, self._group)
+
+    def _traced(self, model: str, batch: Batch) -> contextlib.AbstractContextManager[TracedBatch | None]:
+        """A context in which the batch is computed, which has a span where one of its requests has."""
+        if self._traces is None:
+            return contextlib.nullcontext()
+        parts = {job.traced: count for job, count in batch.jobs().items() if job.traced is not None}
+        if not parts:
+            return contextlib.nullcontext()
+        return self._traces.batch(model, parts, len(batch.entries), batch.num_tokens)
 
     def _learn(self, model: str, attempt: Attempt, batch: Batch) -> None:
         """Has the model's next batches hold fewer tokens where there was no memory for this one, more after many."""
@@ -323,6 +354,7 @@ class Loop:
                     if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)
+                        self._running_of, self._running = name, taken
                         return name, taken
                 if self._stopping:
                     unready = [order for lane in self._lanes.values() for order in lane.drop_unready()]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from guerdon.core import MIN_SHARED, Score, Sequence, common_prefix
 from guerdon.errors import GuerdonError
 from guerdon.server.batching.room import Room
+from guerdon.tracing import Part
 
 Result = Score | GuerdonError
 
@@ -48,6 +49,7 @@ class Job:
     unanswered: int = 0
     owner: object = None
     """The caller's own mark, handed back untouched."""
+    traced: Part | None = None
 
     def __post_init__(self) -> None:
         self.results = [None] * len(self.sequences)
@@ -177,6 +179,12 @@ class Scheduler:
             for job in self._waiting():
                 for i in filter(job.queued.__getitem__, job.waiting):
                     self._groups.setdefault(_group(job.sequences[i]), deque()).append((job, i))
+
+    def requests(self) -> tuple[set[Job], int]:
+        """The jobs that wait with what is left of them, and the number of those of which nothing was taken yet."""
+        waiting = list(self._waiting())
+        begun = {job for job in waiting if not all(job.queued)}
+        return begun, len(waiting) - len(begun)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns from a finished batch how fast the worker is, for Retry-After."""

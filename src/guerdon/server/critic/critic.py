@@ -45,6 +45,7 @@ from guerdon.server.batching.loop import Group, Loop, Order
 from guerdon.server.critic import train_checks
 from guerdon.server.critic.answers import Answer, other_content
 from guerdon.server.critic.history import History
+from guerdon.server.critic.progress import Progress
 from guerdon.server.front.body import off_loop
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Critic:
         """The model whose scores and this critic's operations keep their order."""
         self.infos = [OperationInfo(f"{config.name}_{operation}", operation, config.name) for operation in operations]
         self.metrics = metrics or Metrics()
+        self.progress = Progress(config.name, self.metrics)
         self._trainer = trainer
         self._history = History(config, trainer.info)
         if not self._history.is_durable:  # the same step of another start has other weights
@@ -278,9 +280,7 @@ class Critic:
             self._break(e)
         assert isinstance(report, TrainReport)
         self.metrics.observe("guerdon_train_seconds", time.monotonic() - written, self.name)
-        self.metrics.add("guerdon_train_tokens", report.num_tokens, self.name)
-        self.metrics.add("guerdon_train_steps", report.num_steps, self.name, "done")
-        self.metrics.add("guerdon_train_steps", report.num_skipped, self.name, "skipped")
+        self.progress.done(report)
         try:
             self._history.done(request, position, Answer(digest, report))
         finally:
@@ -350,6 +350,9 @@ class Critic:
         self._show()
 
     def _state(self, asked: ControlRequest, group: Group) -> CriticState:
+        return self._now()
+
+    def _now(self) -> CriticState:
         facts = self._trainer.state()
         return CriticState(
             step=facts["step"],
@@ -388,12 +391,7 @@ class Critic:
             self._show()
 
     def _show(self) -> None:
-        for name, value in self._history.measured.items():
-            self.metrics.set(f"guerdon_critic_{name}", value, self.name)
-        self.metrics.set("guerdon_critic_step", self._trainer.state()["step"], self.name)
-        self.metrics.set("guerdon_critic_unsaved", self._history.num_unsaved, self.name)
-        self.metrics.set("guerdon_critic_offloaded", self._is_offloaded, self.name)
-        self.metrics.set("guerdon_critic_fault", bool(self._fault), self.name)
+        self.progress.show(self._now(), self._history.measured, bool(self._fault))
 
 
 def _warn(what: str, error: BaseException) -> None:

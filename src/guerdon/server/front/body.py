@@ -61,9 +61,12 @@ class Coming:
         self._place.hold(0)
 
 
-def announced(scope: Scope) -> int:
-    """The bytes that the body has on its way, 0 where the headers do not tell."""
-    return next((int(value) for key, value in scope["headers"] if key == b"content-length"), 0)
+def announced(scope: Scope, max_bytes: int) -> int:
+    """The bytes that the body has on its way, 0 where the headers do not tell; PayloadTooLarge where they are more."""
+    num_bytes = next((int(value) for key, value in scope["headers"] if key == b"content-length"), 0)
+    if num_bytes > max_bytes:
+        raise _too_large(f"the body of {num_bytes} bytes", max_bytes)
+    return num_bytes
 
 
 async def read_body(
@@ -76,12 +79,10 @@ async def read_body(
     Cancelled where the client leaves.
     """
     header_length, encoding = None, b""
+    if (num_bytes := announced(scope, max_bytes)) > 0:
+        place.hold(num_bytes)
     for key, value in scope["headers"]:
-        if key == b"content-length":
-            if int(value) > max_bytes:
-                raise _too_large(f"the body of {int(value)} bytes", max_bytes)
-            place.hold(int(value))
-        elif key == b"inference-header-content-length":
+        if key == b"inference-header-content-length":
             if not value.isdigit() or len(value) > 12:
                 raise InvalidRequest("Inference-Header-Content-Length must be an integer from 0 up")
             header_length = int(value)

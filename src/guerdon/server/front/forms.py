@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope
 
+from guerdon import tracing
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import UnknownModel
@@ -57,6 +58,7 @@ class FormHandler:
             place.reach(min(_num_characters(asked), self._body_limits[0]))
             name = asked.model or name
             counted.model = self._counted_as(name)
+            tracing.tell(model=counted.model)
             info = service.scored_by(name)
             asked.check(info)
             reply = ScoreReply([], [], info.weights_version)

@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from guerdon import tracing
 from guerdon.access import Role
 from guerdon.config import LimitsConfig, ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
@@ -34,6 +35,7 @@ from guerdon.server.front.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.front.body import Coming, off_loop
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.receiving import Receiving
+from guerdon.server.front.spans import with_span
 from guerdon.server.front.unread import end_unread
 from guerdon.server.service import Service
 from guerdon.wire import kserve_grpc, operations, repository, signature
@@ -197,6 +199,7 @@ class _Front:
             except Exception as e:
                 failure(logger, logging.ERROR, "unexpected error in %s", method.__name__, error=e)
                 error = ServerFault("internal error; the server's log has the details")
+            tracing.failed(error)
             trailing = [("guerdon-error", type(error).__name__)]
             if error.retry_after_s is not None:
                 trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
@@ -205,7 +208,8 @@ class _Front:
             await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
             raise error  # abort has raised already
 
-        return answer
+        traces = service.traces
+        return answer if traces is None else with_span(answer, traces, SERVICE, method.__name__)
 
     async def ServerLive(self, _: _Call) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -266,6 +270,7 @@ class _Front:
             del data
             name = message.model_name
             counted.model = name if name in self._names else UNKNOWN
+            tracing.tell(model=counted.model)
             with service.arriving(name):
                 info = service.model(name, message.model_version)
                 if isinstance(info, OperationInfo):

@@ -15,7 +15,7 @@ import orjson
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon import logs
+from guerdon import logs, tracing
 from guerdon.access import Role
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
@@ -32,6 +32,7 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
+from guerdon.server.dashboard.pages import Pages
 from guerdon.server.front import about
 from guerdon.server.front.asgi import (
     JSON,
@@ -47,6 +48,7 @@ from guerdon.server.front.body import Coming, UploadTooSlow, announced, off_loop
 from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import Guard, caller_of
+from guerdon.server.front.spans import Spans
 from guerdon.server.service import Service
 from guerdon.wire import bodies, forms, kserve, openai, openapi, operations, repository, signature
 from guerdon.wire.operations import Answer, Asked
@@ -96,8 +98,18 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
     ]
     for path, handler in (("/ready", front.model_ready), ("", front.model_metadata), ("/config", front.model_config)):
         routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
+    if config.dashboard:
+        pages = Pages(service, config, gate)
+        routes += [
+            Route("/", _Endpoint(get, pages.index, _unknown)),
+            Route("/dashboard/snapshot", _Endpoint(get, pages.snapshot)),
+            Route("/dashboard/samples", _Endpoint(get, pages.samples)),
+            Route("/dashboard/try", _Endpoint(post, pages.try_it)),
+            Route("/dashboard/{file}", _Endpoint(get, pages.file)),
+        ]
     router = Router(routes, redirect_slashes=False, default=_unknown)
-    return _Errors(Guard(router, service.access, config, service.metrics))
+    whole = _Errors(Guard(router, service.access, config, service.metrics))
+    return whole if service.traces is None else Spans(whole, service.traces, routes)
 
 
 def _told(error: GuerdonError) -> tuple[int, Any]:
@@ -119,6 +131,7 @@ class _Front:
     async def infer(self, scope: Scope, receive: Receive) -> Reply:
         service, name = self._service, scope["path_params"]["name"]
         label = name if name in self._names else UNKNOWN
+        tracing.tell(model=label)
         with service.metrics.request(label), contextlib.ExitStack() as held:
             with service.arriving(name):
                 caller, info = caller_of(scope), self._model(scope)
@@ -127,8 +140,8 @@ class _Front:
                 place = held.enter_context(Place(self._gate, caller.name))
                 service.check_ready()
                 if isinstance(info, ModelInfo):
-                    # Before its body is read and decoded for nothing.
-                    service.check_room(info.name, caller.name, announced(scope))
+                    # Before its body is read and decoded for nothing; one that is never taken is told so instead.
+                    service.check_room(info.name, caller.name, announced(scope, self._body_limits[0]))
                 header_length, body = await read_body(scope, receive, place, *self._body_limits)
             size = len(body)
             decode = functools.partial(_decode, body, header_length, info)
@@ -210,7 +223,7 @@ class _Front:
         return name, body
 
     async def openapi(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openapi.document(self._service.models()))
+        return _json(openapi.document(self._service.models(), has_page=self._service.watch.is_on))
 
     async def metrics(self, scope: Scope, receive: Receive) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
@@ -221,14 +234,20 @@ class _Front:
 
 
 class _Endpoint:
-    """An ASGI application of one handler; an instance, since Starlette wraps plain functions."""
+    """An ASGI application of one handler; an instance, since Starlette wraps plain functions.
 
-    def __init__(self, methods: tuple[str, ...], handler: Handler) -> None:
+    Other methods are for `otherwise`, without which they are refused.
+    """
+
+    def __init__(self, methods: tuple[str, ...], handler: Handler, otherwise: ASGIApp | None = None) -> None:
         self._methods = methods
         self._handler = handler
+        self._otherwise = otherwise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in self._methods:
+            if self._otherwise is not None:  # who sends samples to no path is told which there are
+                await self._otherwise(scope, receive, send)
             raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(self._methods)}, not {scope['method']}")
         await send_reply(send, await self._handler(scope, receive))
 
@@ -252,6 +271,7 @@ class _Errors:
         except Exception as e:
             logs.failure(logger, logging.ERROR, "unexpected error in %s %r", scope["method"], scope["path"], error=e)
             error = ServerFault("internal error; the server's log has the details")
+        tracing.failed(error)
         headers: Headers = [JSON]
         if isinstance(error, Unauthenticated):
             headers += _CHALLENGES

@@ -1,0 +1,125 @@
+"""Draws docs/images/result.png from the tables of benchmarks/RESULTS.md: servers' rates, and a step of REINFORCE."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/RESULTS.md"
+PICTURE = ROOT / "docs/images/result.png"
+
+OURS, THEIRS, INK, FAINT = "#2b5fa8", "#b9bfc9", "#1d2733", "#6b7480"
+PARTS = {
+    "generation": "#2b5fa8",
+    "reward": "#f2b33d",
+    "logprobs": "#7fa6d9",
+    "reference": "#b8cdea",
+    "update": "#23395b",
+}
+"""The parts of a step, as the table has them, and their colours."""
+SERVERS = {
+    "guerdon, a request a sequence": "guerdon",
+    "PyTriton, a request a sequence": "PyTriton, unpadded, one at a time",
+    "LitServe, a request a sequence, one at a time": "LitServe, one at a time",
+    "infinity, a request a prompt": "infinity",
+    "PyTriton, a request a prompt, padded to its longest": "PyTriton, padded to a prompt's longest",
+    "Ray Serve, a request a prompt": "Ray Serve",
+    "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton, as NeMo-Aligner pads",
+}
+"""Rows of the table of servers that are drawn: each one's best form, and NeMo-Aligner's default."""
+
+
+def table(title: str, number: int = 0) -> list[dict[str, str]]:
+    """The rows of a table, the `number`th under the heading `title`, by its columns' names."""
+    section = RESULTS.read_text(encoding="utf-8").split(f"\n{title}\n", 1)[1]
+    section = re.split(r"\n##+ ", section)[0]
+    found = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)][number]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
+    return [dict(zip(cells[0], line, strict=True)) for line in cells[2:]]
+
+
+def measured(title: str) -> str:
+    """Date, commit and machine of the tables under a heading, as they stand there."""
+    section = RESULTS.read_text(encoding="utf-8").split(f"\n{title}\n", 1)[1]
+    date, commit, machine = re.findall(r"^(\d{4}-\d\d-\d\d), commit (\w+)[^,]*(?:\([^)]*\))?, (.*?), Linux",
+                                       section.replace("\n", " ").replace(" 20", "\n20"), re.MULTILINE)[0]  # fmt: skip
+    return f"{date}, commit {commit}, {machine}"
+
+
+def draw(path: Path) -> None:
+    """The picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK, "axes.labelcolor": FAINT,
+                         "xtick.color": FAINT, "ytick.color": INK, "axes.edgecolor": "#d5d9df"})  # fmt: skip
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.1), width_ratios=(1, 1.02))
+    _servers(left)
+    _step(right)
+    for axes in (left, right):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#e6e9ed", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.tight_layout(w_pad=3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor="#ffffff")
+
+
+def _servers(axes: Any) -> None:
+    rows = {row["scoring"]: row for row in table("## Serving")}
+    names = list(SERVERS)[::-1]
+    rates = [float(rows[name]["sequences/s"]) for name in names]
+    spans = [[float(x) for x in rows[name]["range"].split("–")] for name in names]
+    errors = [[rate - low for rate, (low, _) in zip(rates, spans, strict=True)],
+              [high - rate for rate, (_, high) in zip(rates, spans, strict=True)]]  # fmt: skip
+    colours = [OURS if name.startswith("guerdon") else THEIRS for name in names]
+    axes.barh([SERVERS[name] for name in names], rates, color=colours, height=0.62, xerr=errors,
+              error_kw={"ecolor": FAINT, "elinewidth": 1})  # fmt: skip
+    for i, (_, high) in enumerate(spans):
+        axes.text(
+            high + 0.4,
+            i,
+            rows[names[i]]["sequences/s"],
+            va="center",
+            fontweight="bold" if i + 1 == len(rates) else None,
+        )
+    axes.set_xlim(0, 30)
+    axes.set_xlabel(f"sequences a second, median and range of 3 rounds\n{measured('## Serving')}", loc="left")
+    axes.set_title("Scoring chat text, eight responses a prompt", loc="left", fontweight="bold", fontsize=11)
+
+
+def _step(axes: Any) -> None:
+    rows = {row[""]: row for row in table("## A step of REINFORCE")}
+    names = ["TRL", "guerdon"]
+    starts = [0.0, 0.0]
+    for part, colour in PARTS.items():
+        widths = [float(rows[name][part]) for name in names]
+        axes.barh(["TRL's RLOOTrainer", "guerdon"], widths, left=starts, color=colour, height=0.5, label=part)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for i, name in enumerate(names):
+        seconds = float(rows[name]["step"])
+        times = "" if name == "TRL" else f"   {float(rows[name]['times faster']):.1f} times as fast"
+        axes.text(starts[i] + 0.2, i, f"{seconds:.1f} s{times}", va="center", fontweight="bold")
+    axes.set_xlim(0, 16.5)
+    axes.set_xticks(range(0, 16, 5))
+    axes.set_ylim(-0.55, 1.95)
+    axes.set_xlabel(f"seconds, medians of all steps\n{measured('## A step of REINFORCE')}", loc="left")
+    axes.set_title("A step of REINFORCE, its parts", loc="left", fontweight="bold", fontsize=11)
+    axes.legend(ncols=5, frameon=False, loc="upper left", bbox_to_anchor=(-0.03, 1.0), columnspacing=0.8,
+                handlelength=0.8, handletextpad=0.35, fontsize=8.5)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PICTURE, metavar="FILE", help="(default: docs/images/result.png)")
+    draw(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What is sent: requests in the shape of RLHF's, random but the same for the same seed, or those of a file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from guerdon.client.calls import ModelSignature
+from guerdon.client.rows import read_rows, samples_of
+from guerdon.errors import StartError
+
+CHARACTERS_PER_TOKEN = 4
+"""How long a text is made that is to have a number of tokens: about what tokenizers make of English."""
+
+_COMMON_WORDS = (
+    "the of and to in a is that it was for on are with as they be at this from have or by one had not but what all "
+    "were when we there can an your which their said if do will each about how up out them then she many some so "
+    "these would other into has more her two like him see time could no make than first been its who now people my "
+    "made over did down only way find use may water long little very after words called just where most know get "
+    "through back much before go good new write our used me man too any day same right look think also around "
+    "another came come work three word must because does part even place well such here take why things help put "
+    "years different away again off went old number great tell men say small every found still between name should "
+    "home big give air line set own under read last never us left end along while might next sound below saw "
+    "something thought both few those always looked show large often together asked house world going want school "
+    "important until form food keep children feet land side without boy once animals life enough took sometimes four "
+    "head above kind began almost live page got earth need far hand high year mother light parts country father let "
+    "night following picture being study second eyes soon times story boys since white days ever paper hard near "
+    "sentence better best across during today others however sure means knew try told young miles sun ways thing "
+    "whole hear example heard several change answer room sea against top turned learn point city play toward five"
+)
+_FIRST_ID = 4
+"""Ids below this one are often special."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one request has for `RewardClient.score`, and its numbers of sequences and, where known, of tokens."""
+
+    samples: dict[str, Any]
+    num_sequences: int
+    num_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The lengths of prompts and responses, in tokens: log-normal of these means, cut where both pass `max_length`.
+
+    `spread` is the standard deviation of the lengths' logarithm.
+    """
+
+    prompt_tokens: float
+    response_tokens: float
+    responses: int
+    spread: float
+    max_length: int
+
+    def lengths(self, random: np.random.Generator) -> tuple[int, np.ndarray]:
+        """The tokens of one prompt, and int64 `[responses]` those of its responses; all at least 1."""
+        prompt = int(min(self._drawn(random, self.prompt_tokens, 1)[0], max(1, 3 * self.max_length // 4)))
+        drawn = self._drawn(random, self.response_tokens, self.responses)
+        return prompt, np.clip(drawn, 1, max(1, self.max_length - prompt))
+
+    def _drawn(self, random: np.random.Generator, mean: float, count: int) -> np.ndarray:
+        middle = math.log(mean) - self.spread**2 / 2
+        return np.maximum(1, np.rint(random.lognormal(middle, self.spread, count))).astype(np.int64)
+
+
+class RandomTexts:
+    """Prompts with their responses as text of common words; no two requests have the same."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._shape, self._seed = shape, seed
+        longest = 5 * CHARACTERS_PER_TOKEN * shape.max_length // 4
+        words = np.random.default_rng(seed).choice(_COMMON_WORDS.split(), 50_000 + longest)
+        self._text = " ".join(words.tolist())
+        self._num_starts = len(self._text) - longest
+
+    def request(self, index: int) -> Request:
+        """The request of that number, the same however often it is asked for."""
+        random = np.random.default_rng((self._seed, index))
+        prompt_length, lengths = self._shape.lengths(random)
+        prompt = f"{index} {self._cut(random, prompt_length)}"
+        texts = [prompt + self._cut(random, length) for length in lengths.tolist()]
+        return Request({"texts": texts, "prompts": [prompt] * len(texts)}, len(texts), None)
+
+    def _cut(self, random: np.random.Generator, num_tokens: int) -> str:
+        start = int(random.integers(self._num_starts))
+        return self._text[start : start + CHARACTERS_PER_TOKEN * num_tokens]
+
+    def longest(self) -> Request:
+        """One sequence longer than any, by a quarter: texts of one length have more tokens and fewer."""
+        return Request({"texts": [self._text[: 5 * CHARACTERS_PER_TOKEN * self._shape.max_length // 4]]}, 1, None)
+
+
+class RandomTokens:
+    """Prompts with their responses as token ids below `vocab_size`; no two requests have the same."""
+
+    def __init__(self, shape: Shape, seed: int, vocab_size: int) -> None:
+        self._shape, self._seed = shape, seed
+        self._ids = (min(_FIRST_ID, vocab_size - 1), vocab_size)
+
+    def request(self, index: int) -> Request:
+        """The request of that number, the same however often it is asked for."""
+        random = np.random.default_rng((self._seed, index))
+        prompt_length, lengths = self._shape.lengths(random)
+        prompt = random.integers(*self._ids, prompt_length)
+        rows = [np.concatenate([prompt, random.integers(*self._ids, length)]) for length in lengths.tolist()]
+        return Request({"tokens": rows}, len(rows), sum(map(len, rows)))
+
+    def longest(self) -> Request:
+        """One sequence as long as any may be."""
+        row = np.random.default_rng(self._seed).integers(*self._ids, self._shape.max_length)
+        return Request({"tokens": [row]}, 1, len(row))
+
+
+class FromFile:
+    """The rows of a JSONL file, one a request, from the first again after the last."""
+
+    def __init__(self, path: Path, template: bool, signature: ModelSignature) -> None:
+        """Raises StartError where it cannot be read, has no sample, or has what the model does not take."""
+        self._requests = list(_requests(path, template))
+        if not self._requests:
+            raise StartError(f"{path} has no sample", "give a file with rows to score")
+        wanted = {"texts": "sentences", "messages": "messages"}
+        for kind in sorted({next(iter(request.samples)) for request in self._requests}):
+            if wanted[kind] not in signature.inputs:
+                raise StartError(
+                    f"{path} has {kind}, and model '{signature.name}' takes {', '.join(signature.inputs)}",
+                    "leave out --data: the random load is then of token ids"
+                    if kind == "texts"
+                    else "give rows of text, or serve a model with a chat template",
+                )
+
+    def request(self, index: int) -> Request:
+        """The request of that number."""
+        return self._requests[index % len(self._requests)]
+
+
+Load = RandomTexts | RandomTokens | FromFile
+
+
+def _requests(path: Path, template: bool) -> Iterator[Request]:
+    for line, row in read_rows(path):
+        samples = samples_of(row, path, line, template)
+        if not samples:
+            continue
+        told: dict[str, Any] = {"texts" if isinstance(samples[0], str) else "messages": samples}
+        if isinstance(row.get("prompt"), str):
+            told["prompts"] = list(itertools.repeat(row["prompt"], len(samples)))
+        if "label" in row:
+            told["labels"] = list(itertools.repeat(row["label"], len(samples)))
+        yield Request(told, len(samples), None)

@@ -1,0 +1,44 @@
+"""The `guerdon` command: its subcommands, their flags and help, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from guerdon import console
+from guerdon.cli.advice import help_for
+from guerdon.cli.subcommands import make_parser
+from guerdon.errors import GuerdonError, StartError
+from guerdon.exits import Exit
+
+__all__ = ["main", "make_parser"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status, one of `Exit`."""
+    try:
+        status = _main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as by `| head`; Python would tell of it once more while it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.PIPE_CLOSED
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        sys.stderr.write("\n")
+        return console.fail("no command is given", "name one of those above: guerdon COMMAND --help", Exit.CANNOT_START)
+    args = parser.parse_args(argv)
+    console.speak(getattr(args, "log_format", "text"))
+    try:
+        return int(args.run(args) or Exit.DONE)
+    except StartError as e:
+        return console.fail(e, e.help, Exit.CANNOT_START)
+    except GuerdonError as e:
+        return console.fail(e, help_for(e), Exit.FAILED)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED

@@ -1,0 +1,161 @@
+"""What each subcommand does, from its settings to running parts."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from guerdon import console
+from guerdon.access import without_key
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import num_started
+from guerdon.errors import ConfigError
+from guerdon.exits import Exit
+from guerdon.flags import critic_server_config, given, sectioned_config, server_config
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """`guerdon serve`: loads the models and serves them until SIGTERM or SIGINT."""
+    _serve(server_config(args))
+
+
+def run_serve_critic(args: argparse.Namespace) -> None:
+    """`guerdon serve-critic`: loads the critic, brings it to where it was, and serves it until SIGTERM or SIGINT."""
+    _serve(critic_server_config(args))
+
+
+def _serve(config: ServerConfig) -> None:
+    console.set_up(config.log_level, config.log_format)
+    console.need("torch", "starlette", "uvicorn")
+    critic = config.critic
+    named = [*(model.model for model in config.models), *([critic.model] if critic else [])]
+    if critic and critic.reward_model:
+        named.append(critic.reward_model)
+    console.say(f"loading {', '.join(named)}" if named else "no models")
+    from guerdon import assembly
+    from guerdon.server.service import Service
+
+    def on_loaded(service: Service) -> None:
+        console.loaded()
+        for info in service.models():
+            if isinstance(info, ModelInfo):
+                console.say(console.described(info))
+        if critic:
+            console.say(f"{critic.name} learns; " + console.kept(critic))
+
+    def on_started(http_url: str, grpc_url: str | None) -> None:
+        console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
+
+    assembly.run(config, device=_device(config), on_loaded=on_loaded, on_started=on_started)
+
+
+def _device(config: ServerConfig) -> str:
+    """The device of every model; raises ConfigError where ranks would have several."""
+    devices = sorted({model.device for model in [*config.models, *([config.critic] if config.critic else [])]})
+    if len(devices) > 1 and num_started() > 1:
+        raise ConfigError(
+            f"the models' devices are {' and '.join(devices)}, and each rank has one", "give all models the same"
+        )
+    return devices[0] if devices else "auto"
+
+
+def run_score(args: argparse.Namespace) -> int:
+    """`guerdon score`: through servers that run, or by a model in this process.
+
+    Returns 1 where samples failed.
+    """
+    console.check_alone("score")
+    from guerdon.client import RewardClient
+    from guerdon.client.files import score_file
+
+    flags = given(args, ModelConfig)
+    if args.server:
+        unused = next((flag for flag in flags if flag != "name"), None)
+        if unused is not None:
+            raise ConfigError(
+                f"--{unused.replace('_', '-')} is given, but the model runs at {without_key(args.server[0])}",
+                "leave it out",
+            )
+        scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
+    else:
+        console.set_up("warning")
+        console.need("torch")
+        from guerdon.local import LocalRewardModel
+
+        scorer = LocalRewardModel(args.model, **flags)
+    with scorer:
+        summary = score_file(
+            scorer,
+            args.IN,
+            args.out,
+            template=args.template,
+            retry_failed=args.retry_failed,
+            progress=not args.no_progress and sys.stderr.isatty(),
+        )
+    sys.stderr.write(f"{summary}\n")
+    return Exit.FAILED if summary.num_failed else Exit.DONE
+
+
+def run_reinforce(args: argparse.Namespace) -> int:
+    """`guerdon reinforce`: see guerdon.actor.reinforce."""
+    config = sectioned_config(args, ReinforceRunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import launch, reinforce
+
+    return launch.run(config, reinforce.train)
+
+
+def run_ppo(args: argparse.Namespace) -> int:
+    """`guerdon ppo`: see guerdon.actor.ppo."""
+    config = sectioned_config(args, PPORunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import launch, ppo
+
+    return launch.run(config, ppo.train)
+
+
+def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Checks the settings and the installation before anything is loaded."""
+    if num_started() == 1:  # of several the first one checks them, when it has the others' ear
+        check_actor(config)
+    console.set_up("info")
+    console.need("torch", "tensorboard", "matplotlib")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """`guerdon bench`: see guerdon.bench.command."""
+    console.check_alone("bench")
+    from guerdon.bench import command
+
+    return command.run(args)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """`guerdon doctor`: see guerdon.doctor.command."""
+    from guerdon.doctor import command
+
+    return command.run(args)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """`guerdon demo`: see guerdon.demo."""
+    console.check_alone("demo")
+    console.need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
+    signal.signal(signal.SIGTERM, _leave)  # so that the server that it has started does not outlive it
+    if args.data:
+        from guerdon.demo import scoring
+
+        scoring.run(Path(args.out), Path(args.data), args.limit)
+        return 0
+    from guerdon.demo import run
+
+    return run.run(Path(args.out), args.seed, args.steps)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(Exit.TERMINATED)

@@ -1,0 +1,133 @@
+"""How a distribution of rewards looks, and how far it has moved from another. Pure; weights count as repetitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_BINS = 40
+_INSIDE = (0.001, 0.999)
+"""What lies between these quantiles shapes the bins; the few beyond count in the outermost ones."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean, sum of squared deviations from it, least and greatest of some numbers."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    @property
+    def std(self) -> float:
+        """Of the population; NaN of nothing."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+    def __add__(self, other: Moments) -> Moments:
+        """Those of both together."""
+        count = self.count + other.count
+        if not self.count or not other.count:
+            return self if self.count else other
+        step = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + step * other.count / count,
+            self.squares + other.squares + step**2 * self.count * other.count / count,
+            min(self.least, other.least),
+            max(self.most, other.most),
+        )
+
+
+def moments(values: np.ndarray) -> Moments:
+    """Those of finite numbers, float64 `[N]`, of which there is at least one."""
+    mean = float(values.mean())
+    return Moments(len(values), mean, float(((values - mean) ** 2).sum()), float(values.min()), float(values.max()))
+
+
+def total(parts: Iterable[Moments]) -> Moments:
+    """Those of all parts together."""
+    return sum(parts, Moments())
+
+
+def quantiles(values: np.ndarray, weights: np.ndarray, shares: Iterable[float]) -> np.ndarray:
+    """Weighted quantiles, a number a share, from the middles of the sorted weights; NaN of nothing."""
+    shares = np.asarray([*shares], np.float64)
+    if not len(values):
+        return np.full(len(shares), np.nan)
+    order = np.argsort(values, kind="stable")
+    sorted_weights = weights[order]
+    middles = np.cumsum(sorted_weights) - sorted_weights / 2
+    return np.interp(shares, middles / sorted_weights.sum(), values[order])
+
+
+def ks(a: np.ndarray, a_weights: np.ndarray, b: np.ndarray, b_weights: np.ndarray) -> float:
+    """Kolmogorov's and Smirnov's distance: the largest difference of the two distribution functions, from 0 to 1.
+
+    NaN where one of them has nothing.
+    """
+    if not len(a) or not len(b):
+        return math.nan
+    grid = np.unique(np.concatenate([a, b]))
+    return float(np.abs(_distribution(a, a_weights, grid) - _distribution(b, b_weights, grid)).max())
+
+
+def shift(window: Moments, reference: Moments) -> float:
+    """How many of the reference's standard deviations the mean has moved; NaN where it has none, or is nothing."""
+    if not window.count or not reference.count or not reference.std > 0:
+        return math.nan
+    return (window.mean - reference.mean) / reference.std
+
+
+def edges(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The bounds of NUM_BINS even bins, float64 `[NUM_BINS + 1]`, between which nearly all numbers lie."""
+    low, high = quantiles(values, weights, _INSIDE) if len(values) else (0.0, 1.0)
+    if not high - low > 1e-9 * max(1.0, abs(low), abs(high)):
+        low, high = low - 0.5, high + 0.5
+    return np.linspace(low, high, NUM_BINS + 1)
+
+
+def histogram(values: np.ndarray, weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """The weight in each bin, float64 `[E]`; what lies beyond them counts in the outermost ones."""
+    return np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds, weights=weights)[0]
+
+
+def pearson(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted linear correlation; NaN where one of them does not vary."""
+    if len(x) < 2:
+        return math.nan
+    share = weights / weights.sum()
+    x, y = x - (share * x).sum(), y - (share * y).sum()
+    scale = math.sqrt((share * x**2).sum() * (share * y**2).sum())
+    return float((share * x * y).sum() / scale) if scale > 0 else math.nan
+
+
+def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted correlation of the ranks; NaN where one of them does not vary."""
+    return pearson(ranks(x, weights), ranks(y, weights), weights) if len(x) > 1 else math.nan
+
+
+def ranks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The rank of each number, float64 `[N]`; equal ones share the middle of theirs."""
+    _, places = np.unique(values, return_inverse=True)
+    sums = np.bincount(places, weights)
+    return (np.cumsum(sums) - sums / 2)[places]
+
+
+def binned(x: np.ndarray, y: np.ndarray, weights: np.ndarray, count: int) -> list[tuple[float, float, float]]:
+    """The mean of `x`, the mean of `y` and the weight of at most `count` bins of about the same weight, by `x`."""
+    if not len(x):
+        return []
+    places = np.minimum((ranks(x, weights) / weights.sum() * count).astype(np.int64), count - 1)
+    sums = [np.bincount(places, what, count) for what in (weights, weights * x, weights * y)]
+    return [(at / weight, mean / weight, weight) for weight, at, mean in zip(*sums, strict=True) if weight > 0]
+
+
+def _distribution(values: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    order = np.argsort(values, kind="stable")
+    below = np.concatenate([[0.0], np.cumsum(weights[order])])
+    return below[np.searchsorted(values[order], grid, "right")] / below[-1]

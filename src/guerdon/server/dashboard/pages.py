@@ -1,0 +1,176 @@
+"""The page's routes: its files, which lie beside this module, and the JSON that they show."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+from starlette.types import Receive, Scope
+
+from guerdon.access import Role
+from guerdon.config import ServerConfig
+from guerdon.core import ModelInfo
+from guerdon.errors import RouteNotFound
+from guerdon.metrics import UNKNOWN
+from guerdon.server.dashboard import asked, snapshot, trying
+from guerdon.server.dashboard.extremes import Kept
+from guerdon.server.front import about
+from guerdon.server.front.asgi import JSON, Headers, Reply, unless_left
+from guerdon.server.front.auth import Caller
+from guerdon.server.front.body import off_loop, read_body
+from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.guard import caller_of
+from guerdon.server.service import Service
+from guerdon.wire import bodies
+
+FOLDER = Path(__file__).parent / "static"
+INDEX = "index.html"
+
+_KINDS = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+    ".png": b"image/png",
+    ".ico": b"image/x-icon",
+    ".woff2": b"font/woff2",
+}
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SAFE: Headers = [
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+_KEPT_S = 1.0
+"""How long a snapshot is good for whoever asks for the same: many pages cost no more than one."""
+
+_MOST_KEPT = 16
+
+
+class Pages:
+    """The handlers of the page's routes."""
+
+    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
+        self._service = service
+        self._config = config
+        self._gate = gate
+        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
+        self._files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _KINDS}
+        self._making = asyncio.Lock()
+        self._kept: dict[tuple[asked.Asked, str, str], tuple[float, bytes]] = {}
+
+    async def index(self, scope: Scope, receive: Receive) -> Reply:
+        """The page itself."""
+        return self._file(scope, INDEX)
+
+    async def file(self, scope: Scope, receive: Receive) -> Reply:
+        """A file of the page, of those that are there, by its name."""
+        return self._file(scope, scope["path_params"]["file"])
+
+    async def snapshot(self, scope: Scope, receive: Receive) -> Reply:
+        """What the page shows of the last `?window=` seconds, beside what `?reference=` names."""
+        what = asked.read(_query(scope), "window", "reference")
+        caller, address = caller_of(scope), _address(scope)
+        key = (what, caller.role.name, address or "")
+        async with self._making:  # one at a time, whoever asks
+            told = self._kept.get(key)
+            if told is None or time.monotonic() - told[0] > _KEPT_S:
+                gathered = snapshot.gather(self._service, what, self._server(caller, address))
+                body = await asyncio.to_thread(lambda: bodies.write(snapshot.make(gathered)))
+                told = (time.monotonic(), body)
+                if len(self._kept) >= _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[key] = told
+        return 200, [JSON, *_SAFE], told[1]
+
+    async def samples(self, scope: Scope, receive: Receive) -> Reply:
+        """The best and the worst samples of `?model=` in the last `?window=` seconds, where they are kept."""
+        caller, extremes = caller_of(scope), self._service.watch.extremes
+        if extremes is None:
+            raise RouteNotFound("this server keeps no samples' texts; start it with --dashboard-samples")
+        if not self._may_read(caller):
+            caller.need(Role.ADMIN, "to read samples' texts")
+        query = _query(scope)
+        what = asked.read(query, "model", "window")
+        info = self._service.scored_by(query.get("model", ""))
+        start = self._service.watch.now() - what.window_s
+        told: dict[str, Any] = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}
+        if info.name in extremes:
+            told["best"] = [self._sample(one, info) for one in extremes[info.name].best(start)]
+            told["worst"] = [self._sample(one, info) for one in extremes[info.name].worst(start)]
+        return 200, [JSON, *_SAFE], orjson.dumps(told)
+
+    async def try_it(self, scope: Scope, receive: Receive) -> Reply:
+        """Scores a prompt and responses, and tells of each token."""
+        service, client = self._service, caller_of(scope).name
+        with service.metrics.request(UNKNOWN) as counted, Place(self._gate, client) as place:
+            service.check_ready()
+            _, body = await read_body(scope, receive, place, *self._body_limits)
+            trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), 65_536)
+            info = service.scored_by(trial.model)
+            counted.model = info.name
+            encoder = service.encoder(info.name)
+            reply = await unless_left(service.score(info.name, trial.request, client), receive)
+            payload = await asyncio.to_thread(lambda: bodies.write(trying.answer(trial, info, reply, encoder)))
+        return 200, [JSON, *_SAFE], payload
+
+    def _file(self, scope: Scope, name: str) -> Reply:
+        body = self._files.get(name)
+        if body is None:
+            raise RouteNotFound(f"no such path: {scope['path']}; the page is at /")
+        tag = b'"%s"' % hashlib.sha256(body).hexdigest()[:16].encode()
+        headers: Headers = [(b"content-type", _KINDS[Path(name).suffix]), (b"etag", tag), *_SAFE]
+        if tag in dict(scope["headers"]).get(b"if-none-match", b""):
+            return 304, headers, b""
+        return 200, headers, body
+
+    def _server(self, caller: Caller, address: str | None) -> dict[str, Any]:
+        told = about.server()
+        return {
+            "name": told["name"],
+            "version": told["version"],
+            "address": address,
+            "samples_allowed": self._service.watch.extremes is not None and self._may_read(caller),
+            "role": caller.role.name.lower(),
+        }
+
+    def _may_read(self, caller: Caller) -> bool:
+        """Whether the caller may see samples' texts: where there are keys, only an admin."""
+        return not self._service.access.names or caller.role >= Role.ADMIN
+
+    def _sample(self, one: Kept, info: ModelInfo) -> dict[str, Any]:
+        prompt, response = one.prompt, one.response
+        encoder = self._service.encoder(info.name)
+        if one.tokens is not None and encoder is not None and one.vocabulary == info.vocabulary:
+            pieces = encoder.pieces(one.tokens)
+            prompt = "".join(pieces[: one.num_prompt_tokens]) or None
+            response = "".join(pieces[one.num_prompt_tokens :])
+        return {
+            "time": one.time,
+            "reward": one.reward,
+            "num_tokens": one.num_tokens,
+            "weights_version": one.weights_version,
+            "prompt": prompt,
+            "response": response,
+            "is_cut": one.is_cut,
+            "attributes" if info.kind != "sum" else "components": one.attributes,
+        }
+
+
+def _address(scope: Scope) -> str | None:
+    server = scope.get("server")
+    return None if not server or server[1] is None else f"{server[0]}:{server[1]}"
+
+
+def _query(scope: Scope) -> Mapping[str, str]:
+    return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))

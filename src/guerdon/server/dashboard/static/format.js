@@ -1,0 +1,92 @@
+/** Numbers, spans of time and moments as a person reads them. Whatever is not a number is a dash. */
+
+export const NOTHING = "–";
+
+/** Whether there is a number. */
+export function isNumber(x) {
+  return typeof x === "number" && Number.isFinite(x);
+}
+
+function signed(text) {
+  return text.replace("-", "\u2212");
+}
+
+/** At most three significant digits, with k, M, G: 0.12, 3.4, 120, 1.2k. */
+export function number(x) {
+  if (!isNumber(x)) return NOTHING;
+  const size = Math.abs(x);
+  if (size === 0) return "0";
+  for (const [power, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (size >= power * 0.9995) return signed(trimmed((x / power).toPrecision(3))) + letter;
+  }
+  if (size < 0.001) return signed(x.toExponential(1).replace(".0e", "e").replace("e-", "e\u2212"));
+  return signed(trimmed(x.toPrecision(size < 1 ? 2 : 3)));
+}
+
+function trimmed(text) {
+  return text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text;
+}
+
+/** A whole number with thin spaces between the thousands. */
+export function count(n) {
+  return isNumber(n) ? String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, "\u202f") : NOTHING;
+}
+
+/** A reward: always the same number of digits after the point, so that they line up. */
+export function reward(x, digits = 2) {
+  return isNumber(x) ? signed(x.toFixed(digits)) : NOTHING;
+}
+
+/** A difference, with its sign. */
+export function difference(x) {
+  return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(1) : NOTHING;
+}
+
+/** A share of one, in per cent. */
+export function percent(x) {
+  if (!isNumber(x)) return NOTHING;
+  const p = x * 100;
+  if (p > 0 && p < 0.1) return "< 0.1%";
+  return `${signed(p.toFixed(p > 0 && p < 10 ? 1 : 0))}%`;
+}
+
+/** A latency: 850 µs, 12 ms, 1.3 s. */
+export function latency(s) {
+  if (!isNumber(s)) return NOTHING;
+  if (s === 0) return "0\u00a0ms";
+  if (s < 0.001) return `${Math.round(s * 1e6)}\u00a0\u00b5s`;
+  if (s < 0.9995) return `${number(s * 1000)}\u00a0ms`;
+  return `${number(s)}\u00a0s`;
+}
+
+/** A span of time in its two largest units: 45 s, 3 min 10 s, 2 h 5 min, 4 d 3 h. */
+export function span(s) {
+  if (!isNumber(s)) return NOTHING;
+  const whole = Math.max(0, Math.round(s));
+  const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const first = whole ? units.findIndex(([size]) => whole >= size) : 3;
+  const [size, name] = units[first];
+  const rest = units[first + 1];
+  const left = rest ? Math.floor((whole % size) / rest[0]) : 0;
+  return `${Math.floor(whole / size)}\u00a0${name}${left ? ` ${left}\u00a0${rest[1]}` : ""}`;
+}
+
+const pad = (n) => String(n).padStart(2, "0");
+
+/** The time of day, of seconds since 1970; with seconds where asked for. */
+export function clock(t, seconds = true) {
+  if (!isNumber(t)) return NOTHING;
+  const at = new Date(t * 1000);
+  return `${pad(at.getHours())}:${pad(at.getMinutes())}${seconds ? `:${pad(at.getSeconds())}` : ""}`;
+}
+
+/** A window as its menu calls it. */
+export function windowName(s) {
+  if (s % 3600 === 0) return s === 3600 ? "hour" : `${s / 3600} hours`;
+  return `${Math.round(s / 60)} minutes`;
+}
+
+/** The word with its number: one sequence, two sequences. */
+export function plural(n, word) {
+  return `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+}

@@ -1,0 +1,151 @@
+/** What in a snapshot a person should look at: pure, from the numbers alone, each finding with where to look. */
+
+import { count, difference, isNumber, number, percent, plural, span } from "./format.js";
+
+/** Shares of the window's requests that failed. */
+const FAILING = 0.01;
+const FAILING_BADLY = 0.1;
+/** Seconds that it takes to compute what waits. */
+const LONG_WAIT_S = 30;
+/** So many rewards at least, or distributions are not compared. */
+const ENOUGH = 50;
+/** A difference of means in the reference's standard deviations, and one of the distribution functions. */
+const SHIFTED = 0.3;
+const KS_APART = 0.12;
+/** Kolmogorov's: by so many times sqrt(1/n + 1/m), two samples of one distribution differ once in a hundred times. */
+const BY_CHANCE = 1.63;
+/** A standard deviation as a share of the reference's. */
+const NARROWED = 0.3;
+/** A rank correlation of length and reward. */
+const CORRELATED = 0.4;
+
+/** The word for how the window's rewards differ from the reference's: level none, same or apart, and why. */
+export function driftOf(drift) {
+  const { ks, shift, window: now, reference } = drift ?? {};
+  if (!reference?.count || !now?.count) return { level: "none", text: "Nothing to compare with yet" };
+  const least = Math.min(now.count, reference.count);
+  if (least < ENOUGH) return { level: "none", text: `Too few rewards to compare (${count(least)} of ${ENOUGH})` };
+  const noise = Math.sqrt(1 / now.count + 1 / reference.count);
+  const moved = isNumber(shift) && Math.abs(shift) > Math.max(SHIFTED, 3 * noise);
+  const narrowed = now.std < NARROWED * reference.std;
+  const apart = isNumber(ks) && ks > Math.max(KS_APART, BY_CHANCE * noise);
+  const figures = `${difference(shift)} standard deviations, KS ${isNumber(ks) ? ks.toFixed(2) : "–"}`;
+  if (narrowed) {
+    const share = percent(now.std / reference.std);
+    return { level: "apart", text: `Nearly constant: their spread is ${share} of the reference's (KS ${isNumber(ks) ? ks.toFixed(2) : "–"})` };
+  }
+  if (moved) return { level: "apart", text: `Shifted by ${figures}` };
+  if (apart) return { level: "apart", text: `Another shape: ${figures}` };
+  return { level: "same", text: `As in the reference: ${figures}` };
+}
+
+/** What length tells of the reward: level none, fine or high, and why. */
+export function lengthOf(length) {
+  const { spearman, pearson, count: n } = length ?? {};
+  if (!n || !isNumber(spearman)) return { level: "none", text: "No correlation yet" };
+  const figures = `Spearman ${signedNumber(spearman)}, Pearson ${signedNumber(pearson)}, n ${count(n)}`;
+  if (n < ENOUGH || Math.abs(spearman) < CORRELATED) return { level: "fine", text: figures };
+  const which = spearman > 0 ? "Longer" : "Shorter";
+  return { level: "high", text: `${which} sequences score higher: ${figures}` };
+}
+
+function signedNumber(x) {
+  return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(2) : "–";
+}
+
+/** Numbers of a series times its step: what there was of it in the window. */
+export function total(values, stepS) {
+  return (values ?? []).reduce((sum, v) => sum + (isNumber(v) ? v * stepS : 0), 0);
+}
+
+function last(values) {
+  return (values ?? []).findLast(isNumber) ?? null;
+}
+
+/**
+ * Findings of the model's snapshot, the worst first: { level: bad or warn, text, detail, href }. None: nothing stands out.
+ */
+export function findings(snapshot, name) {
+  const found = [...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofRewards(snapshot, name)];
+  if (snapshot.critic) found.push(...ofCritic(snapshot.critic));
+  return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
+}
+
+/** What was looked at and found in order, as [name, figure]; only of what there is something to tell. */
+export function checks(snapshot, name) {
+  const lines = snapshot.series.models[name] ?? {};
+  const all = total(lines.requests_per_s, snapshot.series.step_s);
+  const { drift, length } = snapshot.rewards[name] ?? {};
+  const told = [];
+  if (all) told.push(["Errors", percent(total(lines.errors_per_s, snapshot.series.step_s) / all)]);
+  if (isNumber(last(lines.queue_sequences))) told.push(["Queue", number(last(lines.queue_sequences))]);
+  if (driftOf(drift).level === "same") told.push(["Drift", `${difference(drift.shift)} σ`]);
+  if (lengthOf(length).level === "fine") told.push(["Length", `ρ ${signedNumber(length.spearman)}`]);
+  if (snapshot.critic) told.push(["Critic", `step ${count(snapshot.critic.step)}`]);
+  return told;
+}
+
+function ofServer({ server, models }, name) {
+  const found = [];
+  if (!server.is_ready) found.push({ level: "bad", text: "Not ready", detail: server.why || "it does not answer requests now", href: "#models" });
+  const model = models.find((m) => m.name === name);
+  if (model && !model.is_loaded) found.push({ level: "warn", text: `${name} is unloaded`, detail: "an admin may load it", href: "#models" });
+  return found;
+}
+
+function ofTraffic({ series, totals }, name) {
+  const found = [];
+  const lines = series.models[name] ?? {};
+  const all = total(lines.requests_per_s, series.step_s);
+  const failed = total(lines.errors_per_s, series.step_s);
+  const share = all ? failed / all : 0;
+  if (share > FAILING) {
+    const level = share > FAILING_BADLY ? "bad" : "warn";
+    found.push({ level, text: `${percent(share)} of requests fail`, detail: `${plural(failed, "request")} in this window`, href: "#traffic" });
+  }
+  const waiting = last(lines.queue_sequences);
+  const pace = (lines.sequences_per_s ?? []).filter(isNumber).slice(-30);
+  const perSecond = pace.reduce((sum, v) => sum + v, 0) / (pace.length || 1);
+  if (waiting && perSecond > 0 && waiting / perSecond > LONG_WAIT_S) {
+    found.push({ level: "warn", text: "The queue is long", detail: `what waits takes about ${span(waiting / perSecond)}`, href: "#traffic" });
+  }
+  const sums = totals[name] ?? {};
+  const { failed: lost = 0, ok = 0 } = sums.sequences ?? {};
+  if (lost) found.push({ level: "warn", text: `${plural(lost, "sample")} without a score`, detail: `${percent(lost / (lost + ok))} since the start`, href: "#traffic" });
+  if (sums.rechecked?.differs) {
+    found.push({ level: "bad", text: "Scores differ from the plain forward", detail: `${plural(sums.rechecked.differs, "sequence")} of those scored again`, href: "#models" });
+  }
+  if (sums.out_of_memory) found.push({ level: "warn", text: "Out of memory", detail: `${plural(sums.out_of_memory, "forward")} had to be split`, href: "#traffic" });
+  return found;
+}
+
+function ofRewards({ rewards }, name) {
+  const found = [];
+  const own = rewards[name];
+  if (!own) return found;
+  const drift = driftOf(own.drift);
+  if (drift.level === "apart") found.push({ level: "warn", text: "Rewards have drifted", detail: lowered(drift.text), href: "#rewards" });
+  const length = lengthOf(own.length);
+  if (length.level === "high") {
+    found.push({ level: "warn", text: "Length predicts the reward", detail: lowered(length.text), href: "#length" });
+  }
+  return found;
+}
+
+function ofCritic(critic) {
+  const found = [];
+  if (critic.fault) found.push({ level: "bad", text: "The critic has a fault", detail: critic.fault, href: "#critic" });
+  const recent = critic.reports.explained_variance.slice(-20).filter(isNumber);
+  const mean = recent.reduce((sum, v) => sum + v, 0) / (recent.length || 1);
+  if (recent.length === 20 && mean < 0) {
+    found.push({ level: "warn", text: "The critic explains nothing", detail: `explained variance ${number(mean)} over its last 20 updates`, href: "#critic" });
+  }
+  if (!critic.is_durable && critic.num_unsaved) {
+    found.push({ level: "warn", text: "The critic is not saved", detail: "it has no folder for checkpoints", href: "#critic" });
+  }
+  return found;
+}
+
+function lowered(text) {
+  return text[0].toLowerCase() + text.slice(1);
+}

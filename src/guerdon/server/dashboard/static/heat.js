@@ -1,0 +1,108 @@
+/** Rewards over time: a column of shades for every stretch of time, and the quantiles as lines over them. */
+
+import { Chart, linePath } from "./chart.js";
+import { svg } from "./dom.js";
+import { clock, count, isNumber, reward } from "./format.js";
+import { linear, ticks, timeTicks } from "./scale.js";
+
+const QUANTILES = [["p05", "edge"], ["p95", "edge"], ["p25", "quarter"], ["p75", "quarter"], ["p50", "median"]];
+
+/**
+ * `data`: { from, to, start, step, count, mean, p05..p95, heat: { edges, counts } }; `from` and `to` are the axis's ends,
+ * `start` and `step` place the columns.
+ */
+export class Heat extends Chart {
+  layout() {
+    const { left, right, top, bottom } = this.box;
+    const { from, to, heat } = this.data;
+    this.x = linear([from, to], [left, right]);
+    this.domain = filled(heat);
+    this.y = linear(this.domain, [bottom, top]);
+  }
+
+  axes() {
+    const { from, to } = this.data;
+    const { at, withSeconds } = timeTicks(from, to, Math.max(2, Math.floor((this.box.right - this.box.left) / 84)));
+    const [low, high] = this.domain;
+    const marks = ticks(low, high, 5);
+    const digits = Math.max(0, -Math.floor(Math.log10((marks[1] ?? high) - marks[0] || 1) + 1e-9));
+    return [
+      ...this.yAxis(this.y, marks, (v) => reward(v, Math.min(digits, 4))),
+      ...this.xAxis(this.x, at, (t) => clock(t, withSeconds)),
+    ];
+  }
+
+  marks() {
+    return [this.cells(), ...this.quantiles()];
+  }
+
+  cells() {
+    const { start, step, heat } = this.data;
+    const { edges, counts } = heat;
+    const cells = svg("g", { class: "cells", "shape-rendering": "crispEdges" });
+    counts.forEach((column, i) => {
+      const peak = Math.max(...(column ?? [0]));
+      if (!peak) return;
+      const [x0, x1] = [this.clip(start + i * step), this.clip(start + (i + 1) * step)];
+      if (x1 <= x0) return;
+      column.forEach((n, j) => {
+        if (!n) return;
+        const [y0, y1] = [this.y(edges[j + 1]), this.y(edges[j])];
+        // Of the column's own peak: a quiet minute's rewards are seen as well as a busy one's. The power lifts tails.
+        const shade = 0.05 + 0.75 * (n / peak) ** 0.8;
+        cells.append(svg("rect", { x: x0, width: x1 - x0, y: y0, height: Math.max(y1 - y0, 1), opacity: shade.toFixed(2) }));
+      });
+    });
+    return cells;
+  }
+
+  clip(t) {
+    const { left, right } = this.box;
+    return Math.round(Math.min(Math.max(this.x(t), left), right));
+  }
+
+  quantiles() {
+    const lines = QUANTILES.map(([name, kind]) =>
+      [kind, this.data[name].map((v, i) => [this.clip(this.middle(i)), isNumber(v) ? this.y(v) : null])]);
+    return lines.map(([kind, points]) => svg("path", { class: `quantile ${kind}`, d: linePath(points) }));
+  }
+
+  middle(i) {
+    return this.data.start + (i + 0.5) * this.data.step;
+  }
+
+  keys() {
+    return this.data.count.length;
+  }
+
+  pick(px) {
+    const i = Math.floor((this.x.invert(px) - this.data.start) / this.data.step);
+    return i >= 0 && i < this.keys() ? i : null;
+  }
+
+  told(i) {
+    const { start, step, count: counts, mean } = this.data;
+    const rows = [["", "rewards", count(counts[i] ?? 0)]];
+    if (counts[i]) {
+      rows.push(["", "mean", reward(mean[i])]);
+      for (const [name, label] of [["p95", "95%"], ["p75", "75%"], ["p50", "median"], ["p25", "25%"], ["p05", "5%"]]) {
+        rows.push([{ p50: "median", p25: "quarter", p75: "quarter" }[name] ?? "edge", label, reward(this.data[name][i])]);
+      }
+    }
+    return { x: this.clip(this.middle(i)), title: `${clock(start + i * step)} – ${clock(start + (i + 1) * step)}`, rows };
+  }
+}
+
+/** The part of the edges in which anything was counted, with one cell's room at both ends. */
+function filled({ edges, counts }) {
+  let low = edges.length, high = -1;
+  for (const column of counts) {
+    (column ?? []).forEach((n, j) => {
+      if (!n) return;
+      low = Math.min(low, j);
+      high = Math.max(high, j);
+    });
+  }
+  if (high < 0) return [edges[0], edges.at(-1)];
+  return [edges[Math.max(0, low - 1)], edges[Math.min(edges.length - 1, high + 2)]];
+}

@@ -1,0 +1,107 @@
+/** Lines over time, or over a critic's steps. */
+
+import { Chart, areaPath, linePath } from "./chart.js";
+import { svg } from "./dom.js";
+import { clock, isNumber, number } from "./format.js";
+import { extent, linear, rounded, ticks, timeTicks } from "./scale.js";
+
+const charts = new Set();
+let isSharing = false;
+
+/**
+ * `data`: { x: [..], from, to, series: [{ kind, name, values, area }] }, x ascending, values numbers or null.
+ * `overTime` charts of the page share their cursor, so that a peak in one is looked up in all.
+ */
+export class Lines extends Chart {
+  constructor(host, { format = number, overTime = true, fromZero = true, title = null, ...rest }) {
+    super(host, rest);
+    this.format = format;
+    this.overTime = overTime;
+    this.fromZero = fromZero;
+    this.title = title ?? (overTime ? (x) => clock(x) : (x) => `Step ${number(x)}`);
+    if (overTime) charts.add(this);
+  }
+
+  layout() {
+    const { left, right, top, bottom } = this.box;
+    const { from, to, series } = this.data;
+    const found = extent(series.flatMap(({ values }) => values)) ?? [0, 1];
+    const [low, high] = this.fromZero ? [Math.min(0, found[0]), found[1]] : found;
+    this.domain = rounded(low, high, 3);
+    this.x = linear([from, to], [left, right]);
+    this.y = linear(this.domain, [bottom, top]);
+  }
+
+  axes() {
+    const { from, to } = this.data;
+    const most = Math.max(2, Math.floor((this.box.right - this.box.left) / (this.overTime ? 84 : 56)));
+    const y = this.yAxis(this.y, ticks(...this.domain, 3), this.format);
+    if (!this.overTime) return [...y, ...this.xAxis(this.x, ticks(from, to, most), number)];
+    const { at, withSeconds } = timeTicks(from, to, most);
+    return [...y, ...this.xAxis(this.x, at, (t) => clock(t, withSeconds))];
+  }
+
+  marks() {
+    return this.data.series.flatMap(({ kind, values, area }) => {
+      const points = this.data.x.map((x, i) => [this.x(x), isNumber(values[i]) ? this.y(values[i]) : null]);
+      const line = svg("path", { class: `line ${kind}`, d: linePath(points) });
+      if (!area) return [line];
+      return [svg("path", { class: `area ${kind}`, d: areaPath(points, this.y(Math.max(this.domain[0], 0))) }), line];
+    });
+  }
+
+  keys() {
+    return this.data.x.length;
+  }
+
+  pick(px) {
+    const { x } = this.data;
+    if (!x.length) return null;
+    return nearest(x, this.x.invert(px));
+  }
+
+  told(key) {
+    const { x, series } = this.data;
+    const rows = series.map(({ kind, name, values }) => [kind, name, this.format(values[key])]);
+    return { x: this.x(x[key]), title: this.title(x[key]), rows, key };
+  }
+
+  pointed(told) {
+    const dots = this.data.series.filter(({ values }) => isNumber(values[told.key])).map(({ kind, values }) =>
+      svg("circle", { class: `dot ${kind}`, cx: told.x, cy: this.y(values[told.key]), r: 3.5 }));
+    return [...super.pointed(told), ...dots];
+  }
+
+  show(key) {
+    super.show(key);
+    if (!this.overTime || isSharing) return;
+    isSharing = true;
+    const moment = key === null || !this.data ? null : this.data.x[key];
+    for (const chart of charts) if (chart !== this) chart.mirror(moment);
+    isSharing = false;
+  }
+
+  /** Marks the moment that another chart's read-out tells of, without a read-out. */
+  mirror(moment) {
+    if (!this.data?.x.length || !this.cursor) return;
+    const key = moment === null ? null : nearest(this.data.x, moment);
+    this.cursor.replaceChildren(...(key === null ? [] : this.pointed(this.told(key))));
+  }
+}
+
+function nearest(x, value) {
+  let best = 0;
+  for (let i = 1; i < x.length; i++) if (Math.abs(x[i] - value) < Math.abs(x[best] - value)) best = i;
+  return best;
+}
+
+/** A line without axes, for a tile. */
+export function sparkline(values, kind, width = 120, height = 28) {
+  const found = extent(values);
+  const y = linear([0, Math.max(found?.[1] ?? 1, 1e-9)], [height - 2, 3]);
+  const points = values.map((v, i) => [(i / Math.max(values.length - 1, 1)) * width, isNumber(v) ? y(v) : null]);
+  const box = { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" };
+  return svg("svg", box,
+    svg("path", { class: `area ${kind}`, d: areaPath(points, height) }),
+    svg("path", { class: `line ${kind}`, d: linePath(points), "vector-effect": "non-scaling-stroke" }));
+}

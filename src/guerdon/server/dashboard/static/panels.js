@@ -1,0 +1,53 @@
+/** What panels share: a card with its heading, a word under it, a legend, and what it says while it is empty. */
+
+import { el, putText } from "./dom.js";
+
+/** A card: `node` to put in, `body` for what it shows, and functions that change the words around it. */
+export function card({ title, unit = "", id = null, wide = false }) {
+  const say = el("p", { class: "say" });
+  const legend = el("div", { class: "legend" });
+  const body = el("div", { class: "body" });
+  const empty = el("p", { class: "empty", hidden: true });
+  const node = el("figure", { class: `card${wide ? " wide" : ""}`, id, tabindex: id ? -1 : null },
+    el("figcaption", {}, el("h3", {}, title, unit ? el("small", {}, unit) : null), say), legend, body, empty);
+  return {
+    node,
+    body,
+    /** The sentence under the heading; `level` is none, same, apart, fine or high. */
+    say(text, level = "") {
+      putText(say, text);
+      say.className = `say ${level}`;
+    },
+    /** `items`: [class, name, value] each. */
+    legend(items) {
+      legend.replaceChildren(...items.map(([kind, name, value]) =>
+        el("span", {}, el("i", { class: `swatch ${kind}` }), name, value === undefined ? null : el("b", {}, value))));
+    },
+    /** Says so in the body's place where there is nothing to show; null: there is. */
+    empty(text) {
+      empty.hidden = text === null;
+      body.hidden = legend.hidden = text !== null;
+      if (text !== null) putText(empty, text);
+    },
+  };
+}
+
+/** The axis's ends of charts over time: a young server's begin with it, not with the window. */
+export function axis({ server, series }) {
+  const to = series.from + series.step_s * series.length;
+  return { from: Math.max(series.from, Math.min(server.started, to - 60)), to };
+}
+
+/** The moments of a series' numbers. */
+export function moments({ series }) {
+  return Array.from({ length: series.length }, (_, i) => series.from + (i + 0.5) * series.step_s);
+}
+
+/** Only what lies on the axis: the series' part from the server's start on. */
+export function since(snapshot, lines) {
+  const { from, to } = axis(snapshot);
+  const x = moments(snapshot);
+  const first = x.findIndex((t) => t >= from);
+  const cut = (values) => (values ?? []).slice(Math.max(first, 0));
+  return { from, to, x: cut(x), series: lines.map((line) => ({ ...line, values: cut(line.values) })) };
+}

@@ -1,0 +1,60 @@
+/** The section of rewards: over time, against a reference, against length, the best and the worst. */
+
+import { byId } from "./dom.js";
+import { clock, count, isNumber, reward, windowName } from "./format.js";
+import { driftOf, lengthOf } from "./health.js";
+import { Heat } from "./heat.js";
+import { Histogram } from "./histogram.js";
+import { axis, card } from "./panels.js";
+import { Scatter } from "./scatter.js";
+
+let over, against, length, charts;
+
+/** The cards, empty. */
+export function make() {
+  over = card({ title: "Distribution over time" });
+  against = card({ title: "Now and before" });
+  length = card({ title: "Length against reward", unit: "tokens", id: "length", wide: true });
+  over.legend([["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger: more of the rewards"]]);
+  byId("rewards-grid").replaceChildren(over.node, against.node, length.node);
+  charts = {
+    heat: new Heat(over.body, { label: "Rewards over time", height: 264, describe: told }),
+    histogram: new Histogram(against.body, { label: "Rewards of the window beside the reference", height: 242, margin: { left: 40 } }),
+    scatter: new Scatter(length.body, { label: "Length in tokens against reward", height: 264, describe: ({ text }) => text }),
+  };
+}
+
+function told({ count: counts, p50 }) {
+  const n = counts.reduce((sum, c) => sum + (c ?? 0), 0);
+  return `${count(n)} rewards; the latest median is ${reward(p50.findLast(isNumber))}`;
+}
+
+/** The snapshot's rewards of that model. */
+export function show(snapshot, name, windowS) {
+  const own = snapshot.rewards[name];
+  const n = own ? own.count.reduce((sum, c) => sum + (c ?? 0), 0) : 0;
+  const none = n ? null : `No rewards from ${name} in the last ${windowName(windowS)}. They appear here with the first request.`;
+  for (const panel of [over, against, length]) panel.empty(none);
+  if (none) {
+    for (const panel of [over, against, length]) panel.say("");
+    return;
+  }
+  const { window: now, reference } = own.drift;
+  over.say(`${count(now?.count ?? n)} rewards, mean ${reward(now?.mean)}, standard deviation ${reward(now?.std)}`);
+  charts.heat.update({ ...own, ...axis(snapshot), start: own.from, step: own.step_s });
+
+  const drift = driftOf(own.drift);
+  against.say(drift.text, drift.level);
+  const { edges, window: counts, reference: before } = own.histogram;
+  against.legend([
+    ["bar", "this window", reward(now?.mean)],
+    ["outline", reference?.count ? `reference ${clock(reference.from, false)}–${clock(reference.to, false)}` : "no reference yet", reference?.count ? reward(reference.mean) : undefined],
+  ]);
+  charts.histogram.update({ edges, window: counts, reference: before ?? counts.map(() => 0), means: [now?.mean ?? null, reference?.count ? reference.mean : null] });
+
+  const judged = lengthOf(own.length);
+  const advice = judged.level === "high" ? ". A policy that learns from it may learn to be " + (own.length.spearman > 0 ? "long." : "short.") : "";
+  length.say(judged.text + advice, judged.level);
+  length.legend([["point", "a sample"], ["trend", "mean of samples of about that length"]]);
+  charts.scatter.update({ ...own.length, text: judged.text });
+}

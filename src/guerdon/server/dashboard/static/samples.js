@@ -1,0 +1,59 @@
+/** The best and the worst samples of the window: asked for by a button, as they are clients' texts. */
+
+import { samples as ask } from "./api.js";
+import { byId, el } from "./dom.js";
+import { clock, count, reward } from "./format.js";
+import { card } from "./panels.js";
+
+let panel, button, shown, asked;
+
+/** The card, empty. */
+export function make() {
+  panel = card({ title: "Best and worst samples", wide: true, id: "samples" });
+  button = el("button", { type: "button", onclick: () => fetchThem() }, "Show samples of this window");
+  shown = el("div", { class: "pair", "aria-live": "polite" });
+  panel.body.append(button, shown);
+  byId("rewards-grid").append(panel.node);
+}
+
+/** Whether there may be samples of this model; those of another model or window are taken away. */
+export function show({ server }, model, windowS) {
+  if (asked && (asked.model !== model || asked.windowS !== windowS)) shown.replaceChildren();
+  asked = { model, windowS };
+  panel.node.classList.toggle("wide", server.samples_allowed);
+  const who = server.has_keys ? ", and then to keys of the role admin" : "";
+  panel.empty(server.samples_allowed ? null
+    : `Samples are clients' texts. A server shows them only where it was started with --dashboard-samples${who}.`);
+}
+
+async function fetchThem() {
+  const { model, windowS } = asked;
+  button.disabled = true;
+  try {
+    const told = await ask(model, windowS);
+    if (asked.model !== model || asked.windowS !== windowS) return;
+    shown.replaceChildren(column("Best", told.best), column("Worst", told.worst));
+    button.textContent = "Show newer ones";
+  } catch (failure) {
+    shown.replaceChildren(el("p", { class: "failed" }, failure.message));
+  } finally {
+    button.disabled = false;
+  }
+}
+
+function column(title, rows) {
+  if (!rows.length) return el("div", {}, el("h4", {}, title), el("p", { class: "empty" }, "None in this window"));
+  return el("div", {}, el("h4", {}, title), el("ol", { class: "samples" }, ...rows.map(sample)));
+}
+
+function sample(row) {
+  const attributes = Object.entries(row.attributes ?? {}).map(([name, value]) => `${name} ${reward(value)}`);
+  const facts = [clock(row.time), `${count(row.num_tokens)} tokens`, `version ${row.weights_version}`, ...attributes];
+  if (row.is_cut) facts.push("cut");
+  return el("li", {},
+    el("b", { class: "score" }, reward(row.reward)),
+    el("div", {},
+      row.prompt ? el("p", { class: "text prompt" }, row.prompt) : null,
+      el("p", { class: "text" }, row.response ?? "its text is not known here: only ids were sent"),
+      el("p", { class: "facts" }, facts.join(" · "))));
+}

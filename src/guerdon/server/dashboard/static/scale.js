@@ -1,0 +1,72 @@
+/** From values to pixels, and where an axis has its ticks. */
+
+/** A linear scale from the domain to the range. */
+export function linear([d0, d1], [r0, r1]) {
+  const slope = d1 === d0 ? 0 : (r1 - r0) / (d1 - d0);
+  const scale = (x) => r0 + (x - d0) * slope;
+  scale.invert = (y) => (slope === 0 ? d0 : d0 + (y - r0) / slope);
+  return scale;
+}
+
+/** A logarithmic scale; the domain is above 0. */
+export function logarithmic([d0, d1], range) {
+  const inner = linear([Math.log(d0), Math.log(d1)], range);
+  const scale = (x) => inner(Math.log(Math.max(x, d0)));
+  scale.invert = (y) => Math.exp(inner.invert(y));
+  return scale;
+}
+
+function roundStep(raw) {
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const lead = raw / power;
+  return power * (lead <= 1 ? 1 : lead <= 2 ? 2 : lead <= 5 ? 5 : 10);
+}
+
+/** About `most` round numbers from `low` to `high`. */
+export function ticks(low, high, most = 4) {
+  if (!(high > low)) return [low];
+  const step = roundStep((high - low) / most);
+  const first = Math.ceil(low / step - 1e-9);
+  const found = [];
+  for (let i = first; i * step <= high + step * 1e-9; i++) found.push(i * step);
+  return found;
+}
+
+/** Round numbers on a logarithmic axis: 1, 2 and 5 times the powers of ten, thinned to `most`. */
+export function logTicks(low, high, most = 6) {
+  const found = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+    for (const lead of [1, 2, 5]) if (lead * power >= low && lead * power <= high) found.push(lead * power);
+  }
+  const every = Math.ceil(found.length / most);
+  return found.filter((_, i) => i % every === 0);
+}
+
+/** A range that ends on a round number; a flat one is given some height. */
+export function rounded(low, high, most = 4) {
+  if (!(high > low)) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+  const step = roundStep((high - low) / most);
+  return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
+}
+
+const TIME_STEPS = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+
+/** Moments on the wall clock's round times, in seconds since 1970. */
+export function timeTicks(from, to, most = 6) {
+  const step = TIME_STEPS.find((s) => (to - from) / s <= most) ?? 86400;
+  const offset = new Date(from * 1000).getTimezoneOffset() * 60;
+  const found = [];
+  for (let t = Math.ceil((from - offset) / step) * step + offset; t <= to; t += step) found.push(t);
+  return { at: found, withSeconds: step < 60 };
+}
+
+/** The smallest and the largest of the numbers, or null where there is none. */
+export function extent(values) {
+  let low = Infinity, high = -Infinity;
+  for (const x of values) {
+    if (typeof x !== "number" || !Number.isFinite(x)) continue;
+    if (x < low) low = x;
+    if (x > high) high = x;
+  }
+  return low <= high ? [low, high] : null;
+}

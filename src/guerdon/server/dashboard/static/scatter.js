@@ -1,0 +1,58 @@
+/** Length against reward: a point a sample, and the mean of each stretch of lengths as a line over them. */
+
+import { Chart, linePath } from "./chart.js";
+import { svg } from "./dom.js";
+import { count, number, reward } from "./format.js";
+import { extent, linear, logTicks, logarithmic, rounded, ticks } from "./scale.js";
+
+/** From that ratio of the longest to the shortest on, the lengths' axis is logarithmic. */
+const WIDE = 20;
+
+/** `data`: { points: [[tokens, reward]], bins: [{ tokens, mean, count }] }. */
+export class Scatter extends Chart {
+  layout() {
+    const { left, right, top, bottom } = this.box;
+    const { points, bins } = this.data;
+    const [shortest, longest] = extent(points.map(([tokens]) => tokens)) ?? [0, 1];
+    this.isLog = shortest > 0 && longest / shortest >= WIDE;
+    const room = Math.max((longest - shortest) * 0.03, 1);
+    this.lengths = this.isLog ? [shortest / 1.1, longest * 1.1] : [Math.max(0, shortest - room), longest + room];
+    this.x = (this.isLog ? logarithmic : linear)(this.lengths, [left, right]);
+    this.domain = rounded(...(extent([...points.map(([, r]) => r), ...bins.map(({ mean }) => mean)]) ?? [0, 1]), 4);
+    this.y = linear(this.domain, [bottom, top]);
+  }
+
+  axes() {
+    const most = Math.max(2, Math.floor((this.box.right - this.box.left) / 60));
+    const at = this.isLog ? logTicks(...this.lengths, most) : ticks(...this.lengths, most);
+    const marks = ticks(...this.domain, 4);
+    const digits = Math.max(0, -Math.floor(Math.log10((marks[1] ?? 1) - marks[0] || 1) + 1e-9));
+    return [
+      ...this.yAxis(this.y, marks, (v) => reward(v, Math.min(digits, 4))),
+      ...this.xAxis(this.x, at, number),
+    ];
+  }
+
+  marks() {
+    const { points, bins } = this.data;
+    const cloud = points.map(([tokens, r]) => svg("circle", { class: "point", cx: this.x(tokens), cy: this.y(r), r: 2.6 }));
+    const means = bins.map(({ tokens, mean }) => [this.x(tokens), mean === null ? null : this.y(mean)]);
+    const dots = means.filter(([, y]) => y !== null).map(([cx, cy]) => svg("circle", { class: "dot mean", cx, cy, r: 3 }));
+    return [...cloud, svg("path", { class: "trend-under", d: linePath(means) }),
+      svg("path", { class: "trend", d: linePath(means) }), ...dots];
+  }
+
+  keys() {
+    return this.data.bins.length;
+  }
+
+  pick(px) {
+    const distances = this.data.bins.map(({ tokens }) => Math.abs(this.x(tokens) - px));
+    return distances.length ? distances.indexOf(Math.min(...distances)) : null;
+  }
+
+  told(i) {
+    const { tokens, mean, count: n } = this.data.bins[i];
+    return { x: this.x(tokens), title: `about ${number(tokens)} tokens`, rows: [["trend", "mean reward", reward(mean)], ["", "samples", count(n)]] };
+  }
+}

@@ -1,0 +1,74 @@
+/** A text with its tokens' values as shades: high ones in one colour, low ones in another. */
+
+import { el, putText } from "./dom.js";
+import { isNumber, plural, reward } from "./format.js";
+
+const DEEPEST = 62;
+
+/** The smallest and the largest value of all results, and what stands between the two colours. */
+export function rangeOf(results) {
+  const values = results.flatMap((result) => [
+    ...(result.tokens ?? []).map((token) => token.value), ...(result.steps ?? []).map((step) => step.reward),
+  ]).filter(isNumber);
+  if (!values.length) return null;
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return { low, high, middle: low < 0 && high > 0 ? 0 : (low + high) / 2 };
+}
+
+/** Gives the element the shade of the value. */
+function shade(node, value, { low, high, middle }) {
+  if (!isNumber(value)) return;
+  const side = value >= middle ? high - middle : middle - low;
+  const depth = side ? Math.abs(value - middle) / side : 0;
+  node.classList.add(value >= middle ? "high" : "low");
+  node.style.setProperty("--depth", `${Math.round(depth * DEEPEST)}%`);
+}
+
+/** The scale of the shades. */
+export function legend({ low, high, middle }) {
+  const ramp = Array.from({ length: 9 }, (_, i) => {
+    const cell = el("i", {});
+    shade(cell, low + ((high - low) * i) / 8, { low, high, middle });
+    return cell;
+  });
+  return el("p", { class: "ramp" }, el("span", {}, reward(low)), ...ramp, el("span", {}, reward(high)));
+}
+
+/** The text of one result; the pointer and the arrow keys read its values. */
+export function heatText({ tokens, steps }, range, label) {
+  const told = el("p", { class: "told", "aria-live": "polite" }, `${plural(tokens.length, "token")}. Point at one, or use the arrow keys, to read its value.`);
+  const ends = new Map((steps ?? []).map((step, i) => [step.index, { ...step, number: i + 1 }]));
+  const nodes = [];
+  const text = el("div", { class: "heat-text", tabindex: 0, role: "group", "aria-label": label });
+  let at = -1;
+  const tell = (i) => {
+    nodes[at]?.classList.remove("at");
+    at = i;
+    nodes[i].classList.add("at");
+    const { text: piece, value } = tokens[i];
+    const step = ends.get(i);
+    putText(told, `Token ${i + 1}, “${piece}”: ${isNumber(value) ? reward(value, 3) : "no value"}${step ? `; step ${step.number}: ${reward(step.reward, 3)}` : ""}`);
+  };
+  tokens.forEach((token, i) => {
+    const node = el("span", { class: `token${token.in_prompt ? " prompt" : ""}`, "data-i": i }, token.text);
+    if (range) shade(node, token.value, range);
+    nodes.push(node);
+    text.append(node);
+    const step = ends.get(i);
+    if (!step) return;
+    const mark = el("span", { class: "step", "data-i": i }, reward(step.reward));
+    if (range) shade(mark, step.reward, range);
+    text.append(mark);
+  });
+  text.addEventListener("pointerover", (event) => {
+    const i = event.target.dataset?.i;
+    if (i !== undefined) tell(Number(i));
+  });
+  text.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move || !nodes.length) return;
+    event.preventDefault();
+    tell(Math.min(Math.max(at + move, 0), nodes.length - 1));
+  });
+  return el("div", {}, text, told);
+}

@@ -1,0 +1,70 @@
+/** The section of traffic: what came, what was computed, how long it took, and what failed. */
+
+import { byId, el } from "./dom.js";
+import { count, isNumber, latency, number, percent } from "./format.js";
+import { Lines } from "./lines.js";
+import { card, since } from "./panels.js";
+
+const PANELS = [
+  { title: "Requests", unit: "per second", lines: [["requests_per_s", "answered", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
+  { title: "Tokens", unit: "per second", ofParts: true, lines: [["received_tokens_per_s", "received", "muted", true], ["computed_tokens_per_s", "computed", "accent", true]], format: number },
+  { title: "Latency", unit: "from arrival to answer", lines: [["latency_p99_s", "p99", "light", false], ["latency_p90_s", "p90", "middle", false], ["latency_p50_s", "p50", "accent", false]], format: latency },
+  { title: "Queue", unit: "sequences", ofParts: true, lines: [["queue_sequences", "waiting", "accent", true]], format: number },
+  { title: "Batches", unit: "share of the token budget", ofParts: true, lines: [["batch_fill", "fill", "accent", true]], format: percent },
+];
+let panels, errors;
+
+/** The cards, empty. */
+export function make() {
+  panels = PANELS.map((panel) => {
+    const made = card(panel);
+    const chart = new Lines(made.body, {
+      label: `${panel.title}, ${panel.unit}`,
+      format: panel.format,
+      margin: { left: 54 },
+      describe: ({ series }) => series.map(({ name, values }) => `${name} ${panel.format(values.findLast(isNumber))}`).join(", "),
+    });
+    return { ...panel, card: made, chart };
+  });
+  errors = card({ title: "Outcomes", unit: "requests since the start" });
+  byId("traffic-grid").replaceChildren(...panels.map((panel) => panel.card.node), errors.node);
+}
+
+/** The snapshot's series of that model. */
+export function show(snapshot, name) {
+  const own = snapshot.series.models[name] ?? {};
+  const parts = snapshot.models.find((m) => m.name === name)?.components;
+  const elsewhere = parts && `A sum is computed by its components: ${parts.join(", ")}`;
+  for (const { lines, card: made, chart, format, ofParts } of panels) {
+    const has = lines.some(([key]) => (own[key] ?? []).some(isNumber));
+    made.empty(has ? null : (ofParts && elsewhere) || "Nothing in this window");
+    if (!has) continue;
+    const data = since(snapshot, lines.map(([key, label, kind, area]) => ({ kind, name: label, area, values: own[key] })));
+    made.legend(data.series.map(({ kind, name: label, values }) => [kind, label, format(values.findLast(isNumber))]));
+    chart.update(data);
+  }
+  showOutcomes(snapshot.totals[name] ?? {}, snapshot.server.unknown_requests ?? {});
+}
+
+function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, rechecked = {} }, unknown) {
+  const rows = Object.entries(requests).filter(([, n]) => n > 0).sort(([a, n], [b, m]) => (b === "ok") - (a === "ok") || m - n);
+  errors.empty(rows.length ? null : "No request yet");
+  const all = rows.reduce((sum, [, n]) => sum + n, 0);
+  const most = Math.max(...rows.map(([, n]) => n), 1);
+  const table = rows.map(([outcome, n]) => el("tr", {},
+    el("th", { scope: "row" }, outcome),
+    el("td", { class: "share" }, el("meter", { class: outcome === "ok" ? "ok" : "bad", min: 0, max: most, value: n, "aria-label": `${outcome}: ${count(n)}` })),
+    el("td", {}, count(n)),
+    el("td", {}, percent(n / all))));
+  const facts = [
+    ["samples without a score", sequences.failed ?? 0],
+    ["forwards out of memory", memory ?? 0],
+    ["scored again: the same", rechecked.same],
+    ["scored again: differs", rechecked.differs],
+    ...Object.entries(unknown).map(([outcome, n]) => [`of no model here: ${outcome}`, n]),
+  ].filter(([, n]) => isNumber(n));
+  errors.body.replaceChildren(
+    el("table", { class: "outcomes" }, el("caption", { class: "hidden" }, "Requests by outcome"), el("tbody", {}, ...table)),
+    el("dl", { class: "facts" }, ...facts.flatMap(([word, n]) => [el("dt", {}, word), el("dd", {}, count(n))])),
+  );
+}

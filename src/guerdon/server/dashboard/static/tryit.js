@@ -1,0 +1,143 @@
+/** Try it: a prompt and responses go in; rewards, their parts, and every token's value come out. */
+
+import { tryOut } from "./api.js";
+import { byId, el } from "./dom.js";
+import { isNumber, latency, plural, reward } from "./format.js";
+import { heatText, legend, rangeOf } from "./tokens.js";
+
+const MOST = 16;
+let model, prompt, template, templateField, responses, add, submit, results;
+
+/** The form, and the place of its results. */
+export function make() {
+  model = el("select", { id: "try-model" });
+  prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "What a person asks" });
+  template = el("input", { type: "checkbox", id: "try-template" });
+  templateField = el("label", { class: "check" }, template, "by the model's chat template");
+  responses = el("div", { class: "responses" });
+  add = el("button", { type: "button", class: "quiet", onclick: () => addResponse().focus() }, "Add a response");
+  submit = el("button", { type: "submit", class: "primary" }, "Score");
+  results = el("div", { class: "card results", "aria-live": "polite" }, el("p", { class: "empty" }, "Rewards appear here."));
+  const form = el("form", { class: "card" },
+    el("label", { class: "field" }, el("span", {}, "Model"), model),
+    el("label", { class: "field" }, el("span", {}, "Prompt"), prompt), templateField, responses,
+    el("div", { class: "actions" }, submit, add));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  addResponse();
+  addResponse();
+  byId("try-grid").replaceChildren(form, results);
+}
+
+let serving = [];
+
+/** Which models can be tried. */
+export function show({ models }) {
+  const able = models.filter((m) => m.is_loaded && m.takes_text);
+  const says = JSON.stringify(able.map((m) => [m.name, m.takes_messages]));
+  if (says === model.dataset.says) return;
+  model.dataset.says = says;
+  serving = able;
+  const chosen = model.value;
+  model.replaceChildren(...able.map((m) => el("option", { value: m.name }, m.name)));
+  if (able.some((m) => m.name === chosen)) model.value = chosen;
+  submit.disabled = !able.length;
+  if (!able.length) results.replaceChildren(el("p", { class: "empty" }, "No model here takes text now."));
+  model.onchange = offerTemplate;
+  offerTemplate();
+}
+
+function offerTemplate() {
+  const takes = serving.find((m) => m.name === model.value)?.takes_messages ?? false;
+  templateField.hidden = !takes;
+  template.checked = takes;
+}
+
+function addResponse() {
+  const text = el("textarea", { rows: 2, placeholder: "What the policy answers" });
+  const remove = el("button", { type: "button", class: "quiet remove", "aria-label": "Remove this response" }, "×");
+  const row = el("div", { class: "response" }, el("label", { class: "field" }, el("span", {}), text), remove);
+  remove.addEventListener("click", () => {
+    row.remove();
+    number();
+    add.focus();
+  });
+  responses.append(row);
+  number();
+  return text;
+}
+
+function number() {
+  const rows = [...responses.children];
+  rows.forEach((row, i) => {
+    row.querySelector("span").textContent = rows.length > 1 ? `Response ${i + 1}` : "Response";
+    row.querySelector("button").hidden = rows.length < 2;
+  });
+  add.disabled = rows.length >= MOST;
+}
+
+async function send() {
+  const texts = [...responses.querySelectorAll("textarea")].map((area) => area.value);
+  const filled = texts.filter((text) => text !== "");
+  if (!filled.length) {
+    results.replaceChildren(el("p", { class: "failed" }, "Write at least one response."));
+    return;
+  }
+  submit.disabled = true;
+  results.setAttribute("aria-busy", "true");
+  try {
+    const request = { model: model.value, prompt: prompt.value || null, responses: filled };
+    if (template.checked && !templateField.hidden) request.template = true;
+    const told = await tryOut(request);
+    results.replaceChildren(...found(told, filled));
+  } catch (failure) {
+    results.replaceChildren(el("p", { class: "failed" }, failure.message));
+  } finally {
+    submit.disabled = false;
+    results.removeAttribute("aria-busy");
+  }
+}
+
+function found(told, texts) {
+  const numbers = told.results.map((result) => result.reward).filter(isNumber);
+  const [low, high] = [Math.min(0, ...numbers), Math.max(0, ...numbers)];
+  const best = numbers.length > 1 ? Math.max(...numbers) : null;
+  const range = rangeOf(told.results);
+  const took = `${told.model} · version ${told.weights_version} · waited ${latency(told.queue_s)}, computed ${latency(told.compute_s)}`;
+  return [
+    el("ol", { class: "scored" }, ...told.results.map((result, i) => one(result, i, texts[i], [low, high], best, range))),
+    range ? legend(range) : null,
+    el("p", { class: "facts" }, took),
+  ].filter(Boolean);
+}
+
+function one(result, i, text, [low, high], best, range) {
+  const isBest = best !== null && result.reward === best;
+  const head = el("div", { class: "head" },
+    el("span", {}, `Response ${i + 1}`),
+    isNumber(result.reward) ? bar(result.reward, low, high) : el("span", { class: "failed" }, result.error ?? "no score"),
+    el("b", { class: "score" }, reward(result.reward)), isBest ? el("span", { class: "pill ok" }, "best") : null);
+  const parts = Object.entries({ ...result.components, ...result.attributes });
+  const shown = result.tokens?.length
+    ? heatText(result, range, `Response ${i + 1} with its tokens' values`)
+    : el("p", { class: "text" }, text);
+  return el("li", {}, head, shown,
+    parts.length ? el("dl", { class: "parts" }, ...parts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, reward(value))])) : null,
+    isNumber(result.num_tokens) && !result.tokens?.length ? el("p", { class: "facts" }, plural(result.num_tokens, "token")) : null);
+}
+
+/** A bar from 0 to the reward, on one scale for all responses. */
+function bar(value, low, high) {
+  const width = high - low || 1;
+  const fill = el("i", { class: value < 0 ? "low" : "high" });
+  fill.style.left = `${((Math.min(value, 0) - low) / width) * 100}%`;
+  fill.style.width = `${(Math.abs(value) / width) * 100}%`;
+  const zero = el("i", { class: "zero" });
+  zero.style.left = `${(-low / width) * 100}%`;
+  return el("span", { class: "bar", "aria-hidden": "true" }, fill, zero);
+}

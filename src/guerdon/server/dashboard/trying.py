@@ -1,0 +1,164 @@
+"""Try it: a prompt and responses from the page, scored as any request is, and told token by token."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, common_prefix
+from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.server.catalog import Encoder
+from guerdon.wire.bodies import kind_of, model_of, object_of
+from guerdon.wire.forms import number, text_of
+from guerdon.wire.labels import attributes_of
+from guerdon.wire.page import MAX_RESPONSES
+from guerdon.wire.samples import conversed, flag, joined, read_messages, read_texts
+
+MOST_TOKENS = 32_768
+"""Of all samples together: those of longer ones are not told one by one."""
+
+_EXAMPLE = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
+_KEYS = ("model", "prompt", "responses", "messages", "template")
+_SEPARATOR = re.compile(r"tokens \[([\d, ]*)\]$")
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What is to be scored; of each sample `prompts` has what came before the response, as text or messages."""
+
+    model: str
+    request: ScoreRequest
+    prompts: list[Any]
+
+    def ids(self, encoder: Encoder) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each sample's tokens and its prompt's, int64 `[T]`; both empty where one cannot be read."""
+        request = self.request
+        if request.messages is not None:
+            rows = encoder.encode_messages(request.messages)
+            texts = [text if isinstance(text, str) else "" for text in encoder.render_prompts(self.prompts)]
+        else:
+            assert request.texts is not None
+            rows, texts = encoder.encode(request.texts), self.prompts
+        prompts = encoder.encode(texts)
+        nothing = np.empty(0, np.int64)
+        return [
+            (row, prompt if isinstance(prompt, np.ndarray) else nothing)
+            if isinstance(row, np.ndarray)
+            else (nothing, nothing)
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+
+def read(body: Any) -> Trial:
+    """What the page asks to have scored; raises InvalidRequest.
+
+    A prompt and its responses are joined with nothing between them, as trainers' forms join them; with `template` they
+    go through the checkpoint's chat template, as a user's and an assistant's message, and so do whole `messages`.
+    """
+    body = object_of(body, _EXAMPLE)
+    for name in body:
+        if name not in _KEYS:
+            raise InvalidRequest(f"the body has the unknown key {name!r}; it takes {', '.join(_KEYS)}")
+    model, prompt = model_of(body), body.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise InvalidRequest(f"prompt is {kind_of(prompt)}; send a string, or leave it out")
+    if body.get("messages") is not None:
+        if prompt or body.get("responses"):
+            raise InvalidRequest("the body has messages, and prompt or responses, too; send one of both")
+        return _of_messages(model, body["messages"])
+    if "responses" not in body:
+        raise InvalidRequest(f"the body has no 'responses'; send an object such as {_EXAMPLE}")
+    responses = read_texts(body["responses"], "responses")
+    _check_count(len(responses), "responses")
+    if flag(body, {}, "template"):
+        asked = [{"role": "user", "content": prompt}] if prompt is not None else []
+        return _of_messages(model, [[*asked, {"role": "assistant", "content": text}] for text in responses])
+    if prompt is None:
+        return Trial(model, ScoreRequest(texts=responses), [""] * len(responses))
+    return Trial(model, joined([prompt], responses), [prompt] * len(responses))
+
+
+def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, encoder: Encoder | None) -> dict[str, Any]:
+    """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
+    told: list[Any] = [None] * len(reply.results)
+    if encoder is not None and info.kind != "sum" and sum(reply.lengths) <= MOST_TOKENS:
+        told = trial.ids(encoder)
+    return {
+        "model": info.name,
+        "weights_version": reply.weights_version,
+        "queue_s": reply.queue_s,
+        "compute_s": reply.compute_s,
+        "results": [
+            _result(result, info, length, ids, encoder)
+            for result, length, ids in zip(reply.results, reply.lengths, told, strict=True)
+        ],
+    }
+
+
+def _of_messages(model: str, conversations: Any) -> Trial:
+    if not isinstance(conversations, list) or not conversations:
+        raise InvalidRequest("messages is no list of conversations; send a list of lists of objects")
+    _check_count(len(conversations), "messages")
+    read = [read_messages(one, f"messages[{i}]") for i, one in enumerate(conversations)]
+    parts = [conversed(one) for one in read]
+    groups = None if any(part.groups is None for part in parts) else np.concatenate([part.groups for part in parts])
+    return Trial(model, ScoreRequest(messages=read, groups=groups), [one[:-1] for one in read])
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MAX_RESPONSES:
+        raise InvalidRequest(f"{what} has {count} entries; the page takes at most {MAX_RESPONSES} at once")
+
+
+def _result(
+    result: Score | GuerdonError,
+    info: ModelInfo,
+    length: int,
+    ids: tuple[np.ndarray, np.ndarray] | None,
+    encoder: Encoder | None,
+) -> dict[str, Any]:
+    told: dict[str, Any] = {"reward": None, "error": None, "attributes": {}, "components": {}, "num_tokens": length}
+    told |= {"tokens": None, "steps": None}
+    score = None if isinstance(result, GuerdonError) else result
+    try:
+        if isinstance(result, GuerdonError):
+            raise result
+        if "rewards" in info.outputs and math.isfinite(result.reward):
+            told["reward"] = number(result.reward)
+        told["components" if info.kind == "sum" else "attributes"] = attributes_of(result, info)
+    except GuerdonError as e:
+        told["error"] = text_of(e)
+    if ids is None or encoder is None or len(ids[0]) != length:  # what was cut at the start or the end
+        return told
+    told["tokens"] = _tokens(ids, None if score is None else score.values, encoder)
+    if score is not None and score.steps is not None:
+        told["steps"] = _steps(ids[0], score.steps, info)
+    return told
+
+
+def _tokens(ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, encoder: Encoder) -> list[dict[str, Any]]:
+    tokens, prompt = ids
+    num_prompt = common_prefix(tokens, prompt)
+    numbers = [None] * len(tokens) if values is None else values.tolist()
+    pieces = encoder.pieces(tokens)
+    return [
+        {"text": piece, "value": value, "in_prompt": i < num_prompt}
+        for i, (piece, value) in enumerate(zip(pieces, numbers, strict=True))
+    ]
+
+
+def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[dict[str, Any]] | None:
+    """Each step's last token and reward; None where the rule does not tell where steps end."""
+    found = _SEPARATOR.search(info.step_rule)
+    separator = np.array([int(one) for one in found[1].split(",")] if found and found[1] else [], np.int64)
+    if not 0 < len(separator) <= len(tokens):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(separator))
+    ends = np.flatnonzero((windows == separator).all(axis=1)) + len(separator) - 1
+    if len(ends) != len(steps):
+        return None
+    return [{"index": int(end), "reward": float(step)} for end, step in zip(ends, steps, strict=True)]

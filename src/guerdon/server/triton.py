@@ -1,0 +1,116 @@
+"""Triton's own metrics, for autoscalers and dashboards that know them: made of guerdon's when they are read.
+
+https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from guerdon.errors import Cancelled, DeadlineExceeded, Overloaded, SampleFailed, ServerFault, TrainFailed
+from guerdon.metrics import UNKNOWN, Metrics
+from guerdon.wire.signature import MODEL_VERSION
+
+REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+_REASON = {
+    Overloaded.__name__: "REJECTED",
+    DeadlineExceeded.__name__: "REJECTED",
+    Cancelled.__name__: "CANCELED",
+    SampleFailed.__name__: "BACKEND",
+    ServerFault.__name__: "BACKEND",
+    TrainFailed.__name__: "BACKEND",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One of Triton's metrics: its kind in Prometheus' words, its meaning, and what of ours it is made of."""
+
+    kind: str
+    text: str
+    source: str
+
+
+TABLE: dict[str, Definition] = {
+    "nv_inference_request_success": Definition(
+        "counter", "Requests that were answered.", "`guerdon_requests_total` with outcome `ok`"
+    ),
+    "nv_inference_request_failure": Definition(
+        "counter",
+        "Requests that failed, by reason: REJECTED (the queue was full, or the time was up), CANCELED, BACKEND or "
+        "OTHER.",
+        "`guerdon_requests_total` with the other outcomes",
+    ),
+    "nv_inference_count": Definition("counter", "Sequences computed.", "sum of `guerdon_batch_sequences`"),
+    "nv_inference_exec_count": Definition("counter", "Batches computed.", "count of `guerdon_batch_sequences`"),
+    "nv_inference_request_duration_us": Definition(
+        "counter",
+        "Microseconds from arrival to answer, summed over the requests that were answered.",
+        "what `guerdon_e2e_request_latency_seconds` observes of requests with outcome `ok`",
+    ),
+    "nv_inference_queue_duration_us": Definition(
+        "counter",
+        "Microseconds in the queue, summed over the requests that were answered.",
+        "sum of `guerdon_request_queue_time_seconds`",
+    ),
+    "nv_inference_compute_infer_duration_us": Definition(
+        "counter",
+        "Microseconds of the batches that held some of a request, summed over the requests that were answered.",
+        "sum of `guerdon_request_inference_time_seconds`",
+    ),
+    "nv_inference_pending_request_count": Definition(
+        "gauge", "Requests of which nothing is computed yet.", "`guerdon_num_requests_waiting`"
+    ),
+}
+
+_Values = dict[tuple[str, ...], float]
+
+
+class Family:
+    """Triton's metrics of all that can be asked for by `names`; `requests` run and wait, by model."""
+
+    def __init__(
+        self, metrics: Metrics, names: Iterable[str], requests: Callable[[], dict[str, tuple[int, int]]]
+    ) -> None:
+        self._metrics = metrics
+        self._names = sorted(names)
+        self._requests = requests
+
+    def text(self) -> str:
+        """The metrics in Prometheus' text format; the counters' names end as Triton's do, without `_total`."""
+        lines = []
+        for metric, values in self._values().items():
+            lines.append(f"# HELP {metric} {TABLE[metric].text}\n# TYPE {metric} {TABLE[metric].kind}\n")
+            for (name, *reason), value in values.items():
+                labels = "".join(f',reason="{text}"' for text in reason)
+                lines.append(f'{metric}{{model="{_escaped(name)}"{labels},version="{MODEL_VERSION}"}} {value:.0f}\n')
+        return "".join(lines)
+
+    def _values(self) -> dict[str, _Values]:
+        names, totals = self._names, self._metrics.totals
+        answered: _Values = {}
+        failed: _Values = {(name, reason): 0.0 for name in names for reason in REASONS}
+        for (name, outcome), count in totals("guerdon_requests", "_total").items():
+            if outcome == "ok":
+                answered[name,] = count
+            elif name != UNKNOWN:
+                failed[name, _REASON.get(outcome, "OTHER")] += count
+
+        def of(values: _Values, scale: float = 1.0) -> _Values:
+            return {(name,): values.get((name,), 0.0) * scale for name in names}
+
+        return {
+            "nv_inference_request_success": of(answered),
+            "nv_inference_request_failure": failed,
+            "nv_inference_count": of(totals("guerdon_batch_sequences", "_sum")),
+            "nv_inference_exec_count": of(totals("guerdon_batch_sequences", "_count")),
+            "nv_inference_request_duration_us": of({(k,): v for k, v in self._metrics.answered_s.items()}, 1e6),
+            "nv_inference_queue_duration_us": of(totals("guerdon_request_queue_time_seconds", "_sum"), 1e6),
+            "nv_inference_compute_infer_duration_us": of(totals("guerdon_request_inference_time_seconds", "_sum"), 1e6),
+            "nv_inference_pending_request_count": {(name,): num for name, (_, num) in self._requests().items()},
+        }
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

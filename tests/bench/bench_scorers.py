@@ -1,0 +1,20 @@
+"""Users' scorers that a load is put on."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+SLOW_S = 0.25
+
+
+def lengths(tokens: list[np.ndarray]) -> list[float]:
+    """Takes token ids alone."""
+    return [float(len(row)) for row in tokens]
+
+
+def slow(tokens: list[np.ndarray]) -> list[float]:
+    """Takes its time for every batch."""
+    time.sleep(SLOW_S)
+    return [0.0] * len(tokens)

@@ -1,0 +1,78 @@
+"""What is read of a server's counters, and what a summary makes of answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import Counter
+
+import pytest
+
+from guerdon.bench import table
+from guerdon.bench.counters import Work, parsed, work
+from guerdon.bench.driving import Answer
+from guerdon.bench.summary import bounded, summarised
+from guerdon.metrics import Metrics
+
+GOOD = Answer(sent_s=0.0, seconds=0.5, num_sequences=8, num_tokens=80, queue_s=0.1, compute_s=0.2)
+
+
+def counters(model: str, received: float, computed: float, batches: int = 1) -> Metrics:
+    """A server's metrics, as the server itself keeps them."""
+    metrics = Metrics()
+    metrics.add("guerdon_received_tokens", received, model)
+    for _ in range(batches):
+        metrics.batch(model, 6, int(computed / batches), 0.1)
+    return metrics
+
+
+def test_the_servers_own_text_is_read() -> None:
+    before = parsed(counters('a"b\\', 100, 60).render().decode())
+    after = parsed(counters('a"b\\', 300, 160, 2).render().decode())
+    (model,) = {name for name, _ in after if name}
+    assert work(before, after, model) == Work(model, 200, 100, 1, 6)
+
+
+def test_a_sum_counts_what_all_its_models_do() -> None:
+    one, other = (parsed(counters(name, 50, 40).render().decode()) for name in ("helpful", "safe"))
+    assert work(Counter(), one + other, "total") == Work("", 100, 80, 2, 12)
+    assert work(Counter(), one + other, "safe") == Work("safe", 50, 40, 1, 6)
+
+
+def test_nothing_is_told_of_a_server_that_was_started_again_or_counts_nothing() -> None:
+    more, less = (parsed(counters("m", n, n).render().decode()) for n in (100, 50))
+    assert work(more, less, "m") is None
+    assert work(None, more, "m") is None and work(more, None, "m") is None
+    assert work(more, more, "m") is None
+
+
+def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
+    lost = Answer(0.0, 9.0, 8, 80, 8, error="Overloaded", text="the queue is full")
+    partly = dataclasses.replace(GOOD, num_failed=2, error="SampleFailed", text="not finite")
+    summary = summarised([GOOD, partly, lost], None, 1.0)
+    assert (summary.requests, summary.answered, summary.sequences, summary.failed_sequences) == (3, 2, 14, 10)
+    assert summary.seconds == 9.0 and summary.sequences_per_s == pytest.approx(14 / 9)
+    assert summary.latency is not None and summary.latency.max == 500
+    assert summary.received_tokens == 160 and summary.has_failed
+    assert {failure.kind: failure.count for failure in summary.failures} == {"Overloaded": 1, "SampleFailed": 1}
+
+
+def test_where_nothing_was_answered_no_bound_holds_and_no_number_is_made_up() -> None:
+    summary = summarised([Answer(0.0, 1.0, 8, None, 8, error="Unreachable", text="gone")], None, 0.0)
+    summary.checks = bounded(summary, 100, 0.1)
+    assert summary.latency is None and summary.received_tokens is None
+    assert [check.holds for check in summary.checks] == [False, False]
+    told = table.written(summary, "heading", "load", io.StringIO())
+    assert "Unreachable 1 times, the first: gone" in told and "it is nothing" in told and "\x1b" not in told
+
+
+def test_times_that_a_server_does_not_tell_are_absent() -> None:
+    summary = summarised([dataclasses.replace(GOOD, queue_s=0.0, compute_s=0.0)], None, 0.0)
+    assert summary.queue is None and summary.compute is None
+    assert "server's queue" not in table.written(summary, "", "", io.StringIO())
+
+
+def test_a_client_at_its_limit_says_so() -> None:
+    assert not list(table.notes(summarised([GOOD], None, 0.1)))
+    (note,) = table.notes(summarised([GOOD], None, 0.49))
+    assert "0.98 cores" in note

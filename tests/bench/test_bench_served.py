@@ -1,0 +1,258 @@
+"""`guerdon bench` against real servers: what it sends, tells and writes, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import served
+import zoo
+from bench import bench_scorers
+from guerdon.assembly import build_service
+from guerdon.bench import command
+from guerdon.bench.driving import NOT_SENT, Answer, Driver, Extent
+from guerdon.bench.load import RandomTokens, Shape
+from guerdon.client.clients import AsyncRewardClient
+from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.errors import StartError
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from server.keys import SCORE, keyed
+
+SHORT = ("--prompt-tokens", "30", "--response-tokens", "4", "--max-length", "40", "--concurrency", "4")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A reward model with a tokenizer, one without, functions, and a sum."""
+    folder = tmp_path_factory.mktemp("bench")
+    with_text = str(served.reward_model(folder / "rm"))
+    models = [
+        ModelConfig(model=with_text),
+        ModelConfig(model=str(zoo.checkpoint("llama", folder / "ids", num_labels=1)), name="ids"),
+        ModelConfig(model="bench.bench_scorers:lengths", name="lengths"),
+        ModelConfig(model="bench.bench_scorers:slow", name="slow"),
+        ModelConfig(model="served:flaky", name="flaky"),
+    ]
+    total = RewardConfig(name="total", components=[ComponentConfig(model="ids"), ComponentConfig(model="lengths")])
+    config = ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])
+    with RunningServer(build_service(config), config) as running:
+        yield running
+
+
+def bench(*argv: str) -> int:
+    """The exit status of the command in this process."""
+    parser = argparse.ArgumentParser()
+    command.add(parser)
+    return command.run(parser.parse_args([*argv, "--no-progress"]))
+
+
+def told(tmp_path: Path, *argv: str) -> tuple[int, dict[str, Any]]:
+    """The exit status and the JSON."""
+    file = tmp_path / "out.json"
+    return bench(*argv, "--json", str(file)), json.loads(file.read_bytes())
+
+
+def test_a_run_tells_what_was_asked_answered_and_computed(server, tmp_path, capsys):
+    plot = tmp_path / "out.png"
+    status, out = told(tmp_path, server.http_url, *SHORT, "--requests", "24", "--warmup", "2", "--plot", str(plot))
+    assert status == 0 and not out["failures"]
+    assert (out["requests"], out["answered"], out["sequences"]) == (24, 24, 24 * 8)
+    assert out["sequences_per_s"] == pytest.approx(192 / out["seconds"])
+    work = out["work"]
+    assert 0 < work["computed_tokens"] < work["received_tokens"], "the prompts were shared"
+    assert out["received_tokens"] == work["received_tokens"], "of texts the server alone knows the tokens"
+    assert work["batch_sequences"] == 192, "the warm-up is not counted"
+    latency = out["latency_ms"]
+    assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"] <= 1e3 * out["seconds"]
+    assert 0 < out["compute_ms"]["p50"] < latency["max"]
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
+    table, errors = capsys.readouterr()
+    assert "192" in table and "p99" in table and "% of those received" in table and "random texts" in table
+    assert errors == ""
+
+
+def test_grpc_has_the_same_numbers_but_no_counters(server, tmp_path):
+    status, out = told(tmp_path, server.grpc_url, *SHORT, "--requests", "10", "--responses", "3")
+    assert status == 0
+    assert (out["requests"], out["sequences"]) == (10, 30)
+    assert out["work"] is None and out["received_tokens"] is None
+    assert out["compute_ms"]["p50"] > 0
+
+
+def test_a_load_is_fitted_to_a_model_that_takes_ids_alone(server, tmp_path):
+    """Its vocabulary has 300 ids, and its sequences 256 tokens."""
+    status, out = told(tmp_path, server.http_url, "--model", "ids", "--requests", "6", "--concurrency", "2")
+    assert status == 0 and not out["failures"]
+    assert 0.75 * zoo.MAX_LENGTH < out["load"]["shape"]["max_length"] <= zoo.MAX_LENGTH
+    assert "random token ids" in out["load"]["told"]
+    assert out["received_tokens"] == out["work"]["received_tokens"], "the client's own count is the server's"
+
+
+def test_texts_are_fitted_with_room_for_those_of_more_tokens(server, tmp_path):
+    status, out = told(tmp_path, server.http_url, "--requests", "20", "--responses", "4", "--spread", "1")
+    assert status == 0 and out["load"]["shape"]["max_length"] < zoo.MAX_LENGTH
+
+
+def test_a_sum_has_the_work_of_its_models(server, tmp_path):
+    status, out = told(tmp_path, server.http_url, "--model", "total", *SHORT, "--requests", "4", "--responses", "2")
+    assert status == 0
+    assert out["work"]["model"] == "" and out["work"]["received_tokens"] == 2 * out["received_tokens"]
+    assert "the server's tokens are those of all its models" in out["notes"]
+
+
+def test_json_may_go_to_the_terminal_alone(server, capsys):
+    assert bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 2
+
+
+def test_seconds_end_a_run(server, tmp_path):
+    status, out = told(tmp_path, server.http_url, "--model", "lengths", *SHORT, "--seconds", "0.5")
+    assert status == 0 and out["requests"] > 4
+    assert 0.4 < out["seconds"] < 3
+
+
+def test_failed_samples_fail_the_run_and_are_told(server, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p ", "responses": ["a", "unscorable"]}\n{"prompt": "p ", "responses": ["a", "b"]}\n')
+    status, out = told(tmp_path, server.http_url, "--model", "flaky", "--data", str(rows), "--requests", "10")
+    assert status == 1
+    assert (out["answered"], out["sequences"], out["failed_sequences"]) == (10, 15, 5)
+    assert [(failure["kind"], failure["count"]) for failure in out["failures"]] == [("SampleFailed", 5)]
+    assert "SampleFailed 5 times, the first: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("bounds", "status"),
+    [
+        (("--fail-p99-ms", "60000", "--fail-below", "0.001"), 0),
+        (("--fail-p99-ms", "0.001"), 1),
+        (("--fail-below", "1000000000"), 1),
+    ],
+)
+def test_bounds_decide_the_exit_status(server, capsys, bounds, status):
+    assert bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "4", *bounds) == status
+    assert ("does not hold" in capsys.readouterr().out) == bool(status)
+
+
+def test_what_cannot_start_says_what_to_do(server, tmp_path):
+    missing = str(tmp_path / "none" / "x.png")
+    for argv, what in (
+        ((f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
+        ((f"grpc://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
+        ((server.http_url, "--model", "other"), "unknown model 'other'; served here: .*reward_model"),
+        ((server.http_url, "--data", str(tmp_path / "none.jsonl")), "cannot read"),
+        ((server.http_url, "--plot", "out.pdf"), "is no PNG"),
+        ((server.http_url, "--plot", missing), "there is no folder"),
+    ):
+        with pytest.raises(StartError, match=what) as e:
+            bench(*argv)
+        assert e.value.help
+
+
+@pytest.mark.parametrize("flags", [("--rate", "0"), ("--requests", "0"), ("--seconds", "nan"), ("--spread", "-1")])
+def test_numbers_that_mean_nothing_are_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        bench("http://127.0.0.1:1", *flags)
+    assert "is not a" in capsys.readouterr().err
+
+
+def test_a_key_comes_as_every_clients_does_and_is_never_told(tmp_path, monkeypatch, capsys):
+    config = keyed(tmp_path, models=[ModelConfig(model="bench.bench_scorers:lengths")])
+    monkeypatch.delenv("GUERDON_API_KEY", raising=False)
+    with RunningServer(build_service(config), config) as running:
+        url, few = running.http_url, (*SHORT, "--requests", "3")
+        with pytest.raises(StartError, match="key"):
+            bench(url, *few)
+        in_url = url.replace("http://", f"http://x:{SCORE}@")
+        status, out = told(tmp_path, in_url, *few)
+        assert status == 0 and out["work"] is not None, "the metrics were read with it"
+        monkeypatch.setenv("GUERDON_API_KEY", SCORE)
+        assert bench(url, *few) == 0
+    assert SCORE not in capsys.readouterr().out + json.dumps(out)
+
+
+def driven(url: str, model: str, rate: float | None, requests: int, max_open: int = 1024) -> list[Answer]:
+    """The answers of a load of single sequences, open with a rate and one at a time without."""
+
+    async def drive() -> list[Answer]:
+        answers: list[Answer] = []
+        async with AsyncRewardClient(url, model, max_in_flight=1 << 20) as client:
+            driver = Driver(client, RandomTokens(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answers.append, max_open)
+            if rate is None:
+                await driver.closed(1, Extent(None, requests))
+            else:
+                await driver.open(rate, Extent(None, requests), 0)
+        return answers
+
+    return asyncio.run(drive())
+
+
+def test_a_rate_does_not_wait_for_answers(server):
+    answers = driven(server.http_url, "slow", 100.0, 20)
+    assert len(answers) == 20 and not any(answer.error for answer in answers)
+    assert max(answer.done_s for answer in answers) < 20 * bench_scorers.SLOW_S, "one after another would take longer"
+    assert len({answer.sent_s for answer in answers}) == 20
+    waited = driven(server.http_url, "slow", None, 2)
+    assert waited[1].sent_s >= bench_scorers.SLOW_S, "but places do"
+
+
+def test_a_rate_is_kept_on_average(server):
+    answers = driven(server.http_url, "lengths", 200.0, 200)
+    assert max(answer.sent_s for answer in answers) == pytest.approx(1.0, rel=0.35)
+
+
+def test_what_is_due_while_too_many_wait_is_not_sent(server):
+    answers = driven(server.http_url, "slow", 1e4, 12, max_open=4)
+    assert [answer.error for answer in answers[:8]] == [NOT_SENT] * 8
+    assert [answer.error for answer in answers[8:]] == [""] * 4
+
+
+def test_a_server_that_is_gone_is_told_and_not_asked_without_a_break():
+    started = time.perf_counter()
+    answers = driven(f"http://127.0.0.1:{served.free_port()}", "m", None, 4)
+    assert [answer.error for answer in answers] == ["Unreachable"] * 4
+    assert time.perf_counter() - started > 0.3
+
+
+def test_the_command_shows_its_progress_on_a_terminal(server):
+    """A real process, whose stderr is a terminal and whose stdout is none."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 100))
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while part := os.read(ours, 4096):
+                shown.extend(part)
+        except OSError:  # Linux's end of a terminal
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    argv = [sys.executable, "-m", "guerdon", "bench", server.http_url, "--model", "slow", *SHORT, "--requests", "9"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=its, text=True, env=environment(), timeout=60)
+    os.close(its)
+    reader.join()
+    os.close(ours)
+    assert done.returncode == 0, shown.decode()
+    assert b"/9 requests" in shown and b"sequences/s" in shown
+    assert done.stdout.startswith("guerdon bench: slow at ") and "\x1b" not in done.stdout
+
+
+def test_neither_torch_nor_matplotlib_is_imported_for_the_commands():
+    code = "import sys, guerdon.bench.command, guerdon.doctor\nassert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())

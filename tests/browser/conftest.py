@@ -1,0 +1,87 @@
+"""A headless Chromium, and pages in it that may show no error and ask nobody but their own server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from browser.chromium import find, launched
+
+NEEDED = "GUERDON_NEEDS_BROWSER"
+MISSING = "there is no Chromium: `make browser` sees to one, and CHROMIUM names one that is elsewhere"
+
+WIDE, PHONE = (1440, 900), (390, 844)
+
+Visit = Callable[..., Any]
+
+PATIENCE_S = 20.0
+
+
+def until(page: Any, holds: str) -> None:
+    """Waits until the expression holds in the page, whose policy has playwright's own waiting fail."""
+    ends = time.monotonic() + PATIENCE_S
+    while not page.evaluate(holds):
+        assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s: {holds}"
+        page.wait_for_timeout(100)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    executable = find()
+    if executable is None and os.environ.get(NEEDED) == "1":
+        pytest.fail(MISSING)
+    if executable is None:
+        pytest.skip(MISSING)
+    with launched(executable) as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Visit]:
+    """Opens a URL, and waits until it is `live` or in the given `state`.
+
+    At the end no page may have said anything on its console but what contains one of `expected`, nor have asked
+    anybody but the server that it came from.
+    """
+    contexts: list[Any] = []
+    wrong: list[str] = []
+
+    def open_page(
+        url: str,
+        state: str = "live",
+        *,
+        size: tuple[int, int] = WIDE,
+        expected: tuple[str, ...] = (),
+        prepare: Callable[[Any], None] = lambda page: None,
+        **settings: Any,
+    ) -> Any:
+        context = chromium.new_context(viewport={"width": size[0], "height": size[1]}, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        origin = "/".join(url.split("/")[:3]) + "/"
+
+        def said(message: Any) -> None:
+            if message.type in ("error", "warning") and not any(text in message.text for text in expected):
+                wrong.append(f"{message.type}: {message.text}")
+
+        def asked(request: Any) -> None:
+            if not request.url.startswith((origin, "data:")):
+                wrong.append(f"asked {request.url}")
+
+        page.on("console", said)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", asked)
+        page.set_default_timeout(PATIENCE_S * 1000)
+        prepare(page)
+        page.goto(url)
+        page.wait_for_selector(f"body[data-state={state}]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not wrong

@@ -1,0 +1,212 @@
+"""What the page shows of a server under load, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from browser.conftest import PHONE, WIDE, Visit, until
+from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, train_rows
+from guerdon.client import CriticClient, RewardClient
+from guerdon.server.runtime import RunningServer
+
+MODELS = ("reward_model", "longwinded", "fair")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a small checkpoint and of functions under a live load, which keeps samples."""
+    config = settings(tmp_path_factory.mktemp("page"), dashboard_samples=True)
+    with running(config) as server, load(server.http_url, *MODELS):
+        yield server.http_url
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A critic that was trained for three requests, and saved once."""
+    with running(critic_settings(tmp_path_factory.mktemp("critic"))) as server:
+        with CriticClient(server.http_url) as client:
+            for i in range(3):
+                client.train(**train_rows(np.random.default_rng(i), 4)).result()
+            client.save()
+        yield server
+
+
+def drawn(page: Any, within: str) -> int:
+    """The marks of the charts in there; none of them may stand at a place that is no number."""
+    assert page.locator("[d*=NaN], [x*=NaN], [y*=NaN], [cx*=NaN], [cy*=NaN], [height*=NaN], [x*=Infinity]").count() == 0
+    return page.locator(f"{within} svg[role=img] :is(rect, circle, path.line)").count()
+
+
+def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=reward_model")
+    until(page, "document.querySelectorAll('.cells rect').length > 10")
+    assert page.locator("#server").inner_text().startswith("Ready")
+    for tile in ("requests", "tokens", "latency", "fill"):
+        assert re.match(r"[\d.]", page.locator(f"#tile-{tile} .value").inner_text()), tile
+    assert drawn(page, "#rewards") > 40
+    assert drawn(page, "#traffic") >= 8
+    assert "ok" in page.locator(".outcomes").inner_text()
+    about = page.locator("#models .card", has_text="reward_model").inner_text()
+    for fact in ("float32 on cpu", "Version", "Longest", "Why"):
+        assert fact in about
+
+
+def test_the_numbers_go_on(url: str, visit: Visit) -> None:
+    page = visit(url)
+    requests = page.locator("#tile-requests .under")
+    before = requests.inner_text()
+    until(page, f"document.querySelector('#tile-requests .under').innerText !== {json.dumps(before)}")
+
+
+def test_a_reward_that_grows_with_length_is_told(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=longwinded")
+    page.wait_for_selector("text=Length predicts the reward")
+    assert "to look at" in page.locator("#verdict h1").inner_text()
+    assert "learn to be long" in page.locator("#length").inner_text()
+
+
+def test_a_reward_in_order_is_called_healthy(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=fair")
+    until(page, "document.querySelector('#verdict h1').innerText === 'Healthy'")
+    assert "Errors 0%" in " ".join(page.locator(".checks").inner_text().split())
+
+
+def test_samples_without_a_score_are_told(url: str, visit: Visit) -> None:
+    with RewardClient(url, model="broken") as client:
+        client.score(texts=[f"{BREAKS} {i}" for i in range(3)])
+    page = visit(f"{url}/?model=broken")
+    page.wait_for_selector("text=3 samples without a score")
+
+
+def test_another_model_is_chosen_and_kept_in_the_address(url: str, visit: Visit) -> None:
+    page = visit(url)
+    page.select_option("#model", "fair")
+    assert "model=fair" in page.url
+    page.reload()
+    page.wait_for_selector("body[data-state=live]")
+    assert page.input_value("#model") == "fair"
+
+
+def test_this_window_can_be_kept_as_the_reference(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=fair&window=300")
+    page.click("#keep")
+    until(page, "document.querySelector('#reference').value.includes('-')")
+    until(page, "document.querySelector('#rewards').innerText.includes('As in the reference')")
+
+
+def test_the_best_and_the_worst_are_shown_as_text(url: str, visit: Visit) -> None:
+    with RewardClient(url, model="marked") as client:
+        client.score(texts=[MARKUP, "nothing"])
+    page = visit(f"{url}/?model=marked")
+    page.click("text=Show samples of this window")
+    best = page.locator("#samples ol").first
+    best.wait_for()
+    assert MARKUP in best.inner_text()
+    assert best.locator("img, script").count() == 0
+    assert page.evaluate("window.wasRun") is None
+
+
+def test_responses_are_tried(url: str, visit: Visit) -> None:
+    responses = [" yes", f" {MARKUP}"]
+    page = visit(url)
+    page.select_option("#try-model", "reward_model")
+    page.uncheck("#try-template")
+    page.fill("#try-prompt", "Is it?")
+    for i, text in enumerate(responses):
+        page.locator(".response textarea").nth(i).fill(text)
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector(".scored li")
+    with RewardClient(url) as client:
+        want = client.score(texts=["Is it?" + text for text in responses]).rewards
+    shown = [text.replace("\u2212", "-") for text in page.locator(".scored .score").all_inner_texts()]
+    assert shown == [f"{reward:.2f}" for reward in want]
+    assert MARKUP in page.locator(".scored li").nth(1).inner_text()
+    assert page.locator(".scored :is(img, script)").count() == 0
+    assert page.locator(".scored .pill").count() == 1, "one is the best"
+
+
+def test_a_response_without_a_score_says_why(url: str, visit: Visit) -> None:
+    page = visit(url)
+    page.select_option("#try-model", "broken")
+    page.locator(".response textarea").first.fill(BREAKS)
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector(".scored .failed")
+    assert page.locator(".scored .score").inner_text() == "–"
+
+
+def test_a_try_without_a_response_asks_for_one(url: str, visit: Visit) -> None:
+    page = visit(url)
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector("text=Write at least one response")
+
+
+def test_responses_are_added_and_removed(url: str, visit: Visit) -> None:
+    page = visit(url)
+    for _ in range(14):
+        page.click("text=Add a response")
+    assert page.locator(".response").count() == 16
+    assert page.get_by_role("button", name="Add a response").is_disabled(), "the server takes no more"
+    page.get_by_role("button", name="Remove this response").first.click()
+    assert page.locator(".response .field span").all_inner_texts()[-1] == "Response 15"
+
+
+def test_a_critic_shows_how_it_learns(critic: RunningServer, visit: Visit) -> None:
+    page = visit(critic.http_url)
+    page.wait_for_selector("#critic:visible")
+    assert "at step 3" in page.locator("#critic-state").inner_text()
+    assert page.locator("#critic path.line").count() == 5
+    assert drawn(page, "#critic") >= 5
+    assert "step-3" in page.locator("#critic ol").inner_text()
+
+
+def test_each_token_of_a_critic_has_its_value(critic: RunningServer, visit: Visit) -> None:
+    page = visit(critic.http_url)
+    page.fill("#try-prompt", "Is it?")
+    page.locator(".response textarea").first.fill(" yes it is")
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector(".heat-text")
+    assert page.locator(".token:is(.high, .low)").count() == page.locator(".token").count() > 3
+    assert page.locator(".token.prompt").count() >= 1
+    assert "yes it is" in page.locator(".heat-text").inner_text()
+    page.locator(".heat-text").focus()
+    page.keyboard.press("ArrowRight")
+    assert re.search(r"Token 1, “.*”: .?\d", page.locator(".told").inner_text())
+
+
+def test_a_server_without_a_critic_shows_none(url: str, visit: Visit) -> None:
+    page = visit(url)
+    assert not page.locator("#critic").is_visible()
+    assert not page.locator("nav a[href='#critic']").is_visible()
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen(size: tuple[int, int], scheme: str, url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=longwinded", size=size, color_scheme=scheme)
+    until(page, "document.querySelectorAll('.cells rect').length > 0")
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    # The corners of a page that is as light or as dark as was asked for.
+    red = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
+    assert (red > 200) == (scheme == "light")
+
+
+def test_what_the_pointer_and_the_arrow_keys_read(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=fair")
+    until(page, "document.querySelectorAll('.cells rect').length > 0")
+    heat = page.get_by_role("img", name="Rewards over time")
+    heat.focus()
+    page.keyboard.press("End")
+    read_out = page.locator("#rewards .readout").first
+    assert "rewards" in read_out.inner_text()
+    assert "median" in read_out.inner_text()
+    page.keyboard.press("Escape")
+    assert not read_out.is_visible()
+    page.get_by_role("img", name=re.compile("^Requests")).hover()
+    page.wait_for_selector("#traffic .readout:visible")
+    assert page.locator("#traffic .crosshair").count() >= 4, "the charts over time share their cursor"

@@ -1,0 +1,180 @@
+"""What the page calls drift, length and health, and how it writes numbers: its own functions, with literals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from browser.page_servers import running, settings
+
+
+@pytest.fixture(scope="module")
+def page(chromium: Any) -> Iterator[Any]:
+    with running(settings(None)) as server:
+        opened = chromium.new_page()
+        opened.goto(server.http_url)
+        yield opened
+
+
+def call(page: Any, module: str, function: str, *args: Any) -> Any:
+    return page.evaluate(
+        "async ([module, name, args]) => (await import(`/dashboard/${module}.js`))[name](...args)",
+        [module, function, list(args)],
+    )
+
+
+def drift(ks: float, shift: float, now: tuple[int, float], before: tuple[int, float] | None) -> dict[str, Any]:
+    def side(part: tuple[int, float] | None) -> dict[str, Any] | None:
+        return None if part is None else {"count": part[0], "mean": 0.0, "std": part[1], "from": 0, "to": 1}
+
+    return {"ks": ks, "shift": shift, "window": side(now), "reference": side(before)}
+
+
+@pytest.mark.parametrize(
+    ("told", "level", "text"),
+    [
+        (drift(0.31, 0.8, (5000, 1), (5000, 1)), "apart", "Shifted by +0.8 standard deviations, KS 0.31"),
+        (drift(0.31, -0.8, (5000, 1), (5000, 1)), "apart", "Shifted by −0.8 standard deviations, KS 0.31"),
+        (drift(0.03, 0.05, (5000, 1), (5000, 1)), "same", "As in the reference: +0.1 standard deviations, KS 0.03"),
+        (drift(0.2, 0.0, (5000, 1), (5000, 1)), "apart", "Another shape: +0.0 standard deviations, KS 0.20"),
+        (drift(0.2, 0.2, (60, 1), (60, 1)), "same", "As in the reference: +0.2 standard deviations, KS 0.20"),
+        (
+            drift(0.4, 0.1, (900, 0.1), (900, 1)),
+            "apart",
+            "Nearly constant: their spread is 10% of the reference's (KS 0.40)",
+        ),
+        (drift(0.9, 3.0, (49, 1), (900, 1)), "none", "Too few rewards to compare (49 of 50)"),
+        (drift(0.9, 3.0, (900, 1), None), "none", "Nothing to compare with yet"),
+    ],
+    ids=["up", "down", "same", "shape", "by chance", "constant", "few", "alone"],
+)
+def test_drift_in_words(told: dict[str, Any], level: str, text: str, page: Any) -> None:
+    assert call(page, "health", "driftOf", told) == {"level": level, "text": text}
+
+
+@pytest.mark.parametrize(
+    ("spearman", "count", "level", "begins"),
+    [
+        (0.62, 500, "high", "Longer sequences score higher: Spearman +0.62"),
+        (-0.62, 500, "high", "Shorter sequences score higher: Spearman −0.62"),
+        (0.62, 20, "fine", "Spearman +0.62"),
+        (0.1, 500, "fine", "Spearman +0.10"),
+        (None, 500, "none", "No correlation yet"),
+    ],
+    ids=["longer", "shorter", "few", "little", "none"],
+)
+def test_length_in_words(spearman: float | None, count: int, level: str, begins: str, page: Any) -> None:
+    told = call(page, "health", "lengthOf", {"spearman": spearman, "pearson": spearman, "count": count})
+    assert told["level"] == level
+    assert told["text"].startswith(begins)
+
+
+def snapshot(**changes: Any) -> dict[str, Any]:
+    lines = {"requests_per_s": [1.0] * 10, "errors_per_s": [0.0] * 10, "sequences_per_s": [8.0] * 10}
+    whole = {
+        "server": {"is_ready": True, "why": ""},
+        "models": [{"name": "m", "is_loaded": True}],
+        "series": {"from": 0, "step_s": 10, "length": 10, "models": {"m": lines | changes.pop("lines", {})}},
+        "totals": {"m": {"sequences": {"ok": 800}, "rechecked": {}, "out_of_memory": 0} | changes.pop("totals", {})},
+        "rewards": {},
+        "critic": None,
+    }
+    return whole | changes
+
+
+CRITIC = {"fault": None, "is_durable": True, "num_unsaved": 0, "step": 1, "reports": {"explained_variance": []}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    [
+        ({"server": {"is_ready": False, "why": "a rank was lost"}}, "bad", "Not ready"),
+        ({"models": [{"name": "m", "is_loaded": False}]}, "warn", "m is unloaded"),
+        ({"lines": {"errors_per_s": [0.05] * 10}}, "warn", "5.0% of requests fail"),
+        ({"lines": {"errors_per_s": [0.2] * 10}}, "bad", "20% of requests fail"),
+        ({"lines": {"queue_sequences": [800.0] * 10}}, "warn", "The queue is long"),
+        ({"totals": {"sequences": {"ok": 9, "failed": 1}}}, "warn", "1 sample without a score"),
+        ({"totals": {"rechecked": {"differs": 2}}}, "bad", "Scores differ from the plain forward"),
+        ({"totals": {"out_of_memory": 1}}, "warn", "Out of memory"),
+        ({"critic": CRITIC | {"fault": "the disk is full"}}, "bad", "The critic has a fault"),
+        ({"critic": CRITIC | {"is_durable": False, "num_unsaved": 1}}, "warn", "The critic is not saved"),
+        ({"critic": CRITIC | {"reports": {"explained_variance": [-0.5] * 20}}}, "warn", "The critic explains nothing"),
+    ],
+)
+def test_what_is_to_be_looked_at(changes: dict[str, Any], level: str, text: str, page: Any) -> None:
+    found = call(page, "health", "findings", snapshot(**changes), "m")
+    assert [(one["level"], one["text"]) for one in found] == [(level, text)]
+
+
+def test_nothing_is_to_be_looked_at_where_all_is_well(page: Any) -> None:
+    assert call(page, "health", "findings", snapshot(), "m") == []
+
+
+def test_the_worst_comes_first(page: Any) -> None:
+    whole = snapshot(server={"is_ready": False, "why": ""}, totals={"out_of_memory": 1})
+    assert [one["level"] for one in call(page, "health", "findings", whole, "m")] == ["bad", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        ("number", 0, "0"),
+        ("number", 0.123, "0.12"),
+        ("number", 12.34, "12.3"),
+        ("number", 120, "120"),
+        ("number", 999.9, "1k"),
+        ("number", 45_200, "45.2k"),
+        ("number", -1.5e6, "−1.5M"),
+        ("number", 3e-4, "3e−4"),
+        ("number", None, "–"),
+        ("count", 1458488, "1\u202f458\u202f488"),
+        ("reward", -0.456, "−0.46"),
+        ("difference", 0.84, "+0.8"),
+        ("percent", 0.661, "66%"),
+        ("percent", 0.0004, "< 0.1%"),
+        ("percent", 0.0512, "5.1%"),
+        ("latency", 0.0195, "19.5\u00a0ms"),
+        ("latency", 0.00042, "420\u00a0µs"),
+        ("latency", 2.5, "2.5\u00a0s"),
+        ("span", 0, "0\u00a0s"),
+        ("span", 59.6, "1\u00a0min"),
+        ("span", 18_222, "5\u00a0h 3\u00a0min"),
+        ("windowName", 3600, "hour"),
+        ("windowName", 900, "15 minutes"),
+    ],
+)
+def test_numbers_are_written_for_people(function: str, value: float | None, text: str, page: Any) -> None:
+    assert call(page, "format", function, value) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "want"),
+    [(0, 10, [0, 5, 10]), (-2, 4, [-2, 0, 2, 4]), (0, 0.03, [0, 0.01, 0.02, 0.03]), (5, 5, [5])],
+)
+def test_axes_have_round_numbers(low: float, high: float, want: list[float], page: Any) -> None:
+    assert call(page, "scale", "ticks", low, high, 4) == pytest.approx(want)
+
+
+def test_a_step_stands_behind_its_last_token(page: Any) -> None:
+    result = {
+        "tokens": [{"text": text, "value": None, "in_prompt": False} for text in ("one", "\n", "two", "\n")],
+        "steps": [{"index": 1, "reward": 0.9}, {"index": 3, "reward": 0.1}],
+    }
+    shown = page.evaluate(
+        """async (result) => {
+          const { heatText, rangeOf } = await import("/dashboard/tokens.js");
+          const nodes = [...heatText(result, rangeOf([result]), "a response").querySelectorAll("span")];
+          return nodes.map((node) => [node.textContent, node.className]);
+        }""",
+        result,
+    )
+    assert shown == [
+        ["one", "token"],
+        ["\n", "token"],
+        ["0.90", "step high"],
+        ["two", "token"],
+        ["\n", "token"],
+        ["0.10", "step low"],
+    ]

@@ -1,0 +1,215 @@
+"""The page before there is anything to show, and when its server does not answer, or not to it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import served
+from browser.conftest import PHONE, Visit
+from browser.page_servers import running, settings
+from server.keys import KEYS, keyed
+
+NO_ANSWER = ("Failed to load resource",)
+"""What the browser itself says of an answer that does not come, or that is an error."""
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[str]:
+    """A server that nobody asks."""
+    with running(settings(None)) as server:
+        yield server.http_url
+
+
+def forward(page: Any, seconds: int) -> None:
+    """Lets the page's clock go on, second by second, so that it asks and is refused meanwhile."""
+    for _ in range(seconds):
+        page.clock.run_for(1000)
+        time.sleep(0.02)
+
+
+def with_a_clock(page: Any) -> None:
+    page.clock.install()
+
+
+def hold_the_clock(page: Any) -> None:
+    """From now on it goes on by `forward` alone, however busy this machine is."""
+    page.clock.pause_at(datetime.fromtimestamp(page.evaluate("Date.now()") / 1000 + 0.5, UTC))
+
+
+def test_an_idle_server_says_so(idle: str, visit: Visit) -> None:
+    page = visit(idle)
+    assert page.locator("#verdict h1").inner_text() == "Ready, and idle"
+    assert "appear here with the first request" in page.locator("#rewards").inner_text()
+    assert "--dashboard-samples" in page.locator("#samples").inner_text()
+    assert page.locator("#traffic").inner_text().count("Nothing in this window") >= 1
+    assert page.title().startswith("Ready, and idle")
+
+
+def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) -> None:
+    held: list[Any] = []
+    page = visit(
+        idle,
+        "loading",
+        prepare=lambda page: page.route("**/dashboard/snapshot*", lambda route: held.append(route)),
+    )
+    shown = page.evaluate("getComputedStyle(document.querySelector('#verdict'), '::before').content")
+    assert "Asking the server" in shown
+    assert not page.locator("#rewards").is_visible()
+    page.wait_for_timeout(100)
+    for route in held:
+        route.continue_()
+    page.wait_for_selector("body[data-state=live]")
+    assert page.locator("#rewards").is_visible()
+
+
+def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
+    config = settings(None, port=served.free_port())
+    with running(config) as server:
+        page = visit(server.http_url, prepare=with_a_clock, expected=NO_ANSWER)
+        assert not page.locator("#notice").is_visible()
+        hold_the_clock(page)
+    forward(page, 5)
+    assert page.locator("body").get_attribute("data-state") == "live", "a moment's silence is not told"
+    forward(page, 10)
+    page.wait_for_selector("body[data-state=stale]")
+    assert re.search(r"No answer for 1\d\ss; trying again", page.locator("#notice").inner_text())
+    forward(page, 20)
+    page.wait_for_selector("body[data-state=stopped]")
+    assert "has not answered since" in page.locator("#notice").inner_text()
+    assert "No answer" in page.title()
+    assert page.locator("#server .pill").inner_text() == "No answer"
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    assert page.evaluate("document.querySelector('#notice').getBoundingClientRect().top") >= 0, (
+        "seen wherever one reads"
+    )
+    with running(config):
+        page.click("text=Try again")
+        page.wait_for_selector("body[data-state=live]")
+        assert not page.locator("#notice").is_visible()
+        assert page.locator("#verdict h1").inner_text() == "Ready, and idle"
+
+
+def test_a_key_is_asked_for_where_there_are_keys(tmp_path: Path, visit: Visit) -> None:
+    plain = settings(None, port=served.free_port())
+    with running(plain) as server:
+        # A browser asks its user first; this one has been given a key that is none here.
+        wrong = {"username": "x", "password": "of another server"}
+        page = visit(server.http_url, prepare=with_a_clock, expected=NO_ANSWER, http_credentials=wrong)
+    with running(keyed(tmp_path, port=plain.port, grpc_port=None, models=plain.models)):
+        forward(page, 4)
+        page.wait_for_selector("body[data-state=refused]")
+        assert "asks for a key" in page.locator("#notice").inner_text()
+
+
+@pytest.mark.parametrize("role", ["score", "admin"])
+def test_the_browsers_own_question_for_a_key_opens_the_page(role: str, tmp_path: Path, visit: Visit) -> None:
+    config = keyed(tmp_path, grpc_port=None, models=settings(None).models, dashboard_samples=True)
+    with running(config) as server:
+        assert httpx.get(server.http_url).status_code == 401
+        page = visit(server.http_url, http_credentials={"username": "x", "password": KEYS[role]})
+        if role == "admin":
+            page.click("text=Show samples of this window")
+            page.wait_for_selector("text=None in this window")
+        else:
+            assert "keys of the role admin" in page.locator("#samples").inner_text()
+
+
+def test_a_refusal_says_what_the_server_says(idle: str, visit: Visit) -> None:
+    page = visit(f"{idle}/?reference=9-1", "refused", expected=NO_ANSWER)
+    assert "The server refuses: the URL has reference=9-1" in page.locator("#notice").inner_text()
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(idle: str, visit: Visit) -> None:
+    page = visit(idle, color_scheme="dark", size=PHONE)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.get_by_role("button", name="Change to the light theme").click()
+    light = page.evaluate(ground)
+    assert light != dark
+    page.reload()
+    page.wait_for_selector("body[data-state=live]")
+    assert page.evaluate(ground) == light, "the choice is kept"
+
+
+def test_a_server_with_its_page_turned_off_has_none() -> None:
+    with running(settings(None, dashboard=False)) as server:
+        assert httpx.get(server.http_url).status_code == 404
+
+
+def test_the_policy_lets_nothing_foreign_run(idle: str, visit: Visit) -> None:
+    page = visit(idle, expected=("Content Security Policy", "violates", "Refused"))
+    page.evaluate(
+        """() => {
+          const script = document.createElement("script");
+          script.textContent = "window.wasRun = true";
+          document.body.append(script);
+          document.body.insertAdjacentHTML("beforeend", "<p id=styled style='position: fixed'>x</p>");
+        }"""
+    )
+    assert page.evaluate("window.wasRun") is None
+    assert page.evaluate("getComputedStyle(document.querySelector('#styled')).position") == "static"
+    assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'held')") == "held"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_their_ground(idle: str, scheme: str, visit: Visit) -> None:
+    on = {
+        "ink": ["card", "ground"],
+        "soft": ["card", "ground", "grid", "warn-ground", "bad-ground"],
+        "good": ["card", "good-ground"],
+        "warn": ["card", "warn-ground"],
+        "bad": ["card", "bad-ground"],
+    }
+    page = visit(idle, color_scheme=scheme)
+    colours = page.evaluate(
+        "names => Object.fromEntries(names.map((name) =>"
+        " [name, getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim()]))",
+        sorted({*on, *(ground for grounds in on.values() for ground in grounds)}),
+    )
+    for word, grounds in on.items():
+        for ground in grounds:
+            assert contrast(colours[word], colours[ground]) >= 4.5, (word, ground)
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, `#rrggbb`, as WCAG 2 has it."""
+    low, high = sorted(luminance(colour) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_everything_that_is_pressed_or_filled_has_a_name(idle: str, visit: Visit) -> None:
+    page = visit(idle)
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, select, textarea, input, a, svg[role=img]")].filter((node) =>
+          !(node.getAttribute("aria-label") || node.textContent.trim() && node.matches("button, a")
+            || [...(node.labels ?? [])].some((label) => label.textContent.trim()))).map((node) => node.outerHTML)"""
+    )
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((node) => node.id)")
+    assert nameless == []
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_can_be_used_by_the_keyboard_alone(idle: str, visit: Visit) -> None:
+    page = visit(idle)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+    assert {"try-prompt", "Score", "reference", "keep"} <= reached

@@ -1,0 +1,154 @@
+"""A page's fenced blocks, done in their order as a reader would do them: commands, servers, files and Python."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from processes import environment
+from served import free_port
+
+ROOT = Path(__file__).parents[2]
+PORTS = {"serve": ("5555", "5557"), "serve-critic": ("5556", "5558")}
+"""HTTP and gRPC ports by command, as the pages have them."""
+SHORTER = {"guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4"}
+"""Flags behind commands that would take minutes."""
+START_S, COMMAND_S = 120.0, 200.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block, and the line on which it begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page, as they follow each other."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], match[2], text.count("\n", 0, match.start()) + 1) for match in found]
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a shell block: a line each, with what a backslash or a here-document joins to it."""
+    found: list[str] = []
+    end = None  # of the here-document that is open
+    for line in text.splitlines():
+        is_more = bool(found) and (end is not None or found[-1].endswith("\\"))
+        if is_more:
+            found[-1] += "\n" + line
+        elif line.strip() and not line.startswith("#"):
+            found.append(line)
+        if end is None and (opened := re.search(r"<<'?(\w+)'?", line)):
+            end = opened[1]
+        elif line == end:
+            end = None
+    return found
+
+
+class Reader:
+    """Does a page's blocks in a folder; other ports stand for the page's own, so that pages can be read side by side.
+
+    `not_run` has patterns of commands that are only checked, each with its check, which raises AssertionError. A block
+    whose first line is `# NAME.py` or `# NAME.yaml` is that file. A `guerdon serve` and a `guerdon serve-critic` go on
+    until another server takes their port, or the reader leaves.
+    """
+
+    def __init__(self, folder: Path, not_run: dict[str, Callable[[str], None]]) -> None:
+        self.folder, self.not_run = folder, not_run
+        self.ports = {port: str(free_port()) for ports in (*PORTS.values(), ("5559",)) for port in ports}
+        self.servers: dict[str, subprocess.Popen[bytes]] = {}
+        bin_folder = folder / ".bin"
+        bin_folder.mkdir()
+        for name, command in {"guerdon": f"{sys.executable} -m guerdon", "python": sys.executable}.items():
+            (bin_folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            (bin_folder / name).chmod(0o755)
+        env = environment()
+        self.env = env | {"PATH": f"{bin_folder}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for port in list(self.servers):
+            self._stop(port)
+
+    def read(self, block: Block) -> None:
+        """Does one block; raises AssertionError with its line where something of it fails."""
+        where = f"the block at line {block.line}"
+        named = re.match(r"# (\w+\.\w+)$", block.text.splitlines()[0])
+        if named is not None:
+            (self.folder / named[1]).write_text(self._with_ports(block.text), encoding="utf-8")
+        elif block.language == "python":
+            self._run(["python", "-c", self._with_ports(block.text)], where)
+        else:
+            assert block.language in ("", "bash"), f"{where} is {block.language}, and says by no first line which file"
+            for command in commands(block.text):
+                self._do(command, f"{where}: {command}")
+
+    def _do(self, command: str, where: str) -> None:
+        for pattern, check in self.not_run.items():
+            if re.fullmatch(pattern, command):
+                check(command)
+                return
+        serve = re.match(r"guerdon (serve(?:-critic)?) ", command)
+        if serve is not None:
+            self._serve(command, *PORTS[serve[1]], where)
+            return
+        more = next((flags for start, flags in SHORTER.items() if command.startswith(start)), "")
+        self._run(["bash", "-euo", "pipefail", "-c", self._with_ports(f"{command} {more}".rstrip())], where)
+
+    def _serve(self, command: str, http: str, grpc: str, where: str) -> None:
+        words = shlex.split(command)
+        if "--port" not in words:
+            words += ["--port", http]
+        if not {"--grpc-port", "--no-grpc"} & {*words}:
+            words += ["--grpc-port", grpc]
+        words = [self.ports.get(word, word) for word in words]
+        port = words[words.index("--port") + 1]
+        self._stop(port)
+        log = self.folder / f"server-{port}.log"
+        with log.open("wb") as file:
+            self.servers[port] = subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=file, stderr=file)
+        end = time.monotonic() + START_S
+        while not _is_ready(port):
+            assert self.servers[port].poll() is None and time.monotonic() < end, f"{where}\n{log.read_text()}"
+            time.sleep(0.1)
+
+    def _stop(self, port: str) -> None:
+        if (server := self.servers.pop(port, None)) is not None:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(20)
+            finally:
+                server.kill()
+
+    def _run(self, command: list[str], where: str) -> None:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+        assert done.returncode == 0, f"{where} ended with {done.returncode}\n{done.stdout}{done.stderr}"
+
+    def _with_ports(self, text: str) -> str:
+        return re.sub(r"\b555\d\b", lambda match: self.ports.get(match[0], match[0]), text)
+
+
+def _is_ready(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

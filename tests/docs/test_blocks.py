@@ -1,0 +1,114 @@
+"""The commands and the Python of the README and of the quick start, done as they stand there, on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import pytest
+from blocks import ROOT, Reader, blocks_of, commands
+
+import zoo
+from guerdon.demo import parts
+from served import reward_model
+
+PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]
+
+
+def is_target(command: str) -> None:
+    """`make X`: the Makefile has it. It would install an environment; CI itself runs `make test`."""
+    assert re.search(rf"^{command.split()[1]}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+
+
+def has_extras(command: str) -> None:
+    """`pip install '.[EXTRA]'`: pyproject.toml has it. CI's own environment is made this way."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"[\w-]+", command.partition("[")[2])
+    assert named and not {*named} - {*extras}, command
+
+
+def is_the_makefiles(command: str) -> None:
+    """`source .venv/bin/activate`: that is where make puts its environment."""
+    assert re.search(r"^VENV +:= \.venv$", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+
+
+NOT_RUN = {
+    r"make \w+": is_target,
+    r"pip install '\.\[[\w,-]+\]'": has_extras,
+    r"source \.venv/bin/activate": is_the_makefiles,
+}
+"""What is checked in place of being run: what makes the environment in which the rest runs."""
+
+
+def policy(folder: Path) -> None:
+    zoo.tokenizer(zoo.language_model("llama", folder))
+
+
+def prompts(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+
+
+def read(page: Path, reader: Reader) -> None:
+    for block in blocks_of(page):
+        reader.read(block)
+
+
+def check_what_is_left(reader: Reader) -> None:
+    """A scored file, a page in the browser, a policy."""
+    rows = [json.loads(line) for line in (reader.folder / "scored.jsonl").read_text().splitlines()]
+    assert rows and all(len(row["rewards"]) == 2 and all(map(math.isfinite, row["rewards"])) for row in rows)
+    with urllib.request.urlopen(f"http://127.0.0.1:{reader.ports['5555']}/", timeout=10) as answer:
+        assert "text/html" in answer.headers["content-type"] and b"guerdon" in answer.read()
+    assert (reader.folder / "out/run/curves.png").stat().st_size > 10_000
+    assert (reader.folder / "out/run/checkpoints/step-000002/policy/model.safetensors").exists()
+
+
+@pytest.mark.timeout(400)
+def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+    made = tmp_path / "out/demo"  # what `make demo` leaves, by the demo's own names
+    reward_model(made / parts.REWARD_MODEL)
+    policy(made / parts.POLICY)
+    prompts(made / parts.PROMPTS)
+    with Reader(tmp_path, NOT_RUN) as reader:
+        read(ROOT / "README.md", reader)
+        check_what_is_left(reader)
+    assert list((tmp_path / "critic/journal").iterdir())
+
+
+@pytest.mark.timeout(400)
+def test_the_quick_start_does_what_it_says(tmp_path: Path) -> None:
+    reward_model(tmp_path / "my-reward-model")
+    policy(tmp_path / "my-policy")
+    prompts(tmp_path / "prompts.jsonl")
+    with Reader(tmp_path, NOT_RUN) as reader:
+        read(ROOT / "docs/quickstart.md", reader)
+        assert len(reader.servers) == 2
+        check_what_is_left(reader)
+
+
+def test_a_shell_block_is_split_into_commands() -> None:
+    text = "# why\none \\\n  two\n\ncat > f <<'END'\na\n# b\nEND\nthree\n"
+    assert commands(text) == ["one \\\n  two", "cat > f <<'END'\na\n# b\nEND", "three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("```\nfalse\n```\n", "line 1: false ended with 1"),
+        ("text\n\n```\ntrue\nguerdon scoer in.jsonl\n```\n", "line 3: guerdon scoer"),
+        ("```python\nfrom guerdon import NoSuchClient\n```\n", "NoSuchClient"),
+        ("```\nguerdon serve ./my-reward-model --dtype int3\n```\n", "int3"),
+        ("```yaml\na: 1\n```\n", "which file"),
+        ("```\nmake nothing\n```\n", "make nothing"),
+        ("```\npip install '.[nothing]'\n```\n", "nothing"),
+    ],
+    ids=["command", "guerdon", "python", "server", "yaml", "make", "pip"],
+)
+def test_a_block_that_fails_is_told(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with Reader(tmp_path, NOT_RUN) as reader, pytest.raises(AssertionError, match=re.escape(reason)):
+        read(tmp_path / "page.md", reader)

@@ -1,0 +1,77 @@
+"""Pages and pictures that scripts make are as these make them now."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blocks import ROOT
+
+from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from processes import environment
+
+RESULTS = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+
+
+def ran(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+
+
+def test_the_page_of_settings_is_not_out_of_date(tmp_path: Path) -> None:
+    checked = ran("config_page.py", "--check")
+    assert checked.returncode == 0, checked.stderr
+
+    other = tmp_path / "config.md"
+    other.write_text(
+        (ROOT / "docs/config.md").read_text(encoding="utf-8").replace("`5555`", "`5554`"), encoding="utf-8"
+    )
+    stale = ran("config_page.py", "--check", "--out", other)
+    assert stale.returncode == 1 and "out of date" in stale.stderr and "make pages" in stale.stderr
+    assert ran("config_page.py", "--out", other).returncode == 0
+    assert ran("config_page.py", "--check", "--out", other).returncode == 0
+
+
+@pytest.mark.parametrize("cls", [ServerConfig, ModelConfig, CriticConfig, RewardConfig, ComponentConfig])
+def test_every_setting_has_a_line(cls: type) -> None:
+    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/config.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {field.name for field in dataclasses.fields(cls)} <= {*told}
+
+
+@pytest.mark.parametrize("name", ["architecture", "result"])
+def test_a_picture_is_drawn_and_is_there(name: str, tmp_path: Path) -> None:
+    done = ran(f"{name}.py", "--out", tmp_path / "picture.png")
+    assert done.returncode == 0, done.stderr
+    header = (tmp_path / "picture.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (ROOT / f"docs/images/{name}.png").read_bytes()[:24] == header  # of the same width and height
+
+
+def test_the_rooms_of_the_house_are_all_told() -> None:
+    tree = (ROOT / "docs/house.md").read_text(encoding="utf-8").split("```")[1]
+    told = set(re.findall(r"\b([a-z_]+)(?:\.py|/)", tree))
+    package = ROOT / "src/guerdon"
+    modules = {path.stem for path in package.glob("*.py")} - {"__main__"}
+    rooms = {path.parent.name for folder in (package, package / "server") for path in folder.glob("*/__init__.py")}
+    assert modules | rooms <= told, (modules | rooms) - told
+
+
+def test_the_benchmarks_tables_are_those_of_the_results() -> None:
+    rows = [
+        line for line in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ]
+    assert len(rows) > 25
+    for row in rows:
+        assert row in RESULTS, row
+
+
+def test_what_the_benchmarks_say_of_a_table_stands_in_the_results() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    commits = re.findall(r"^(\d{4}-\d\d-\d\d), (?:commit|on) (\w+)", text, re.MULTILINE)
+    assert len(commits) == 5
+    for date, commit in commits:
+        assert re.search(rf"^{date}, (?:commit|on) {commit}\b", RESULTS, re.MULTILINE), commit

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from guerdon.errors import InvalidRequest
+from guerdon.server.dashboard import asked
+
+KNOWN = ("window", "reference")
+
+
+def test_what_is_left_out_is_ten_minutes_beside_those_before():
+    what = asked.read({}, *KNOWN)
+    assert what.window_s == 600
+    assert what.compared(5000, 100) == (4400, 5000)
+
+
+def test_a_reference_may_be_the_start_or_any_time():
+    what = asked.read({"window": "60", "reference": "start"}, *KNOWN)
+    assert what.compared(5000, 100) == (40, 160)
+    assert what.compared(130, 100) == (40, 130)  # never the window itself
+    what = asked.read({"reference": "1767225600.5-1767229200"}, *KNOWN)
+    assert what.compared(5000, 100) == (1767225600.5, 1767229200)
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ({"window": "59"}, "window=59; give seconds from 60 to 86400"),
+        ({"window": "86401"}, "window=86401"),
+        ({"window": "nan"}, "window=nan"),
+        ({"window": "an hour"}, "window=an hour"),
+        ({"reference": "yesterday"}, "reference=yesterday; give previous, start, or FROM-TO"),
+        ({"reference": "9-8"}, "reference=9-8"),
+        ({"reference": "5-inf"}, "reference=5-inf"),
+        ({"reference": "-5"}, "reference=-5"),
+        ({"widnow": "60"}, "unknown key 'widnow'; this path takes window, reference"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_wrong_is_named(query, told):
+    with pytest.raises(InvalidRequest) as raised:
+        asked.read(query, *KNOWN)
+    assert told in str(raised.value)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from guerdon.server.dashboard import scored
+from guerdon.server.dashboard.drift import total
+from guerdon.server.dashboard.scored import SAMPLE, Pool, Scored
+
+NOW = 1_700_000_000.0
+
+
+def noted(rewards: np.ndarray, *, seconds: float = 0.0, a_request: int = 100) -> Scored:
+    """Rewards that come evenly over the last `seconds`; a sample's length is its place."""
+    made = Scored()
+    requests = np.array_split(np.arange(len(rewards)), max(1, len(rewards) // a_request))
+    for i, rows in enumerate(requests):
+        made.note("rm", NOW - seconds * (1 - i / len(requests)), rewards[rows].tolist(), rows.tolist())
+    made.fold()
+    return made
+
+
+def pool(made: Scored, name: str, start: float, end: float, now: float) -> Pool:
+    return Pool.of(made.parts(name, start, end, now))
+
+
+def test_what_fits_is_kept_whole_and_each_stands_for_itself():
+    rewards = np.random.default_rng(0).normal(size=200)
+    found = pool(noted(rewards), "rm", NOW - 60, NOW + 60, NOW)
+    np.testing.assert_allclose(found.rewards, rewards.astype(np.float32))
+    assert found.tokens.tolist() == list(range(200))
+    assert (found.weights == 1).all()
+
+
+def test_of_more_all_count_and_an_even_sample_is_kept():
+    rewards = np.arange(100_000.0)
+    found = pool(noted(rewards, a_request=1000), "rm", NOW - 60, NOW + 60, NOW)
+    assert len(found.rewards) == SAMPLE
+    assert found.weights.sum() == pytest.approx(100_000)
+    moments = total(part for _, part in found.parts)
+    assert (moments.count, moments.mean) == (100_000, pytest.approx(49_999.5))
+    assert moments.std == pytest.approx(rewards.std())
+    # Evenly: the middle of 256 of them is within five of its deviations of the middle of all.
+    assert abs(np.mean(found.rewards) - 49_999.5) < 5 * rewards.std() / SAMPLE**0.5
+    assert np.histogram(found.rewards, 4, (0, 1e5))[0].min() > SAMPLE / 8
+    assert (found.rewards == found.tokens).all()
+
+
+def test_early_and_late_rewards_are_as_likely_to_be_kept():
+    kept = np.zeros(4)
+    for seed in range(40):
+        made = Scored(seed)
+        for start in range(0, 2000, 50):
+            made.note("rm", NOW, np.arange(start, start + 50.0).tolist(), [1] * 50)
+            made.fold()
+        kept += np.histogram(pool(made, "rm", NOW - 60, NOW + 60, NOW).rewards, 4, (0, 2000))[0]
+    np.testing.assert_allclose(kept / kept.sum(), 0.25, atol=0.02)
+
+
+def test_numbers_that_are_not_finite_are_left_out():
+    made = Scored()
+    made.note("rm", NOW, [1.0, float("nan"), 3.0, float("inf")], [1, 2, 3, 4])
+    made.note("other", NOW, [float("nan")], [1])
+    made.fold()
+    found = pool(made, "rm", NOW - 60, NOW + 60, NOW)
+    assert (found.rewards.tolist(), found.tokens.tolist()) == ([1, 3], [1, 3])
+    assert not len(pool(made, "other", NOW - 60, NOW + 60, NOW).rewards)
+    assert not len(pool(made, "never asked", NOW - 60, NOW + 60, NOW).rewards)
+
+
+def test_a_day_is_kept_in_minutes_and_the_last_hour_in_shorter_stretches():
+    made = noted(np.ones(100_000), seconds=100_000, a_request=1)
+    hour = pool(made, "rm", NOW - 3600, NOW, NOW)
+    assert {time % scored.FINE_S for time, _ in hour.parts} == {0}
+    assert len(hour.parts) == pytest.approx(360, abs=1)
+    assert total(part for _, part in hour.parts).count == pytest.approx(3600, abs=10)
+    day = pool(made, "rm", NOW - 86_400, NOW, NOW)
+    assert len(day.parts) == pytest.approx(1440, abs=1)
+    assert total(part for _, part in day.parts).count == pytest.approx(86_400, abs=60)
+
+
+def test_the_beginning_is_kept_however_long_ago_and_the_rest_goes():
+    made = Scored()
+    for hour in range(24 * 30):
+        made.note("rm", NOW + 3600 * hour, [float(hour)], [1])
+        made.note("rm", NOW + 3600 * hour + 1800, [float(hour)], [1])
+        made.fold()
+    later = NOW + 3600 * 24 * 30
+    assert pool(made, "rm", NOW - 60, NOW + 3600, later).rewards.tolist() == [0, 0]
+    assert not len(pool(made, "rm", NOW + 2 * 3600, NOW + 24 * 3600, later).rewards)
+    assert len(made._coarse["rm"]._buckets) < 60
+    assert len(made._fine["rm"]._buckets) < 5
+
+
+def test_what_nobody_folds_is_folded_before_it_grows_large():
+    made = Scored()
+    for _ in range(200):
+        made.note("rm", NOW, [1.0] * 1000, [1] * 1000)
+    assert made._num_pending <= scored._MOST_PENDING
+    made.fold()
+    assert total(part for _, part in pool(made, "rm", NOW - 60, NOW + 60, NOW).parts).count == 200_000
+
+
+def test_a_pool_has_no_more_than_is_wanted_and_its_weights_make_up_for_it():
+    made = noted(np.arange(50_000.0), seconds=3600)
+    found = Pool.of(made.parts("rm", NOW - 3600, NOW + 60, NOW), most=5000)
+    assert 2500 <= len(found.rewards) <= 6000
+    assert found.weights.sum() == pytest.approx(total(part for _, part in found.parts).count)
+
+
+def test_what_was_taken_stays_as_it_was():
+    made = Scored()
+    made.note("rm", NOW, np.arange(1000.0).tolist(), [1] * 1000)
+    made.fold()
+    ((_, moments, kept),) = made.parts("rm", NOW - 60, NOW + 60, NOW)
+    before = kept.copy()
+    made.note("rm", NOW, [-1.0] * 100_000, [1] * 100_000)
+    made.fold()
+    assert (moments.count, moments.least) == (1000, 0)
+    assert (kept == before).all()

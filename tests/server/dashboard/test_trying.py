@@ -1,0 +1,157 @@
+"""Try it: what the page has scored is scored as any request is, and told token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+
+import served
+import zoo
+from guerdon.assembly import build_service
+from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.errors import InvalidRequest
+from guerdon.server.dashboard import trying
+from guerdon.server.runtime import RunningServer
+from server.helpers import outcomes
+
+PROMPT, RESPONSES = "Who wrote Faust — and why?", [" Goethe did ✓", " I don't know."]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """`rm`, `critic` (a value a token), `steps` (process rewards), `attributes`, `flaky`, and the sum `total`."""
+    folder = tmp_path_factory.mktemp("trying")
+    made = {
+        "rm": zoo.checkpoint("llama", folder / "rm", num_labels=1),
+        "critic": zoo.checkpoint("llama", folder / "critic", "trl"),
+        "steps": zoo.checkpoint("qwen2", folder / "steps", "tokcls", num_labels=2),
+        "attributes": zoo.checkpoint("llama", folder / "attributes", num_labels=3),
+    }
+    models = [ModelConfig(model=str(zoo.tokenizer(path)), name=name, deterministic=True) for name, path in made.items()]
+    models[0].max_length = 100
+    models[2].step_separator = "##"
+    models.append(ModelConfig(model="served:flaky", name="flaky"))
+    total = RewardConfig(name="total", components=[ComponentConfig(model="rm"), ComponentConfig(model="flaky")])
+    config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])
+    with RunningServer(build_service(config), config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.http_url, timeout=30) as client:
+        yield client
+
+
+def tried(client: httpx.Client, **asked: object) -> dict:
+    response = client.post("/dashboard/try", json=asked)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_scores_are_those_of_the_trainers_forms(client):
+    told = tried(client, model="rm", prompt=PROMPT, responses=RESPONSES)
+    asked = {"model": "rm", "query": [PROMPT + response for response in RESPONSES]}
+    assert [one["reward"] for one in told["results"]] == client.post("/get_reward", json=asked).json()["rewards"]
+    assert told["weights_version"]
+    assert told["compute_s"] > 0
+
+
+def test_tokens_make_up_the_text_and_say_which_of_them_are_the_prompts(client):
+    for one, response in zip(
+        tried(client, model="rm", prompt=PROMPT, responses=RESPONSES)["results"], RESPONSES, strict=True
+    ):
+        assert len(one["tokens"]) == one["num_tokens"]
+        assert "".join(token["text"] for token in one["tokens"]) == PROMPT + response
+        assert "".join(token["text"] for token in one["tokens"] if token["in_prompt"]) == PROMPT
+        assert {token["value"] for token in one["tokens"]} == {None}
+    (alone,) = tried(client, model="rm", responses=["No prompt"])["results"]
+    assert not any(token["in_prompt"] for token in alone["tokens"])
+
+
+def test_a_value_is_told_of_every_token(client):
+    (one,) = tried(client, model="critic", prompt=PROMPT, responses=RESPONSES[:1])["results"]
+    reply = client.post(
+        "/v2/models/critic/infer",
+        json={
+            "inputs": [{"name": "sentences", "shape": [1], "datatype": "BYTES", "data": [PROMPT + RESPONSES[0]]}],
+            "outputs": [{"name": "values"}],
+        },
+    ).json()
+    values = np.array([token["value"] for token in one["tokens"]], np.float32)
+    assert values.tolist() == np.array(reply["outputs"][0]["data"], np.float32).tolist()
+
+
+def test_steps_are_told_where_they_end(client):
+    text = " First.## Then.## So."
+    (one,) = tried(client, model="steps", prompt=PROMPT, responses=[text])["results"]
+    pieces = [token["text"] for token in one["tokens"]]
+    ends = ["".join(pieces[: step["index"] + 1]) for step in one["steps"]]
+    assert ends == [PROMPT + " First.##", PROMPT + " First.## Then.##"]
+    assert one["reward"] == pytest.approx(min(step["reward"] for step in one["steps"]))
+    (without,) = tried(client, model="steps", responses=["no step"])["results"]
+    assert without["reward"] is None
+    assert "no step to reward" in without["error"]
+    assert [token["text"] for token in without["tokens"]][:2] == ["n", "o"]
+
+
+def test_attributes_and_components_are_told_by_name(client):
+    (one,) = tried(client, model="attributes", responses=["x"])["results"]
+    assert list(one["attributes"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert one["reward"] == pytest.approx(np.mean([*one["attributes"].values()]), rel=1e-5)
+    (one,) = tried(client, model="total", responses=["four"])["results"]
+    assert one["components"]["flaky"] == 4
+    assert one["reward"] == pytest.approx(sum(one["components"].values()))
+    assert one["tokens"] is None
+
+
+def test_the_chat_template_is_used_where_it_is_asked_for(client):
+    (one,) = tried(client, model="rm", prompt="Hi", responses=["Ho"], template=True)["results"]
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert one == tried(client, model="rm", messages=[conversation])["results"][0]
+    assert "".join(token["text"] for token in one["tokens"]) == "<s>user: Hi</s>\nassistant: Ho</s>\n"
+    assert "".join(token["text"] for token in one["tokens"] if token["in_prompt"]) == "<s>user: Hi</s>\n"
+
+
+def test_a_failed_response_is_told_in_its_place(client):
+    told = tried(client, model="flaky", responses=["fine", served.FAILS])["results"]
+    assert (told[0]["reward"], told[0]["error"]) == (4, None)
+    assert told[1]["reward"] is None
+    assert told[1]["error"]
+    (long,) = tried(client, model="rm", responses=["far too long " * 50])["results"]
+    assert "at most 100" in long["error"]
+
+
+def test_it_counts_as_any_request_does(client, server):
+    before = outcomes(server.http_url)
+    tried(client, model="rm", responses=["x"])
+    client.post("/dashboard/try", json={"model": "rm"})
+    after = outcomes(server.http_url)
+    assert after["rm", "ok"] - before.get(("rm", "ok"), 0) == 1
+    assert sum(after.values()) - sum(before.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ([], "the body is a list"),
+        ({}, "no 'responses'"),
+        ({"responses": []}, "empty list"),
+        ({"responses": ["x"] * 17}, "17 entries; the page takes at most 16"),
+        ({"responses": ["x"], "prompt": 5}, "prompt is a number"),
+        ({"responses": ["x"], "respones": []}, "unknown key 'respones'"),
+        ({"responses": ["x"], "template": 1}, "template is a number"),
+        ({"responses": ["x"], "messages": [[]]}, "send one of both"),
+        ({"messages": {}}, "no list of conversations"),
+        ({"messages": [["x"]]}, "messages[0][0] is a string"),
+        ({"responses": ["x"], "model": 7}, "model is a number"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(body, told):
+    with pytest.raises(InvalidRequest) as raised:
+        trying.read(body)
+    assert told in str(raised.value)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.core import Score, ScoreReply, ScoreRequest
+from guerdon.errors import SampleFailed
+from guerdon.server.dashboard import watch
+from server.echo_service import EchoService
+
+
+async def test_the_counters_are_read_by_themselves_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FINE_S", 0.02)
+    monkeypatch.setattr(watch, "_LEAST_S", 0.01)
+    service = EchoService()
+    service.start()
+    readings = service.watch.recent
+    try:
+        first = readings.last
+        await asyncio.sleep(0.3)
+        assert readings.last > first > 0
+        assert len(readings._fine) >= 3
+    finally:
+        await asyncio.to_thread(service.stop)
+    last = readings.last
+    await asyncio.sleep(0.1)
+    assert readings.last == last
+
+
+def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
+    service = EchoService(ServerConfig(dashboard_samples=True))
+    (info, _), tokens = service.scorers(), [np.arange(n) for n in (1, 2, 3)]
+    reply = ScoreReply([Score(1.0), SampleFailed("none"), Score(3.0)], [1, 2, 3], "1")
+    service.watch.note(info, ScoreRequest(tokens=tokens, wants_rewards=False), reply)
+    assert not service.watch.scored._pending
+    service.watch.note(info, ScoreRequest(tokens=tokens), reply)
+    ((name, _, rewards, lengths),) = service.watch.scored._pending
+    assert (name, rewards, lengths) == (info.name, [1.0, 3.0], [1, 3])
+    assert [one.reward for one in service.watch.extremes[info.name].best(0)] == [3, 1]
+
+
+async def test_an_answered_request_is_noted_and_a_refused_one_is_not() -> None:
+    service = EchoService()
+    service.start()
+    try:
+        await service.score("reward_model", ScoreRequest(tokens=[np.array([5, 6])]))
+        with pytest.raises(Exception, match="no samples"):
+            await service.score("reward_model", ScoreRequest(tokens=[]))
+    finally:
+        await asyncio.to_thread(service.stop)
+    noted = [(name, rewards, lengths) for name, _, rewards, lengths in service.watch.scored._pending]
+    assert noted == [("reward_model", [11.0], [2])]

@@ -1,0 +1,277 @@
+"""`guerdon doctor`: what it finds here, at real servers, and where something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import importlib
+import io
+import json
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from packaging.requirements import Requirement as Packaged
+
+from guerdon import __version__, doctor
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.doctor import devices, installation, machine, server
+from guerdon.doctor.findings import Finding, line
+from guerdon.doctor.requirements import of_extra, parsed
+from guerdon.flags import CRITIC_PORTS
+from guerdon.server.runtime import RunningServer
+from processes import environment
+from served import free_port, reward_model
+from server.keys import ADMIN, SCORE, bearer, keyed
+
+MODELS = [ModelConfig(model="scorers:score")]
+SECOND = [ModelConfig(model="scorers:score", name="sums")]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningServer]:
+    config = ServerConfig(port=0, grpc_port=0, models=MODELS)
+    with RunningServer(build_service(config), config) as started:
+        yield started
+
+
+def by_subject(found: Iterator[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in found}
+
+
+def in_a_process(*argv: str, path: Path | None = None, **variables: str) -> tuple[int, dict[str, Finding]]:
+    """The exit status and the findings of the command in a process, with `path` before all that is installed."""
+    env = environment() | variables
+    if path is not None:
+        env["PYTHONPATH"] = f"{path}:{env['PYTHONPATH']}"
+    code = "import argparse, sys\nfrom guerdon import doctor\np = argparse.ArgumentParser()\ndoctor.add(p)\n"
+    command = [sys.executable, "-c", code + "sys.exit(doctor.run(p.parse_args()))", "--json", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    found = [Finding(**finding) for finding in told["findings"]]
+    assert told["problems"] == sum(finding.level == "problem" for finding in found)
+    assert all(bool(finding.help) == (finding.level != "ok") for finding in found), "what to do stands by all else"
+    return done.returncode, {finding.subject: finding for finding in found}
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    doctor.add(parser)
+    return doctor.run(parser.parse_args(argv))
+
+
+def distribution(folder: Path, name: str, version: str) -> None:
+    """An installed distribution as pip leaves it, of that version."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypatch):
+    monkeypatch.setenv("GUERDON_API_KEYS", f"score me {SCORE}")
+    monkeypatch.setenv("GUERDON_API_KEY", SCORE)
+    assert run() == 0
+    out = capsys.readouterr().out
+    lines = {text.split(":")[0].split(None, 1)[-1]: text for text in out.splitlines() if ":" in text}
+    assert lines["python"].startswith("ok ") and platform.python_version() in lines["python"]
+    assert lines["guerdon"] == f"ok       guerdon: {__version__}"
+    assert metadata.version("transformers") in lines["extra server"]
+    assert "packed+shared" in lines["attention on cpu"]
+    assert "set: servers started here ask for a key" in lines["GUERDON_API_KEYS"]
+    assert "set: clients show it" in lines["GUERDON_API_KEY"]
+    assert SCORE not in out and "me" not in lines["GUERDON_API_KEYS"].split()
+    assert out.splitlines()[-1].startswith("no problem, ")
+
+
+def test_the_ports_are_those_that_are_listened_on():
+    assert set(machine.PORTS) == {ServerConfig.port, ServerConfig.grpc_port, *CRITIC_PORTS.values()}
+
+
+def test_a_port_that_is_taken_names_who_has_it(running, monkeypatch):
+    taken, silent = int(running.http_url.rsplit(":", 1)[1]), int(running.grpc_url.rsplit(":", 1)[1])
+    free = free_port()
+    what = {taken: "guerdon serve, HTTP", silent: "guerdon serve, gRPC", free: "guerdon serve, HTTP"}
+    monkeypatch.setattr(machine, "PORTS", what)
+    found = by_subject(machine.examine())
+    assert found[f"port {taken}"].level == "note"
+    assert found[f"port {taken}"].text.startswith(f"taken by guerdon {__version__}")
+    assert found[f"port {silent}"].level == "note" and "--grpc-port" in found[f"port {silent}"].help
+    assert found[f"port {free}"].level == "ok"
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path):
+    assert machine.cache({"HF_HOME": "/proc/none"}).level == "problem"
+    found = machine.cache({"HF_HOME": str(tmp_path / "new"), "HF_HUB_OFFLINE": "1"})
+    assert found.level in ("ok", "note") and str(tmp_path / "new" / "hub") in found.text
+    assert not (tmp_path / "new").exists(), "looking makes nothing"
+    assert str(tmp_path / "other") in machine.cache({"HF_HUB_CACHE": str(tmp_path / "other")}).text
+
+
+def test_certificates_that_cannot_be_read_are_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setenv("GUERDON_CA_FILE", str(tmp_path / "none.pem"))
+    found = by_subject(machine.examine())["client's credentials"]
+    assert found.level == "problem" and "none.pem" in found.text
+
+
+def test_a_proxy_is_noted(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    found = by_subject(machine.examine())["proxy"]
+    assert found.level == "note" and "but for localhost" in found.text and "proxy.example" not in found.text
+
+
+def test_our_requirements_are_read_as_pip_reads_them():
+    own = metadata.metadata("guerdon")
+    lines = own.get_all("Requires-Dist")
+    for extra in ["", *own.get_all("Provides-Extra")]:
+        wanted = {
+            (p.name, str(p.specifier))
+            for p in map(Packaged, lines)
+            if (p.marker is None) == (not extra) and (p.marker is None or p.marker.evaluate({"extra": extra}))
+        }
+        ours = [part for part in parsed(lines) if part.extra == extra]
+        assert {(part.name, str(Packaged(part.name + part.bounds).specifier)) for part in ours} == wanted, extra
+        for part in ours:
+            specifier = Packaged(part.name + part.bounds).specifier
+            for version in ("0.1", "0.18.5", "1.9", "2.9.0", "2.13.1+cpu", "3", "5.2.0", "6.0"):
+                assert part.takes(version) == specifier.contains(version, prereleases=True), (part, version)
+    assert {"torch", "matplotlib", "tensorboard"} <= {part.name for part in of_extra(parsed(lines), "actor")}
+
+
+@pytest.mark.parametrize(
+    ("marker", "holds"),
+    [
+        ('sys_platform == "win32"', False),
+        ('sys_platform != "win32"', True),
+        ('python_version < "3.11"', False),
+        ('python_version >= "3.11"', True),
+        ('(sys_platform == "linux" and python_version < "99") and extra == "x"', sys.platform == "linux"),
+    ],
+)
+def test_what_is_for_other_platforms_is_not_required(marker, holds):
+    assert bool(parsed([f"name<2,>=1; {marker}"])) == holds
+
+
+def test_a_version_that_is_not_tested_is_a_problem_and_what_is_missing_a_note(tmp_path, monkeypatch):
+    distribution(tmp_path, "transformers", "4.40.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    found = by_subject(installation.examine())
+    for extra in ("server", "actor"):
+        assert found[f"extra {extra}"].level == "problem"
+        assert "transformers 4.40.0 is not >=5.2,<6" in found[f"extra {extra}"].text
+        assert found[f"extra {extra}"].help == f"pip install 'guerdon[{extra}]'"
+    assert found["extra plot"].level == "ok"
+    missing = [part for part in found.values() if "is missing" in part.text]
+    assert all(part.level == "note" and "pip install 'guerdon[" in part.help for part in missing)
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    status, found = in_a_process(path=tmp_path)
+    assert status == 1
+    assert found["torch"].level == "problem" and "libcudart.so.12" in found["torch"].text
+
+
+def test_without_torch_this_is_the_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (found,) = devices.examine()
+    assert found.level == "note" and found.help == "pip install 'guerdon[server]', to serve models"
+
+
+def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(monkeypatch):
+    from transformers import AttentionInterface
+
+    from guerdon.engine import attention
+
+    def refuse() -> None:
+        raise NotImplementedError("no registry")
+
+    monkeypatch.setattr(attention, "register", refuse)
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", AttentionInterface._global_mapping.copy())
+    AttentionInterface._global_mapping.pop(attention.NAME, None)
+    found = devices._attention("cpu")
+    assert found.level == "note" and found.text.startswith("single: ") and "no registry" in found.text
+    assert devices._attention("meta").level == "problem"
+
+
+def test_a_server_is_looked_at_over_both_transports(running):
+    for url in (running.http_url, running.grpc_url):
+        found = list(server.examine(url))
+        assert [finding.level for finding in found] == ["ok"] * 3
+        assert found[0].text.startswith("live; answers within")
+        assert found[1].text == f"guerdon {__version__}, as here"
+        assert found[2].text.startswith("model reward_model is ready")
+    assert "float32" in next(f for f in server.examine(running.http_url) if "model" in f.text).text
+
+
+def test_an_unloaded_model_is_noted(tmp_path):
+    config = keyed(tmp_path, models=[ModelConfig(model=str(reward_model(tmp_path / "rm"))), *SECOND])
+    with RunningServer(build_service(config), config) as started:
+        url = started.http_url.replace("://", f"://x:{ADMIN}@")
+        unload = f"{started.http_url}/v2/repository/models/reward_model/unload"
+        assert httpx.post(unload, headers=bearer(ADMIN)).status_code == 200
+        found = list(server.examine(url))
+    unloaded = next(finding for finding in found if finding.level == "note")
+    assert unloaded.text == "model reward_model is unavailable: unloaded" and "admin" in unloaded.help
+    assert any(finding.text.startswith("model sums is ready") for finding in found)
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_server_that_is_not_there_is_a_problem(scheme, capsys):
+    assert run(f"{scheme}://127.0.0.1:{free_port()}") == 1
+    last = capsys.readouterr().out.splitlines()
+    assert last[-1].startswith("1 problem, ") and last[-3].lstrip().startswith("help: ")
+
+
+def test_a_wrong_port_and_a_wrong_url_are_problems(running):
+    grpc_port, http_port = (url.rsplit(":", 1)[1] for url in (running.grpc_url, running.http_url))
+    for url in (f"http://127.0.0.1:{grpc_port}", f"grpc://127.0.0.1:{http_port}", "ftp://host:1", "grpc://host"):
+        (found,) = server.examine(url)
+        assert found.level == "problem" and found.help, url
+
+
+def test_a_server_of_something_else_is_a_problem():
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            (found,) = server.examine(f"http://127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert found.level == "problem" and "404" in found.text
+
+
+def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("GUERDON_API_KEY", raising=False)
+    config = keyed(tmp_path, models=MODELS)
+    with RunningServer(build_service(config), config) as started:
+        for url in (started.http_url, started.grpc_url):
+            found = list(server.examine(url))
+            assert found[-1].level == "problem" and "GUERDON_API_KEY" in found[-1].help
+            scheme, rest = url.split("://")
+            found = list(server.examine(f"{scheme}://x:{SCORE}@{rest}"))
+            assert {finding.level for finding in found} == {"ok"}, found
+            assert SCORE not in str(found)
+
+
+def test_a_finding_is_one_line_and_its_help_another():
+    assert line(Finding("ok", "a", "b"), io.StringIO()) == "ok       a: b\n"
+    assert line(Finding("problem", "a", "b", "c"), io.StringIO()) == "problem  a: b\n         help: c\n"
