@@ -1,12 +1,13 @@
-"""Draws docs/images/architecture.png: who asks, what the server is made of, and how a request goes through it."""
+"""Draws docs/images/overview.png, five boxes, or architecture.png, the rooms that a request goes through."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs/images/architecture.png"
+IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 
 PAPER, INK, FAINT, LINE = "#fbfaf7", "#1d2733", "#5d6875", "#c9ced6"
 ROOM, ASKS, LEARNS, KEPT = "#e6eefb", "#ffffff", "#fdf1d8", "#e9f3e6"
@@ -68,21 +69,66 @@ class Sheet:
         )
 
 
-def draw(path: Path) -> None:
-    """The picture."""
+def draw(name: str, path: Path) -> None:
+    """One of `PICTURES`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["font.family"] = "DejaVu Sans"
-    figure, axes = plt.subplots(figsize=(13, 7.28))
+    figure, axes = plt.subplots()
     figure.subplots_adjust(0, 0, 1, 1)
+    PICTURES[name](figure, axes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, facecolor=PAPER)
+
+
+def _overview(figure: Any, axes: Any) -> None:
+    """Five boxes, whose words can still be read where the picture is 540 pixels wide."""
+    figure.set_size_inches(9, 4.1)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(45.5, 0)
+    axes.axis("off")
+    _large_box(axes, (2, 3), (29, 18), "Your trainer", "TRL, OpenRLHF, verl,\nslime, NeMo, trlX", ASKS)
+    _large_box(axes, (2, 24.5), (29, 18), "guerdon's actors", "REINFORCE and PPO:\nthey train a policy", ASKS)
+    server = "batches by\ntokens;\na prompt that\nresponses\nshare is\ncomputed once"
+    _large_box(axes, (42, 3), (20, 39.5), "Server", server, ROOM)
+    _large_box(axes, (70, 3), (28, 18), "Reward model", "packed forward,\nno padding", ROOM)
+    _large_box(axes, (70, 24.5), (28, 18), "Critic", "trains as it serves,\nfrom a journal on disk", LEARNS)
+    for y in (12, 33.5):
+        _large_arrow(axes, (31.6, y), (41.4, y))
+        _large_arrow(axes, (62.6, y), (69.4, y))
+    axes.text(36.5, 22.75, "HTTP,\ngRPC", ha="center", va="center", fontsize=15, color=FAINT, linespacing=1.3)
+
+
+def _large_box(
+    axes: Any, corner: tuple[float, float], size: tuple[float, float], title: str, text: str, fill: str
+) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    style = "round,pad=0,rounding_size=1.4"
+    axes.add_patch(FancyBboxPatch(corner, *size, style, fc=fill, ec=EDGES[fill], lw=1.8))
+    middle, num_lines = corner[0] + size[0] / 2, text.count("\n") + 1
+    top = corner[1] + (size[1] - 4.4 - 3.1 * num_lines) / 2
+    axes.text(middle, top + 1.4, title, ha="center", va="center", fontsize=18, weight="bold", color=INK)
+    axes.text(middle, top + 4.2, text, ha="center", va="top", fontsize=15, color=FAINT, linespacing=1.3)
+
+
+def _large_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    arrow = {"arrowstyle": "<|-|>", "color": "#75808e", "lw": 2.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 18}
+    axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
+
+
+def _architecture(figure: Any, axes: Any) -> None:
+    """Every room that a request goes through, for who reads the code."""
+    figure.set_size_inches(13, 7.28)
     sheet = Sheet(axes)
     _clients(sheet)
     _server(sheet)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor=PAPER)
+
+
+PICTURES: dict[str, Callable[[Any, Any], None]] = {"overview": _overview, "architecture": _architecture}
 
 
 def _clients(sheet: Sheet) -> None:
@@ -135,10 +181,10 @@ def _server(sheet: Sheet) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=PICTURE, metavar="FILE", help="(default: docs/images/architecture.png)"
-    )
-    draw(parser.parse_args().out)
+    parser.add_argument("picture", choices=PICTURES)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: docs/images/PICTURE.png)")
+    arguments = parser.parse_args()
+    draw(arguments.picture, arguments.out or IMAGES / f"{arguments.picture}.png")
 
 
 if __name__ == "__main__":

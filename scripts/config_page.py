@@ -23,7 +23,7 @@ HEAD = """\
 
 <!-- Made by scripts/config_page.py from the dataclasses. Change those, and run it again. -->
 
-Every setting is a key of a YAML file, and nearly every one a flag; a flag goes before the file. A value that is not of
+Every setting is a key of a YAML file, and nearly every one a flag; a flag overrides the file. A value that is not of
 its type, or out of its bounds, is an error at the start that names the setting. `auto` stands for a value that is found
 out at start, and an empty default for none. A flag whose setting is `true` or `false` has a second form that turns it
 off: `--no-fsdp` for `--fsdp`.

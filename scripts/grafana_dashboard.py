@@ -97,7 +97,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "In the queue",
-            "From arrival until a request's last sequence was taken up.",
+            "From when a request was read and decoded until its last sequence was taken up; tokenising is in it.",
             quantiles("guerdon_request_queue_time_seconds"),
             "s",
         ),

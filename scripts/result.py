@@ -20,16 +20,19 @@ PARTS = {
     "update": "#23395b",
 }
 """The parts of a step, as the table has them, and their colours."""
+TITLE_AT = -0.4
+"""Where a title begins: above the names, in widths of the axes."""
 SERVERS = {
-    "guerdon, a request a sequence": "guerdon",
-    "PyTriton, a request a sequence": "PyTriton, unpadded, one at a time",
-    "LitServe, a request a sequence, one at a time": "LitServe, one at a time",
-    "infinity, a request a prompt": "infinity",
-    "PyTriton, a request a prompt, padded to its longest": "PyTriton, padded to a prompt's longest",
-    "Ray Serve, a request a prompt": "Ray Serve",
-    "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton, as NeMo-Aligner pads",
+    "guerdon, a request a sequence": "guerdon,\na request a sequence",
+    "guerdon, a request a prompt": "guerdon,\na request a prompt",
+    "PyTriton, a request a sequence": "PyTriton,\na request a sequence",
+    "LitServe, a request a sequence, one at a time": "LitServe,\na request a sequence",
+    "infinity, a request a prompt": "infinity,\na request a prompt",
+    "PyTriton, a request a prompt, padded to its longest": "PyTriton,\na request a prompt",
+    "Ray Serve, a request a prompt": "Ray Serve,\na request a prompt",
+    "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton,\nas NeMo-Aligner pads",
 }
-"""Rows of the table of servers that are drawn: each one's best form, and NeMo-Aligner's default."""
+"""Rows of the table of servers that are drawn: each one's best form, guerdon's and PyTriton's others beside it."""
 
 
 def table(title: str, number: int = 0) -> list[dict[str, str]]:
@@ -56,17 +59,18 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK, "axes.labelcolor": FAINT,
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10.5, "text.color": INK, "axes.labelcolor": FAINT,
                          "xtick.color": FAINT, "ytick.color": INK, "axes.edgecolor": "#d5d9df"})  # fmt: skip
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.1), width_ratios=(1, 1.02))
-    _servers(left)
-    _step(right)
-    for axes in (left, right):
+    # One above the other, and narrow: a phone shows the picture as wide as itself, with words of 9 pixels.
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(5.8, 8.2), height_ratios=(1, 0.42))
+    _servers(upper)
+    _step(lower)
+    for axes in (upper, lower):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color="#e6e9ed", linewidth=0.8)
         axes.set_axisbelow(True)
-    figure.tight_layout(w_pad=3)
+    figure.tight_layout(h_pad=2.2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="#ffffff")
 
@@ -87,11 +91,13 @@ def _servers(axes: Any) -> None:
             i,
             rows[names[i]]["sequences/s"],
             va="center",
-            fontweight="bold" if i + 1 == len(rates) else None,
+            fontweight="bold" if names[i].startswith("guerdon") else None,
         )
-    axes.set_xlim(0, 30)
+    axes.set_xlim(0, 31)
     axes.set_xlabel(f"sequences a second, median and range of 3 rounds\n{measured('## Serving')}", loc="left")
-    axes.set_title("Scoring chat text, eight responses a prompt", loc="left", fontweight="bold", fontsize=11)
+    axes.set_title(
+        "Scoring chat text, eight responses a prompt", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
+    )
 
 
 def _step(axes: Any) -> None:
@@ -100,19 +106,19 @@ def _step(axes: Any) -> None:
     starts = [0.0, 0.0]
     for part, colour in PARTS.items():
         widths = [float(rows[name][part]) for name in names]
-        axes.barh(["TRL's RLOOTrainer", "guerdon"], widths, left=starts, color=colour, height=0.5, label=part)
+        axes.barh(["TRL's\nRLOOTrainer", "guerdon"], widths, left=starts, color=colour, height=0.5, label=part)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for i, name in enumerate(names):
         seconds = float(rows[name]["step"])
         times = "" if name == "TRL" else f"   {float(rows[name]['times faster']):.1f} times as fast"
         axes.text(starts[i] + 0.2, i, f"{seconds:.1f} s{times}", va="center", fontweight="bold")
-    axes.set_xlim(0, 16.5)
+    axes.set_xlim(0, 17.5)
     axes.set_xticks(range(0, 16, 5))
-    axes.set_ylim(-0.55, 1.95)
+    axes.set_ylim(-0.5, 1.5)
     axes.set_xlabel(f"seconds, medians of all steps\n{measured('## A step of REINFORCE')}", loc="left")
-    axes.set_title("A step of REINFORCE, its parts", loc="left", fontweight="bold", fontsize=11)
-    axes.legend(ncols=5, frameon=False, loc="upper left", bbox_to_anchor=(-0.03, 1.0), columnspacing=0.8,
-                handlelength=0.8, handletextpad=0.35, fontsize=8.5)  # fmt: skip
+    axes.set_title("A step of REINFORCE, its parts", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT, pad=24)
+    axes.legend(ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(TITLE_AT - 0.03, 0.95),
+                columnspacing=0.8, handlelength=0.8, handletextpad=0.35, fontsize=9.5)  # fmt: skip
 
 
 def main() -> None:

@@ -28,15 +28,22 @@ from guerdon.errors import StartError  # noqa: E402
 from guerdon.server.runtime import RunningServer  # noqa: E402
 
 IMAGES = ROOT / "docs/images"
-WIDE, PHONE = (1440, 1180), (390, 844)
+WIDE, PHONE = (1440, 1180), (390, 1374)
+"""Of a phone more than its screen: what is reached by scrolling has the charts."""
+
 MARGIN = 20
 """Pixels around a section's picture."""
 NUM_RESPONSES = 8
 NUM_CLIENTS = 3
 PAUSE_S = 0.15
 """Of each client between two requests: the machine has the pictures to make, too."""
-NUM_TRAINS, ROWS = 160, 16
+NUM_ROLLOUTS, PASSES, ROWS = 45, 4, 16
+"""A critic is trained as PPO does: several times with the values of before the first, or none would be clipped."""
+
 WINDOW_S = 300
+BEFORE_S = 50
+"""So long the policies do not learn yet: that is the reference, and it ends before the window begins."""
+
 BEFORE = {"helpful": 0.1, "brief": 0.3, "off_topic": 0.15, "repetitive": 0.15, "rude": 0.15, "evasive": 0.15}
 AFTER = {"helpful": 0.72, "brief": 0.2, "off_topic": 0.02, "repetitive": 0.02, "rude": 0.02, "evasive": 0.02}
 """How often a policy gives each kind of answer before it has learnt, and after."""
@@ -51,14 +58,15 @@ RESPONSES = (
 
 
 class Policy:
-    """Answers prompts as a policy that learns does: better and better over `seconds`."""
+    """Answers prompts as a policy that learns does: better and better over `seconds`, from BEFORE_S on."""
 
     def __init__(self, seed: int, seconds: float) -> None:
-        self._story, self._seconds, self._started = PlainStory(random.Random(seed)), seconds, time.monotonic()
+        self._story, self._seconds = PlainStory(random.Random(seed)), seconds
+        self._begins = time.monotonic() + BEFORE_S
 
     def conversations(self) -> list[list[dict[str, str]]]:
         """One prompt with NUM_RESPONSES responses."""
-        learnt = min((time.monotonic() - self._started) / self._seconds, 1.0)
+        learnt = min(max((time.monotonic() - self._begins) / self._seconds, 0.0), 1.0)
         # Not at once, and not evenly: a run's rewards rise in the middle.
         learnt = learnt * learnt * (3 - 2 * learnt)
         weights = [BEFORE[kind] * (1 - learnt) + AFTER[kind] * learnt for kind in BEFORE]
@@ -95,7 +103,7 @@ def train(url: str, tokenizer: Any) -> None:
     """Trains the critic to foresee the reward model's rewards, and saves it now and then."""
     story = PlainStory(random.Random(0))
     with CriticClient(url) as critic:
-        for i in range(NUM_TRAINS):
+        for i in range(NUM_ROLLOUTS):
             said = [story.say() for _ in range(ROWS)]
             chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in said]
             rows = [np.array(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats]
@@ -105,8 +113,9 @@ def train(url: str, tokenizer: Any) -> None:
             ]
             values = [np.asarray(value[: len(row) - 1]) for row, value in zip(rows, scores.values, strict=True)]
             masks = [np.ones(len(row) - 1, np.float32) for row in rows]
-            report = critic.train(rows, returns, values, masks).result()
-            if (i + 1) % 40 == 0:
+            for _ in range(PASSES):
+                report = critic.train(rows, returns, values, masks).result()
+            if (i + 1) % (NUM_ROLLOUTS // 3) == 0:
                 critic.save(metrics={"explained_variance": round(report.explained_variance, 4)})
 
 
@@ -140,12 +149,19 @@ class Camera:
         with self.page(WIDE, "light") as page:
             self._crop(page, name, section)
 
-    def _crop(self, page: Any, name: str, section: str) -> None:
+    def _crop(self, page: Any, name: str, section: str, margin: int = MARGIN) -> None:
         """The section with some of the ground around it."""
         box = page.locator(f"#{section}").bounding_box()
-        left, top = box["x"] - MARGIN, box["y"] - MARGIN + page.evaluate("window.scrollY")
-        clip = {"x": left, "y": top, "width": box["width"] + 2 * MARGIN, "height": box["height"] + 2 * MARGIN}
+        left, top = box["x"] - margin, box["y"] - margin + page.evaluate("window.scrollY")
+        clip = {"x": left, "y": top, "width": box["width"] + 2 * margin, "height": box["height"] + 2 * margin}
         page.screenshot(path=IMAGES / name, full_page=True, clip=clip)
+
+    def take_samples(self, name: str) -> None:
+        """A picture of the best and the worst samples."""
+        with self.page(WIDE, "light") as page:
+            page.click("#samples button")
+            page.wait_for_selector("#samples ol")
+            self._crop(page, name, "samples", margin=12)  # another card is near
 
     def take_trial(self, name: str) -> None:
         """A picture of responses that were tried."""
@@ -162,7 +178,7 @@ class Camera:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=240, help="how long the policies learn; default: 240")
+    parser.add_argument("--seconds", type=float, default=230, help="how long the policies learn; default: 230")
     parser.add_argument("--model", type=Path, help="folder of a reward model; default: the demo's is trained")
     parser.add_argument("--port", type=int, default=5555, help="port of the servers; default: 5555")
     parser.add_argument("--only", choices=["reward", "critic"], help="make only these pictures")
@@ -185,13 +201,13 @@ def main() -> None:
             config.dashboard_samples = True
             with RunningServer(build_service(config), config) as server, load(server.http_url, args.seconds):
                 started = int(time.time())
-                time.sleep(args.seconds)
-                camera = Camera(
-                    browser, server.http_url, f"&reference={started - 10}-{started + args.seconds // 4:.0f}"
-                )
+                time.sleep(BEFORE_S + WINDOW_S)
+                camera = Camera(browser, server.http_url, f"&reference={started - 10}-{started + BEFORE_S}")
                 for scheme in ("light", "dark"):
                     camera.take(f"page-{scheme}-wide.png", WIDE, scheme)
                     camera.take(f"page-{scheme}-phone.png", PHONE, scheme)
+                camera.take_section("page-traffic.png", "traffic")
+                camera.take_samples("page-samples.png")
         if args.only != "reward":
             critic = CriticConfig(model=str(model), reward_model=str(model), checkpoint_dir=f"{made}/checkpoints")
             critic.learning_rate, critic.global_batch_size, critic.keep_checkpoints = 3e-4, ROWS, 3

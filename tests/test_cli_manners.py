@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from guerdon import cli, errors
+from guerdon import cli, console, errors
 from guerdon.cli import completion, helps
-from guerdon.cli.advice import help_for
 from guerdon.cli.parsing import Parser
 from guerdon.exits import Exit
 from processes import environment
@@ -156,10 +155,10 @@ def test_every_error_has_a_line_of_help(cls: type[errors.GuerdonError]) -> None:
     if issubclass(cls, errors.StartError):
         assert cls("it failed", "do this").help == "do this"
         return
-    line = help_for(cls("it failed", 1.0) if cls is errors.Overloaded else cls("it failed"))
+    line = console.help_for(cls("it failed", 1.0) if cls is errors.Overloaded else cls("it failed"))
     assert line.isprintable() and len(line) > 20
     own = {errors.GuerdonError, errors.Cancelled, errors.MethodNotAllowed}  # which no command ends with by itself
-    assert (line == help_for(errors.GuerdonError())) == (cls in own)
+    assert (line == console.help_for(errors.GuerdonError())) == (cls in own)
 
 
 # Colours

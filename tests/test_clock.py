@@ -23,7 +23,6 @@ TOLD = {
     "actor/trackers.py",
     "bench/command.py",
     "console.py",
-    "server/critic/progress.py",
     "server/dashboard/watch.py",
     "server/front/http.py",
     "tracing.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.server
 import importlib
 import io
@@ -240,10 +241,19 @@ def test_a_wrong_port_and_a_wrong_url_are_problems(running):
         assert found.level == "problem" and found.help, url
 
 
-def test_a_server_of_something_else_is_a_problem():
+@contextlib.contextmanager
+def answering(status: int, body: bytes, **bodies: bytes) -> Iterator[int]:
+    """The port of a server of something else, that answers everything with this; `bodies` by the path's last part."""
+
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_error(404)
+            told = bodies.get(self.path.rpartition("/")[2], body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(told)))
+            self.end_headers()
+            self.wfile.write(told)
+
+        do_POST = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -252,11 +262,56 @@ def test_a_server_of_something_else_is_a_problem():
         thread = threading.Thread(target=other.serve_forever)
         thread.start()
         try:
-            (found,) = server.examine(f"http://127.0.0.1:{other.server_port}")
+            yield other.server_port
         finally:
             other.shutdown()
             thread.join()
+
+
+def test_a_server_of_something_else_is_a_problem():
+    with answering(404, b"") as port:
+        (found,) = server.examine(f"http://127.0.0.1:{port}")
     assert found.level == "problem" and "404" in found.text
+
+
+PAGE, NAMED = b"<html>Log in first</html>", b'{"name": "other", "version": 2}'
+
+
+@pytest.mark.parametrize(
+    ("body", "bodies"),
+    [
+        (PAGE, {}),
+        (b"", {}),
+        (b"\xff\xfe", {}),
+        (b"[" * 100_000, {}),
+        (b"null", {}),
+        (b"[]", {}),
+        (PAGE, {"v2": NAMED}),
+        (PAGE, {"v2": NAMED, "index": b'{"models": []}'}),
+    ],
+    ids=["page", "empty", "no text", "deep", "null", "list", "page for the models", "no list of models"],
+)
+def test_an_answer_that_is_not_the_protocols_is_a_problem_and_no_traceback(body, bodies, monkeypatch, capsys):
+    with answering(200, body, **bodies) as port:
+        monkeypatch.setattr(machine, "PORTS", {port: "guerdon serve, HTTP"})
+        assert run(f"http://127.0.0.1:{port}", "--json") == 1
+    found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert "what no server of the open inference protocol does" in found[-1].text
+    assert found[-1].level == "problem" and found[-1].help
+    assert any(finding.subject == f"port {port}" for finding in found)
+
+
+def test_of_models_that_have_no_name_none_is_told():
+    index = b'[7, {"name": "m", "state": "READY"}, {"name": ["x"], "state": null}]'
+    with answering(200, b"", v2=NAMED, index=index) as port:
+        texts = [finding.text for finding in server.examine(f"http://127.0.0.1:{port}")]
+    assert texts[1:3] == ["other 2, a server of the open inference protocol", "model m is ready"]
+
+
+@pytest.mark.parametrize("host", ["x..y", "a" * 300, "a\x00b", "h\ud800", "-\xfc.\xe4"])
+def test_a_url_of_no_host_is_a_problem_and_no_traceback(host):
+    (found,) = server.examine(f"http://{host}:80")
+    assert found.level == "problem" and found.help
 
 
 def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, monkeypatch):
@@ -266,6 +321,7 @@ def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, 
         for url in (started.http_url, started.grpc_url):
             found = list(server.examine(url))
             assert found[-1].level == "problem" and "GUERDON_API_KEY" in found[-1].help
+            assert "needs a key" in found[-1].text and url not in found[-1].text, "the server's own words, once"
             scheme, rest = url.split("://")
             found = list(server.examine(f"{scheme}://x:{SCORE}@{rest}"))
             assert {finding.level for finding in found} == {"ok"}, found

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from guerdon import console
+from guerdon import cli, console
 from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.logs import Frames, JsonLines, OneLine, failure, take_over_libraries
@@ -233,6 +233,21 @@ def test_what_cannot_start_is_said_in_json(tmp_path: Path) -> None:
     assert list(told) == ["time", "level", "logger", "message", "rank", "help"]
     assert (told["level"], told["rank"]) == ("error", 1)
     assert told["message"] == "std is 0" and "above 0" in told["help"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--log-format", "json")], ids=["in the file alone", "by the flag"])
+def test_a_mistake_in_the_file_is_told_in_json_where_the_flag_says_so(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("log_format: json\nnope: 1\n")
+    try:
+        assert cli.main(["serve", "--config", str(file), *flags]) == 2
+    finally:
+        console.speak("text")
+    err = capsys.readouterr().err
+    assert "nope" in err
+    assert err.startswith("{") == bool(flags), "as docs/cli.md has it"
 
 
 def test_a_crash_is_logged_without_what_it_says(caplog):

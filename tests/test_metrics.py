@@ -6,18 +6,24 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from guerdon import errors
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import DeadlineExceeded
 from guerdon.metrics import COLLECTED, TABLE, Metrics
 from guerdon.server import triton
+from guerdon.server.runtime import RunningServer
+from server.helpers import INFER, body_of
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "deploy/grafana/guerdon.json"
@@ -47,6 +53,28 @@ def test_names_and_units_are_as_prometheus_has_them() -> None:
         assert made.text.endswith("."), name
         assert "Histogram" not in str(made.kind) or made.buckets == tuple(sorted(made.buckets)) != (), name
         assert not re.search(r"seconds", name) or made.kind.__name__ == "Histogram", name
+
+
+def test_the_body_is_in_a_requests_latency_and_not_in_its_wait() -> None:
+    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model="scorers:score")])
+    body, slow_s = body_of([[1, 2, 3]]), 0.4
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:20]
+        time.sleep(slow_s)
+        yield body[20:]
+
+    service = build_service(config)
+    with RunningServer(service, config) as server:
+        assert httpx.post(server.http_url + INFER, content=slowly()).status_code == 200
+    taken = {
+        name: service.metrics.totals(f"guerdon_{name}_seconds", "_sum")["reward_model",]
+        for name in ("e2e_request_latency", "request_queue_time")
+    }
+    assert taken["request_queue_time"] < slow_s / 2 < slow_s <= taken["e2e_request_latency"]
+    assert "read and decoded" in TABLE["guerdon_request_queue_time_seconds"].text
+    assert "head" in TABLE["guerdon_e2e_request_latency_seconds"].text
+    assert not [name for name, made in (TABLE | triton.TABLE).items() if "arrival" in made.text], "which of the two?"
 
 
 def test_a_request_is_counted_and_timed_and_no_series_tells_when_it_began() -> None:

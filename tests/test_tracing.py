@@ -310,13 +310,39 @@ def test_no_text_and_no_key_is_in_a_span(collector: Collector, tmp_path: Path) -
         assert httpx.post(url + INFER, content=secret, headers=bearer("a-wrong-key-0123456789")).status_code == 401
         RewardClient(server.grpc_url or "", credentials=Credentials(api_key=SCORE)).score(texts=[secret])
     kinds = [span.facts.get("error.type") for span in collector.spans() if span.kind == SERVER]
-    assert kinds == [None, "InvalidRequest", "UnknownModel", "RouteNotFound", "Unauthenticated", None]
+    assert kinds == [None, "InvalidRequest", "UnknownModel", "RouteNotFound", None]
     sent = b"".join(collector.bodies)
     for text in (secret, SCORE, "a-wrong-key", "a-guessed", "scorer"):
         assert text.encode() not in sent
     unknown, nowhere = collector.spans("POST")[2:4]
     assert unknown.facts["guerdon.model"] == "unknown"
     assert nowhere.name == "POST"
+
+
+def test_without_a_key_that_is_known_nothing_is_traced(collector: Collector, tmp_path: Path) -> None:
+    """A refused request of one that is known is: as its role does not allow it, over both transports."""
+    config = keyed(tmp_path, traces=collector.url)
+    load = "/v2/repository/models/reward_model/load"
+    foreign = bearer(SCORE) | {"Origin": "http://elsewhere.example"}
+    with RunningServer(EchoService(config), config) as server:
+        for headers, status in (({}, 401), (bearer("a-wrong-key-0123456789"), 401), (foreign, 403)):
+            told = httpx.post(server.http_url + INFER, content=body_of([[1]]), headers=headers | SAMPLED)
+            assert told.status_code == status
+        assert httpx.post(server.http_url + load, headers=bearer(SCORE) | SAMPLED).status_code == 403
+        netloc = (server.grpc_url or "").removeprefix("grpc://")
+        with tritonclient.grpc.InferenceServerClient(netloc) as triton:
+            for headers, why in (
+                ({}, "needs a key"),
+                (bearer("a-wrong-key-0123456789"), "not one"),
+                (bearer(SCORE), "role"),
+            ):
+                with pytest.raises(tritonclient.grpc.InferenceServerException, match=why):
+                    triton.load_model("reward_model", headers={name.lower(): key for name, key in headers.items()})
+    traced = [(span.facts["error.type"], span.name) for span in collector.spans() if span.kind == SERVER]
+    assert traced == [
+        ("Forbidden", "POST /v2/repository/models/{name}/load"),
+        ("Forbidden", "inference.GRPCInferenceService/RepositoryModelLoad"),
+    ]
 
 
 def test_what_only_asks_has_no_span(collector: Collector) -> None:

@@ -282,6 +282,8 @@ def check(settings: Any, where: str = "") -> None:
         if settings.traces is not None:
             tracing.check_endpoint(settings.traces)
         _check_names(settings)
+        if settings.dashboard_samples and not settings.dashboard:
+            raise ConfigError("dashboard_samples is on, and there is no page", "leave out one of the two")
         if settings.fsdp and settings.critic is None:
             raise ConfigError(
                 "fsdp is on, and there is no critic: it shards what is trained",

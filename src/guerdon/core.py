@@ -140,8 +140,8 @@ class ScoreRequest:
 class ScoreReply:
     """The answer to a `ScoreRequest`: one `Score`, or the error that befell it, for each sample in order.
 
-    `lengths` are the samples' token counts. Times are in seconds: `queue_s` until the last of the samples
-    was taken up, `compute_s` the sum of the batches that held some of them.
+    `lengths` are the samples' token counts. Times are in seconds: `queue_s` from when it was asked for until the last
+    of the samples was taken up, tokenising included; `compute_s` the sum of the batches that held some of them.
     """
 
     results: list[Score | GuerdonError]
@@ -278,7 +278,8 @@ class ModelInfo:
     `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `step_rule` tells where steps end,
-    and how their rewards make the whole's. `vocabulary` is a digest of the tokenizer's tokens and their ids.
+    and how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
+    none. `vocabulary` is a digest of the tokenizer's tokens and their ids.
     """
 
     name: str
@@ -300,6 +301,7 @@ class ModelInfo:
     why: str = ""
     source: str = ""
     step_rule: str = ""
+    step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
 
 

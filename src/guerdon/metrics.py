@@ -47,13 +47,15 @@ TABLE: dict[str, Definition] = {
                                           "a wrong key); only where there are keys.", ("client", "outcome")),
     "guerdon_sequences": Definition("traffic", Counter, "Sequences answered, by outcome: ok or failed.",
                                     ("model", "outcome")),
-    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of accepted sequences.", _M),
+    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of the sequences accepted, of requests "
+                                          "that were answered.", _M),
     "guerdon_computed_tokens": Definition("shared prompts", Counter, "Tokens computed, as the scheduler estimates "
                                           "them: of a beginning that several share in a batch, once.", _M),
-    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From a request's arrival to its answer, "
-                                                      "however it ends.", _M, SECONDS),
-    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From a request's arrival until its last "
-                                                     "sequence was taken up.", _M, SECONDS),
+    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From when a request's head was there to "
+                                                      "its answer, however it ends.", _M, SECONDS),
+    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From when a request was read and decoded "
+                                                     "until its last sequence was taken up; tokenising is in it.", _M,
+                                                     SECONDS),
     "guerdon_request_inference_time_seconds": Definition("latency", Histogram, "Sum of the batches that held some of a "
                                                          "request's sequences.", _M, SECONDS),
     "guerdon_batch_seconds": Definition("batches", Histogram, "Time of one batch.", _M, SECONDS),
@@ -126,7 +128,7 @@ class Metrics:
         self._calls = _Calls(self._metrics)
         self._others: list[Callable[[], str]] = []
         self.answered_s: dict[str, float] = {}
-        """Seconds from arrival to answer of all requests that ended well, by model."""
+        """Seconds from head to answer of all requests that ended well, by model."""
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Adds to a counter."""

@@ -10,7 +10,7 @@ import pytest
 
 from guerdon.bench import table
 from guerdon.bench.counters import Work, parsed, work
-from guerdon.bench.driving import Answer
+from guerdon.bench.driving import NOT_SENT, Answer
 from guerdon.bench.summary import bounded, summarised
 from guerdon.metrics import Metrics
 
@@ -49,7 +49,7 @@ def test_nothing_is_told_of_a_server_that_was_started_again_or_counts_nothing() 
 def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
     lost = Answer(0.0, 9.0, 8, 80, 8, error="Overloaded", text="the queue is full")
     partly = dataclasses.replace(GOOD, num_failed=2, error="SampleFailed", text="not finite")
-    summary = summarised([GOOD, partly, lost], None, 1.0)
+    summary = summarised([GOOD, partly, lost], None, 0.5)
     assert (summary.requests, summary.answered, summary.sequences, summary.failed_sequences) == (3, 2, 14, 10)
     assert summary.seconds == 9.0 and summary.sequences_per_s == pytest.approx(14 / 9)
     assert summary.latency is not None and summary.latency.max == 500
@@ -74,5 +74,40 @@ def test_times_that_a_server_does_not_tell_are_absent() -> None:
 
 def test_a_client_at_its_limit_says_so() -> None:
     assert not list(table.notes(summarised([GOOD], None, 0.1)))
-    (note,) = table.notes(summarised([GOOD], None, 0.49))
+    (note,) = table.notes(summarised([GOOD], None, 0.98))
     assert "0.98 cores" in note
+
+
+def sent(late_s: float, seconds: float, count: int = 11) -> list[Answer]:
+    """Answers to requests that were due ten a second, of which the last was sent so late and took so long."""
+    return [
+        dataclasses.replace(GOOD, sent_s=i / 10, late_s=late_s * i / (count - 1), seconds=seconds) for i in range(count)
+    ]
+
+
+def test_the_clients_own_delay_is_told_apart_from_the_servers_latency() -> None:
+    summary = summarised(sent(late_s=1.0, seconds=1.5), None, 0.3, rate=10.0)
+    assert summary.late is not None and summary.late.max == 1000
+    assert summary.sent_per_s == pytest.approx(10 / 2), "ten more in two seconds, which should have been one"
+    (note,) = table.notes(summary)
+    assert "could not keep up with 10 requests a second" in note and "1.00 s after they were due, 5.0 a second" in note
+    told = table.written(summary, "", "", io.StringIO())
+    assert "client's delay" in told and "10 were asked for" in told
+    assert summary.as_json()["late_ms"]["max"] == 1000 and summary.as_json()["sent_per_s"] == pytest.approx(5)
+
+
+@pytest.mark.parametrize(("late_s", "seconds"), [(0.005, 0.006), (0.05, 1.0), (0.0, 1.0)])
+def test_a_delay_that_changes_nothing_is_no_note(late_s: float, seconds: float) -> None:
+    assert not list(table.notes(summarised(sent(late_s, seconds), None, 0.3, rate=10.0)))
+
+
+def test_without_a_rate_nothing_is_due_and_nothing_late() -> None:
+    summary = summarised(sent(late_s=1.0, seconds=1.5), None, 0.3)
+    assert summary.late is None and summary.sent_per_s is None and not list(table.notes(summary))
+    assert "delay" not in table.written(summary, "", "", io.StringIO())
+
+
+def test_what_was_not_sent_is_in_no_rate_and_no_delay() -> None:
+    left_out = [Answer(9.0, 0.0, 1, None, 1, error=NOT_SENT, text="")]
+    summary = summarised(sent(late_s=0.0, seconds=0.5) + left_out, None, 0.3, rate=10.0)
+    assert summary.sent_per_s == pytest.approx(10) and summary.requests == 12

@@ -52,6 +52,14 @@ def test_no_sequence_is_longer_than_it_may_be(longest: int) -> None:
     assert len(load.longest().samples["tokens"][0]) == longest
 
 
+def test_the_sequences_of_a_request_are_known_before_it_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "p ", "responses": ["a", "b"]}\n{"text": "alone"}\n')
+    for load in (RandomTexts(SHAPE, 0), RandomTokens(SHAPE, 0, 9), FromFile(file, False, TAKES_TEXT)):
+        for index in range(3):
+            assert load.num_sequences(index) == load.request(index).num_sequences
+
+
 def test_texts_are_about_as_long_as_their_tokens() -> None:
     load = RandomTexts(Shape(100, 100, 8, 0.0, 400), 0)
     (length,) = {len(text) for text in load.request(12).samples["texts"]}

@@ -22,12 +22,13 @@ import served
 import zoo
 from bench import bench_scorers
 from guerdon.assembly import build_service
-from guerdon.bench import command
+from guerdon.bench import command, table
 from guerdon.bench.driving import NOT_SENT, Answer, Driver, Extent
-from guerdon.bench.load import RandomTokens, Shape
+from guerdon.bench.load import Load, RandomTokens, Request, Shape
+from guerdon.bench.summary import summarised
 from guerdon.client.clients import AsyncRewardClient
 from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
-from guerdon.errors import StartError
+from guerdon.errors import StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
 from processes import environment
 from server.keys import SCORE, keyed
@@ -157,13 +158,62 @@ def test_what_cannot_start_says_what_to_do(server, tmp_path):
         ((server.http_url, "--data", str(tmp_path / "none.jsonl")), "cannot read"),
         ((server.http_url, "--plot", "out.pdf"), "is no PNG"),
         ((server.http_url, "--plot", missing), "there is no folder"),
+        ((server.http_url, "--json", str(tmp_path)), "is a folder"),
+        ((server.http_url, "--json", "/proc/none.json"), "cannot write /proc/none.json: "),
+        (("ftp://127.0.0.1:1",), "is not one: give http"),
+        (("http://127.0.0.1:99999",), "Port out of range"),
+        ((server.http_url, "--template"), "--data is not"),
+        ((server.http_url, "--vocab-size", "9"), "is sent text"),
+        ((server.http_url, "--data", "x", "--responses", "2", "--spread", "0"), "--responses, --spread are of"),
+        ((server.http_url, "--data", "x", "--seed", "1"), "--seed is of the random load"),
     ):
         with pytest.raises(StartError, match=what) as e:
             bench(*argv)
         assert e.value.help
 
 
-@pytest.mark.parametrize("flags", [("--rate", "0"), ("--requests", "0"), ("--seconds", "nan"), ("--spread", "-1")])
+def test_files_are_tried_before_the_load_and_left_as_they_were(tmp_path):
+    """No server is there: what is told is of the files, or that."""
+    new, old, nowhere = tmp_path / "new.json", tmp_path / "old.json", f"http://127.0.0.1:{served.free_port()}"
+    old.write_text("before")
+    for file in (new, old):
+        with pytest.raises(StartError, match="cannot connect"):
+            bench(nowhere, "--wait-s", "0", "--json", str(file))
+    assert not new.exists() and old.read_text() == "before"
+    with pytest.raises(StartError, match="is a folder"):
+        bench(nowhere, "--wait-s", "0", "--json", str(tmp_path))
+
+
+def test_a_file_that_cannot_be_written_is_named(server, capsys):
+    with pytest.raises(StorageFailed, match="cannot write /dev/full: No space left"):
+        bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "/dev/full")
+    assert "sequences/s" in capsys.readouterr().out, "the table is not lost with it"
+
+
+def test_a_seed_goes_with_rows_that_come_at_random_times(server, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "alone"}\n')
+    argv = ("--data", str(rows), "--rate", "50", "--seed", str(2**63 - 1), "--requests", "4")
+    status, out = told(tmp_path, server.http_url, *argv)
+    assert status == 0 and out["load"]["seed"] == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rate", "0"),
+        ("--requests", "0"),
+        ("--seconds", "nan"),
+        ("--spread", "-1"),
+        ("--spread", "11"),
+        ("--seed", str(2**63)),
+        ("--prompt-tokens", "1e12"),
+        ("--responses", "1000000"),
+        ("--max-length", "1" + "0" * 9),
+        ("--timeout-s", "1e300"),
+        ("--requests", "1" + "0" * 5000),
+    ],
+)
 def test_numbers_that_mean_nothing_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
         bench("http://127.0.0.1:1", *flags)
@@ -175,8 +225,9 @@ def test_a_key_comes_as_every_clients_does_and_is_never_told(tmp_path, monkeypat
     monkeypatch.delenv("GUERDON_API_KEY", raising=False)
     with RunningServer(build_service(config), config) as running:
         url, few = running.http_url, (*SHORT, "--requests", "3")
-        with pytest.raises(StartError, match="key"):
+        with pytest.raises(StartError, match="key") as refused:
             bench(url, *few)
+        assert "GUERDON_API_KEY" in refused.value.help
         in_url = url.replace("http://", f"http://x:{SCORE}@")
         status, out = told(tmp_path, in_url, *few)
         assert status == 0 and out["work"] is not None, "the metrics were read with it"
@@ -185,13 +236,23 @@ def test_a_key_comes_as_every_clients_does_and_is_never_told(tmp_path, monkeypat
     assert SCORE not in capsys.readouterr().out + json.dumps(out)
 
 
-def driven(url: str, model: str, rate: float | None, requests: int, max_open: int = 1024) -> list[Answer]:
+class SlowToMake(RandomTokens):
+    """A load that keeps the client from sending."""
+
+    def request(self, index: int) -> Request:
+        time.sleep(0.02)
+        return super().request(index)
+
+
+def driven(
+    url: str, model: str, rate: float | None, requests: int, max_open: int = 1024, kind: type[Load] = RandomTokens
+) -> list[Answer]:
     """The answers of a load of single sequences, open with a rate and one at a time without."""
 
     async def drive() -> list[Answer]:
         answers: list[Answer] = []
         async with AsyncRewardClient(url, model, max_in_flight=1 << 20) as client:
-            driver = Driver(client, RandomTokens(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answers.append, max_open)
+            driver = Driver(client, kind(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answers.append, max_open)
             if rate is None:
                 await driver.closed(1, Extent(None, requests))
             else:
@@ -213,6 +274,38 @@ def test_a_rate_does_not_wait_for_answers(server):
 def test_a_rate_is_kept_on_average(server):
     answers = driven(server.http_url, "lengths", 200.0, 200)
     assert max(answer.sent_s for answer in answers) == pytest.approx(1.0, rel=0.35)
+
+
+def test_a_client_that_cannot_keep_up_says_so(server):
+    answers = driven(server.http_url, "lengths", 1000.0, 40, kind=SlowToMake)
+    assert answers[-1].late_s > 0.5 and all(answer.late_s <= answer.seconds for answer in answers)
+    summary = summarised(answers, None, 0.0, rate=1000.0)
+    assert summary.sent_per_s is not None and summary.sent_per_s < 60
+    assert any("could not keep up" in note for note in table.notes(summary))
+    at_leisure = driven(server.http_url, "slow", 20.0, 6)
+    assert max(answer.late_s for answer in at_leisure) < 0.1 < bench_scorers.SLOW_S <= at_leisure[0].seconds
+    assert all(answer.late_s == 0 for answer in driven(server.http_url, "lengths", None, 3, kind=SlowToMake))
+
+
+def test_waiting_for_the_last_answers_is_no_idleness(server):
+    """The one request is made for 0.2 s and answered after 0.25 s: the client was busy while it sent."""
+
+    async def drive() -> float:
+        async with AsyncRewardClient(server.http_url, "slow") as client:
+            await client.info()
+            driver = Driver(client, Busy(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, lambda _: None)
+            await driver.open(5.0, Extent(None, 1), 0)
+            return driver.cores
+
+    class Busy(RandomTokens):
+        def request(self, index: int) -> Request:
+            ends = time.process_time() + 0.2
+            while time.process_time() < ends:
+                pass
+            return super().request(index)
+
+    busy = [asyncio.run(drive()) for _ in range(2)]
+    assert max(busy) > 0.5, "0.2 of 0.45 s where the wait is counted"
 
 
 def test_what_is_due_while_too_many_wait_is_not_sent(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,18 @@ def until(page: Any, holds: str) -> None:
     while not page.evaluate(holds):
         assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s: {holds}"
         page.wait_for_timeout(100)
+
+
+def alter(page: Any, change: Callable[[dict[str, Any]], None]) -> None:
+    """From now on the page gets the server's snapshots as `change` leaves them."""
+
+    def answer(route: Any) -> None:
+        fetched = route.fetch()
+        told = fetched.json()
+        change(told)
+        route.fulfill(status=fetched.status, content_type="application/json", body=json.dumps(told))
+
+    page.route("**/dashboard/snapshot*", answer)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +81,16 @@ def visit(chromium: Any) -> Iterator[Visit]:
             if message.type in ("error", "warning") and not any(text in message.text for text in expected):
                 wrong.append(f"{message.type}: {message.text}")
 
+        def failed(error: Any) -> None:
+            if not any(text in str(error) for text in expected):
+                wrong.append(str(error))
+
         def asked(request: Any) -> None:
             if not request.url.startswith((origin, "data:")):
                 wrong.append(f"asked {request.url}")
 
         page.on("console", said)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("pageerror", failed)
         page.on("request", asked)
         page.set_default_timeout(PATIENCE_S * 1000)
         prepare(page)

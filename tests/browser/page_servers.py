@@ -7,15 +7,17 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 import served
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
 
 MARKUP = '<img src=x onerror="window.wasRun = true"><script>window.wasRun = true</script><b>bold</b>'
@@ -59,9 +61,16 @@ def settings(folder: Path | None, **others: Any) -> ServerConfig:
     return ServerConfig(**{"port": 0, "grpc_port": None, "models": models, **others})
 
 
-def critic_settings(folder: Path) -> ServerConfig:
+def total() -> RewardConfig:
+    """A sum of two of the functions, by the name `total`."""
+    return RewardConfig(name="total", components=[ComponentConfig(model="fair"), ComponentConfig(model="marked")])
+
+
+def critic_settings(folder: Path, *, is_alone: bool = False) -> ServerConfig:
+    """A critic, which gives rewards as well where it is not alone."""
     model = str(served.reward_model(folder / "rm"))
-    critic = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "checkpoints"))
+    critic = CriticConfig(model=model, checkpoint_dir=str(folder / "checkpoints"))
+    critic.reward_model = None if is_alone else model
     critic.global_batch_size, critic.learning_rate = 4, 1e-3
     return ServerConfig(port=0, grpc_port=None, critic=critic)
 
@@ -77,6 +86,44 @@ def train_rows(rng: np.random.Generator, count: int) -> dict[str, list[np.ndarra
     rows = [rng.integers(4, 300, size=12) for _ in range(count)]
     floats = [np.ones(11, np.float32) for _ in rows]
     return {"tokens": rows, "returns": floats, "prev_values": [0 * row for row in floats], "mask": floats}
+
+
+@contextmanager
+def under_a_prefix(origin: str, prefix: str) -> Iterator[str]:
+    """The URL of a proxy that has the server of that origin under the prefix alone."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def pass_on(self) -> None:
+            if not self.path.startswith(prefix + "/"):
+                self.send_error(404)
+                return
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            kind = {"content-type": self.headers.get("content-type", "text/plain"), "accept-encoding": "identity"}
+            answer = client.request(self.command, self.path.removeprefix(prefix), content=body, headers=kind)
+            self.send_response(answer.status_code)
+            for name in ("content-type", "content-security-policy"):
+                if name in answer.headers:
+                    self.send_header(name, answer.headers[name])
+            self.send_header("content-length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = pass_on
+
+        def log_message(self, *args: Any) -> None:
+            """Tests say what they have to say."""
+
+    client = httpx.Client(base_url=origin)
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=proxy.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_address[1]}{prefix}/"
+    finally:
+        proxy.shutdown()
+        thread.join()
+        proxy.server_close()
+        client.close()
 
 
 @contextmanager

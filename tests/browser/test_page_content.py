@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from browser.conftest import PHONE, WIDE, Visit, until
-from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, train_rows
+from browser.conftest import PHONE, WIDE, Visit, alter, until
+from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, total, train_rows
 from guerdon.client import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
 
@@ -21,8 +21,23 @@ MODELS = ("reward_model", "longwinded", "fair")
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small checkpoint and of functions under a live load, which keeps samples."""
-    config = settings(tmp_path_factory.mktemp("page"), dashboard_samples=True)
+    config = settings(tmp_path_factory.mktemp("page"), dashboard_samples=True, rewards=[total()])
     with running(config) as server, load(server.http_url, *MODELS):
+        yield server.http_url
+
+
+@pytest.fixture(scope="module")
+def lone_critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A critic without a reward model that went back to a checkpoint: its steps are 1, 2, 3, 4 and 3."""
+    with running(critic_settings(tmp_path_factory.mktemp("lone"), is_alone=True)) as server:
+        with CriticClient(server.http_url) as client:
+            for i in range(5):
+                if i == 2:
+                    saved = client.save()
+                if i == 4:
+                    assert saved is not None
+                    client.load(saved.name)
+                client.train(**train_rows(np.random.default_rng(i), 4)).result()
         yield server.http_url
 
 
@@ -40,7 +55,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def drawn(page: Any, within: str) -> int:
     """The marks of the charts in there; none of them may stand at a place that is no number."""
     assert page.locator("[d*=NaN], [x*=NaN], [y*=NaN], [cx*=NaN], [cy*=NaN], [height*=NaN], [x*=Infinity]").count() == 0
-    return page.locator(f"{within} svg[role=img] :is(rect, circle, path.line)").count()
+    return page.locator(f"{within} svg[role=application] :is(rect, circle, path.line)").count()
 
 
 def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
@@ -57,8 +72,67 @@ def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
         assert fact in about
 
 
+def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=reward_model")
+    times = {
+        tile: page.locator(f"#tile-{tile} h2 small").inner_text()
+        for tile in ("requests", "tokens", "queue", "latency", "saved")
+    }
+    assert times["requests"] == times["tokens"] != times["latency"]
+    assert re.match(r"last \d+\ss$", times["requests"])
+    assert (times["latency"], times["saved"]) == ("last 15\u00a0min", "last 15\u00a0min")
+    assert times["queue"] == "now"
+    assert "since the start" in page.locator("#tile-requests .under").inner_text()
+    legend = page.locator("#traffic .card", has_text="Requests").first.locator(".legend").inner_text()
+    assert re.match(r"all\s*[\d.]+\s*failed", legend)
+
+
+def test_padding_is_not_called_saving(url: str, visit: Visit) -> None:
+    def pad(told: dict[str, Any]) -> None:
+        lines = told["series"]["models"]["reward_model"]
+        lines["computed_tokens_per_s"] = [v and 1.5 * v for v in lines["received_tokens_per_s"]]
+
+    page = visit(f"{url}/?model=reward_model", prepare=lambda page: alter(page, pad))
+    until(page, "document.querySelector('#tile-saved .value').innerText === '−50%'")
+    assert re.match(r"[\d.]+k? tokens of padding", page.locator("#tile-saved .under").inner_text())
+
+
+def test_only_the_chosen_models_series_are_asked_for(url: str, visit: Visit) -> None:
+    asked: list[str] = []
+
+    def listen(page: Any) -> None:
+        page.on("request", lambda request: asked.append(request.url))
+
+    page = visit(f"{url}/?model=reward_model", prepare=listen)
+    assert all("model=reward_model" in one for one in asked if "snapshot" in one)
+    page.select_option("#model", "longwinded")
+    until(page, "!document.querySelector('main').hasAttribute('aria-busy')")
+    page.wait_for_selector("text=Length predicts the reward")
+    assert "model=longwinded" in [one for one in asked if "snapshot" in one][-1]
+
+
+def test_other_weights_are_a_line_over_the_rewards(url: str, visit: Visit) -> None:
+    def swap(told: dict[str, Any]) -> None:
+        now = told["server"]["now"]
+        told["rewards"]["fair"]["versions"] = [
+            {"time": now - 9000, "version": "long-gone"},
+            {"time": now - 12, "version": "0123456789abcdef0123"},
+        ]
+
+    page = visit(f"{url}/?model=fair", prepare=lambda page: alter(page, swap))
+    until(page, "document.querySelectorAll('line.swap').length === 1")
+    assert "weights changed" in page.locator("#rewards .legend").first.inner_text()
+    page.get_by_role("application", name="Rewards over time").focus()
+    read: list[str] = []
+    for key in ("End", "ArrowLeft", "ArrowLeft"):
+        page.keyboard.press(key)
+        read.append(page.locator("#rewards [role=status]").first.text_content())
+    assert any("new weights 0123456789abcdef" in text for text in read), read
+    assert all("median" in text for text in read if "rewards 0" not in text), "the read-out is said as well"
+
+
 def test_the_numbers_go_on(url: str, visit: Visit) -> None:
-    page = visit(url)
+    page = visit(f"{url}/?model=reward_model")
     requests = page.locator("#tile-requests .under")
     before = requests.inner_text()
     until(page, f"document.querySelector('#tile-requests .under').innerText !== {json.dumps(before)}")
@@ -98,6 +172,7 @@ def test_this_window_can_be_kept_as_the_reference(url: str, visit: Visit) -> Non
     page.click("#keep")
     until(page, "document.querySelector('#reference').value.includes('-')")
     until(page, "document.querySelector('#rewards').innerText.includes('As in the reference')")
+    page.wait_for_selector("text=part of the reference lies in this window")
 
 
 def test_the_best_and_the_worst_are_shown_as_text(url: str, visit: Visit) -> None:
@@ -110,6 +185,18 @@ def test_the_best_and_the_worst_are_shown_as_text(url: str, visit: Visit) -> Non
     assert MARKUP in best.inner_text()
     assert best.locator("img, script").count() == 0
     assert page.evaluate("window.wasRun") is None
+
+
+def test_a_sums_samples_have_their_parts(url: str, visit: Visit) -> None:
+    with RewardClient(url, model="total") as client:
+        client.score(texts=["<<<<<<<<<<<< a", "b"])
+    page = visit(f"{url}/?model=total")
+    page.click("text=Show samples of this window")
+    best = page.locator("#samples ol").first
+    best.wait_for()
+    facts = best.locator(".facts").first.inner_text()
+    assert re.search(r"fair .?\d\.\d\d · marked 12\.00", facts)
+    assert " about " in facts, "functions that read text have no tokens to count"
 
 
 def test_responses_are_tried(url: str, visit: Visit) -> None:
@@ -179,6 +266,26 @@ def test_each_token_of_a_critic_has_its_value(critic: RunningServer, visit: Visi
     assert re.search(r"Token 1, “.*”: .?\d", page.locator(".told").inner_text())
 
 
+def test_a_critic_that_went_back_to_a_checkpoint(lone_critic: str, visit: Visit) -> None:
+    page = visit(lone_critic)
+    line = "document.querySelector('#critic svg path.line')"
+    until(page, f"{line}?.getAttribute('d')")
+    path, width = page.evaluate(f"[{line}.getAttribute('d'), {line}.ownerSVGElement.clientWidth]")
+    xs = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", path)]
+    assert len(xs) == 5
+    assert path.count("M") == 2, "the line is broken where the steps go back"
+    assert max(xs) <= width
+    assert xs[4] == xs[2]
+
+
+def test_a_critic_alone_promises_no_rewards(lone_critic: str, visit: Visit) -> None:
+    page = visit(lone_critic)
+    assert page.locator("#verdict h1").inner_text() == "Healthy"
+    assert "the critic is being trained" in page.locator("#verdict p").inner_text()
+    assert not page.locator("#rewards").is_visible()
+    assert not page.locator("nav a[href='#rewards']").is_visible()
+
+
 def test_a_server_without_a_critic_shows_none(url: str, visit: Visit) -> None:
     page = visit(url)
     assert not page.locator("#critic").is_visible()
@@ -199,7 +306,7 @@ def test_nothing_is_wider_than_the_screen(size: tuple[int, int], scheme: str, ur
 def test_what_the_pointer_and_the_arrow_keys_read(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=fair")
     until(page, "document.querySelectorAll('.cells rect').length > 0")
-    heat = page.get_by_role("img", name="Rewards over time")
+    heat = page.get_by_role("application", name="Rewards over time")
     heat.focus()
     page.keyboard.press("End")
     read_out = page.locator("#rewards .readout").first
@@ -207,6 +314,6 @@ def test_what_the_pointer_and_the_arrow_keys_read(url: str, visit: Visit) -> Non
     assert "median" in read_out.inner_text()
     page.keyboard.press("Escape")
     assert not read_out.is_visible()
-    page.get_by_role("img", name=re.compile("^Requests")).hover()
+    page.get_by_role("application", name=re.compile("^Requests")).hover()
     page.wait_for_selector("#traffic .readout:visible")
     assert page.locator("#traffic .crosshair").count() >= 4, "the charts over time share their cursor"

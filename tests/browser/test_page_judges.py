@@ -25,9 +25,18 @@ def call(page: Any, module: str, function: str, *args: Any) -> Any:
     )
 
 
-def drift(ks: float, shift: float, now: tuple[int, float], before: tuple[int, float] | None) -> dict[str, Any]:
+def drift(
+    ks: float,
+    shift: float,
+    now: tuple[int, float],
+    before: tuple[int, float] | None,
+    num_drawn: int | None = None,
+) -> dict[str, Any]:
     def side(part: tuple[int, float] | None) -> dict[str, Any] | None:
-        return None if part is None else {"count": part[0], "mean": 0.0, "std": part[1], "from": 0, "to": 1}
+        if part is None:
+            return None
+        drawn = part[0] if num_drawn is None else num_drawn
+        return {"count": part[0], "mean": 0.0, "std": part[1], "from": 0, "to": 1, "num_drawn": drawn}
 
     return {"ks": ks, "shift": shift, "window": side(now), "reference": side(before)}
 
@@ -39,6 +48,16 @@ def drift(ks: float, shift: float, now: tuple[int, float], before: tuple[int, fl
         (drift(0.31, -0.8, (5000, 1), (5000, 1)), "apart", "Shifted by −0.8 standard deviations, KS 0.31"),
         (drift(0.03, 0.05, (5000, 1), (5000, 1)), "same", "As in the reference: +0.1 standard deviations, KS 0.03"),
         (drift(0.2, 0.0, (5000, 1), (5000, 1)), "apart", "Another shape: +0.0 standard deviations, KS 0.20"),
+        (
+            drift(0.14, 0.0, (20_000, 1), (20_000, 1), num_drawn=256),
+            "same",
+            "As in the reference: +0.0 standard deviations, KS 0.14",
+        ),
+        (
+            drift(0.14, 0.0, (20_000, 1), (20_000, 1), num_drawn=2560),
+            "apart",
+            "Another shape: +0.0 standard deviations, KS 0.14",
+        ),
         (drift(0.2, 0.2, (60, 1), (60, 1)), "same", "As in the reference: +0.2 standard deviations, KS 0.20"),
         (
             drift(0.4, 0.1, (900, 0.1), (900, 1)),
@@ -48,10 +67,32 @@ def drift(ks: float, shift: float, now: tuple[int, float], before: tuple[int, fl
         (drift(0.9, 3.0, (49, 1), (900, 1)), "none", "Too few rewards to compare (49 of 50)"),
         (drift(0.9, 3.0, (900, 1), None), "none", "Nothing to compare with yet"),
     ],
-    ids=["up", "down", "same", "shape", "by chance", "constant", "few", "alone"],
+    ids=["up", "down", "same", "shape", "few drawn", "many drawn", "by chance", "constant", "few", "alone"],
 )
 def test_drift_in_words(told: dict[str, Any], level: str, text: str, page: Any) -> None:
     assert call(page, "health", "driftOf", told) == {"level": level, "text": text}
+
+
+DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    ("reference", "window_s", "started", "text"),
+    [
+        ("previous", 900, 10 * DAY - 60, "Nothing to compare with yet"),
+        ("previous", 900, 0, "Nothing to compare with yet"),
+        ("previous", DAY, 0, "The reference is gone: rewards are kept for a day"),
+        ("start", 900, 0, "Nothing to compare with yet"),
+        (f"0-{9 * DAY - 1}", 900, 0, "The reference is gone: rewards are kept for a day"),
+        (f"0-{10 * DAY - 600}", 900, 10 * DAY - 60, "The reference is gone: it is from before the server's start"),
+        (f"0-{10 * DAY - 600}", 900, 10 * DAY - 6000, "No rewards came in the reference"),
+    ],
+)
+def test_why_there_is_nothing_to_compare_with(
+    reference: str, window_s: int, started: int, text: str, page: Any
+) -> None:
+    told = call(page, "health", "absence", reference, window_s, {"now": 10 * DAY, "started": started})
+    assert told == text
 
 
 @pytest.mark.parametrize(
@@ -73,14 +114,17 @@ def test_length_in_words(spearman: float | None, count: int, level: str, begins:
 
 def snapshot(**changes: Any) -> dict[str, Any]:
     lines = {"requests_per_s": [1.0] * 10, "errors_per_s": [0.0] * 10, "sequences_per_s": [8.0] * 10}
-    whole = {
+    whole: dict[str, Any] = {
         "server": {"is_ready": True, "why": ""},
         "models": [{"name": "m", "is_loaded": True}],
         "series": {"from": 0, "step_s": 10, "length": 10, "models": {"m": lines | changes.pop("lines", {})}},
-        "totals": {"m": {"sequences": {"ok": 800}, "rechecked": {}, "out_of_memory": 0} | changes.pop("totals", {})},
+        "totals": {"m": {"sequences": {"ok": 9e6, "failed": 1}, "rechecked": {"differs": 1}, "out_of_memory": 1}},
         "rewards": {},
         "critic": None,
     }
+    # What is from before the window stands in no verdict.
+    whole["totals"]["m"]["window"] = {"failed_sequences": 0, "out_of_memory": 0, "rechecked_differs": 0}
+    whole["totals"]["m"]["window"] |= changes.pop("window", {})
     return whole | changes
 
 
@@ -95,9 +139,9 @@ CRITIC = {"fault": None, "is_durable": True, "num_unsaved": 0, "step": 1, "repor
         ({"lines": {"errors_per_s": [0.05] * 10}}, "warn", "5.0% of requests fail"),
         ({"lines": {"errors_per_s": [0.2] * 10}}, "bad", "20% of requests fail"),
         ({"lines": {"queue_sequences": [800.0] * 10}}, "warn", "The queue is long"),
-        ({"totals": {"sequences": {"ok": 9, "failed": 1}}}, "warn", "1 sample without a score"),
-        ({"totals": {"rechecked": {"differs": 2}}}, "bad", "Scores differ from the plain forward"),
-        ({"totals": {"out_of_memory": 1}}, "warn", "Out of memory"),
+        ({"window": {"failed_sequences": 3}}, "warn", "3 samples without a score"),
+        ({"window": {"rechecked_differs": 2}}, "bad", "Scores differ from the plain forward"),
+        ({"window": {"out_of_memory": 1}}, "warn", "Out of memory"),
         ({"critic": CRITIC | {"fault": "the disk is full"}}, "bad", "The critic has a fault"),
         ({"critic": CRITIC | {"is_durable": False, "num_unsaved": 1}}, "warn", "The critic is not saved"),
         ({"critic": CRITIC | {"reports": {"explained_variance": [-0.5] * 20}}}, "warn", "The critic explains nothing"),
@@ -112,8 +156,14 @@ def test_nothing_is_to_be_looked_at_where_all_is_well(page: Any) -> None:
     assert call(page, "health", "findings", snapshot(), "m") == []
 
 
+def test_one_of_very_many_is_not_told(page: Any) -> None:
+    lines = {"sequences_per_s": [1e4] * 10}
+    whole = snapshot(lines=lines, window={"failed_sequences": 1})
+    assert call(page, "health", "findings", whole, "m") == []
+
+
 def test_the_worst_comes_first(page: Any) -> None:
-    whole = snapshot(server={"is_ready": False, "why": ""}, totals={"out_of_memory": 1})
+    whole = snapshot(server={"is_ready": False, "why": ""}, window={"out_of_memory": 1})
     assert [one["level"] for one in call(page, "health", "findings", whole, "m")] == ["bad", "warn"]
 
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 import served
-from browser.conftest import PHONE, Visit
-from browser.page_servers import running, settings
+from browser.conftest import PHONE, Visit, alter, until
+from browser.page_servers import running, settings, under_a_prefix
 from server.keys import KEYS, keyed
 
 NO_ANSWER = ("Failed to load resource",)
@@ -127,6 +127,78 @@ def test_a_refusal_says_what_the_server_says(idle: str, visit: Visit) -> None:
     assert "The server refuses: the URL has reference=9-1" in page.locator("#notice").inner_text()
 
 
+def test_an_answer_that_cannot_be_shown_is_told_and_the_next_is_asked_for(idle: str, visit: Visit) -> None:
+    is_strange = [False]
+
+    def change(told: dict[str, Any]) -> None:
+        if is_strange[0]:
+            told["models"][0]["outputs"] = None
+
+    page = visit(idle, expected=("Cannot read properties of null",), prepare=lambda page: alter(page, change))
+    is_strange[0] = True
+    page.wait_for_selector("body[data-state=broken]")
+    assert "cannot show what the server answers" in page.locator("#notice").inner_text()
+    assert page.title() == "Cannot be shown · guerdon"
+    is_strange[0] = False
+    page.wait_for_selector("body[data-state=live]")
+    assert not page.locator("#notice").is_visible()
+
+
+def test_a_server_of_another_version_has_the_page_loaded_again(idle: str, visit: Visit) -> None:
+    version = ["1.0"]
+    page = visit(idle, prepare=lambda page: alter(page, lambda told: told["server"].update(version=version[0])))
+    assert not page.locator("#notice").is_visible()
+    version[0] = "1.1"
+    page.wait_for_selector("text=The server is guerdon 1.1 now; this page came with 1.0.")
+    page.get_by_role("button", name="Load again").click()
+    page.wait_for_selector("body[data-state=live]")
+    assert not page.locator("#notice").is_visible()
+
+
+def test_a_verdict_is_said_when_it_changes_and_not_with_each_figure(idle: str, visit: Visit) -> None:
+    failing = [0.0]
+
+    def change(told: dict[str, Any]) -> None:
+        if failing[0]:
+            failing[0] += 0.01
+            for lines in told["series"]["models"].values():
+                lines["requests_per_s"] = [1.0] * told["series"]["length"]
+                lines["errors_per_s"] = [failing[0]] * told["series"]["length"]
+
+    page = visit(idle, prepare=lambda page: alter(page, change))
+    page.evaluate(
+        """() => {
+          window.said = [];
+          const node = document.querySelector("#said");
+          new MutationObserver(() => window.said.push(node.textContent)).observe(node, { childList: true });
+        }"""
+    )
+    assert page.locator("#said[role=status]").text_content() == "Ready, and idle"
+    failing[0] = 0.2
+    for percent in (21, 22, 23):
+        page.wait_for_selector(f"#verdict :text('{percent}% of requests fail')")
+    said = page.evaluate("window.said")
+    assert len(said) == 1
+    assert said[0].startswith("Something is wrong. 21% of requests fail")
+
+
+def test_it_works_under_the_prefix_of_a_proxy(idle: str, visit: Visit) -> None:
+    with under_a_prefix(idle, "/rewards/one") as url:
+        page = visit(url)
+        assert page.locator("#verdict h1").inner_text() == "Ready, and idle"
+        assert page.evaluate("document.querySelector('.mark img').naturalWidth") > 0
+        page.select_option("#try-model", "fair")
+        page.locator(".response textarea").first.fill("Is it?")
+        page.get_by_role("button", name="Score", exact=True).click()
+        page.wait_for_selector(".scored li")
+
+
+def test_a_model_that_is_not_served_gives_way_to_one_that_is(idle: str, visit: Visit) -> None:
+    page = visit(f"{idle}/?model=nowhere", expected=NO_ANSWER)
+    assert page.input_value("#model") == "longwinded"
+    until(page, "!document.querySelector('main').hasAttribute('aria-busy')")
+
+
 def test_the_theme_is_the_systems_until_one_is_chosen(idle: str, visit: Visit) -> None:
     page = visit(idle, color_scheme="dark", size=PHONE)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -194,7 +266,8 @@ def luminance(colour: str) -> float:
 def test_everything_that_is_pressed_or_filled_has_a_name(idle: str, visit: Visit) -> None:
     page = visit(idle)
     nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, select, textarea, input, a, svg[role=img]")].filter((node) =>
+        """() => [...document.querySelectorAll(
+          "button, select, textarea, input, a, svg[role=application]")].filter((node) =>
           !(node.getAttribute("aria-label") || node.textContent.trim() && node.matches("button, a")
             || [...(node.labels ?? [])].some((label) => label.textContent.trim()))).map((node) => node.outerHTML)"""
     )

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from guerdon import console
 from guerdon.access import without_key
-from guerdon.bench import counters, plot, table
+from guerdon.bench import checks, counters, plot, table
 from guerdon.bench.driving import Answer, Driver, Extent
 from guerdon.bench.fitting import fitted
-from guerdon.bench.flags import SECONDS, TIMES_MEAN, add
+from guerdon.bench.flags import MOST_TOKENS, SECONDS, TIMES_MEAN, add, defaults
 from guerdon.bench.load import FromFile, Load, Shape
 from guerdon.bench.progress import Bar
 from guerdon.bench.summary import Summary, bounded, summarised
-from guerdon.client.addresses import addresses
+from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.clients import AsyncRewardClient
 from guerdon.client.retry import RetryPolicy
-from guerdon.errors import ConfigError, GuerdonError, StartError, StorageFailed
+from guerdon.errors import GuerdonError, StartError, StorageFailed
 from guerdon.exits import Exit
 
 __all__ = ["add", "run"]
@@ -35,38 +36,35 @@ __all__ = ["add", "run"]
 
 def run(args: argparse.Namespace) -> int:
     """Runs the load; returns the exit status. Raises StartError where it cannot start."""
-    _check_files(args)
-    measured = asyncio.run(_measure(args))
+    checks.check_options(args)
+    checks.check_files(args)
+    servers = checks.servers(args.URL)
+    args = defaults(args)
+    measured = asyncio.run(_measure(args, servers))
     summary = measured.summary
     urls = [without_key(url) for url in args.URL]
     heading = f"guerdon bench: {args.model} at {', '.join(urls)}"
-    told = _json(args, measured, urls)
     if args.json == "-":
-        sys.stdout.write(told.decode())
+        sys.stdout.write(_json(args, measured, urls).decode())
     else:
         sys.stdout.write(table.written(summary, heading, measured.load, sys.stdout))
     sys.stdout.flush()
-    try:
-        if args.json and args.json != "-":
-            Path(args.json).write_bytes(told)
-        if args.plot:
+    if args.json and args.json != "-":
+        with _writing(args.json):
+            Path(args.json).write_bytes(_json(args, measured, urls))
+    if args.plot:
+        with _writing(args.plot):
             plot.save(measured.answers, summary, Path(args.plot), heading, measured.load)
-    except OSError as e:
-        raise StorageFailed(f"cannot write {e.filename}: {e.strerror}") from e
     return Exit.FAILED if summary.has_failed else Exit.DONE
 
 
-def _check_files(args: argparse.Namespace) -> None:
-    """Raises StartError where what is asked for cannot be written: before the load, not behind it."""
-    if args.plot:
-        if find_spec("matplotlib") is None:
-            raise StartError("matplotlib is not installed, which --plot needs", "pip install 'guerdon[plot]'")
-        if Path(args.plot).suffix.lower() != ".png":
-            raise ConfigError(f"--plot {args.plot} is no PNG", "give a name that ends in .png")
-    for path in filter(None, (args.json, args.plot)):
-        folder = Path(path).absolute().parent
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder} to write {Path(path).name} into", "make it first")
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """A context that raises StorageFailed, with the path, where the file cannot be written: an OSError may lack it."""
+    try:
+        yield
+    except OSError as e:
+        raise StorageFailed(f"cannot write {path}: {e.strerror}") from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,7 @@ class _Measured:
     load: str
 
 
-async def _measure(args: argparse.Namespace) -> _Measured:
-    servers = addresses(args.URL, None)
+async def _measure(args: argparse.Namespace, servers: list[Address]) -> _Measured:
     extent = Extent(args.seconds or (None if args.requests else SECONDS), args.requests)
     # What fails is told, and not tried again: a retry would hide it in a latency.
     policy = RetryPolicy(tries=1, timeout_s=args.timeout_s)
@@ -94,14 +91,13 @@ async def _measure(args: argparse.Namespace) -> _Measured:
         before = await asyncio.to_thread(counters.read, servers)
         with Bar(extent, args.no_progress) as bar:
             driver = Driver(client, load, args.timeout_s, bar.also(answers.append))
-            started, cpu_s = datetime.now(UTC), time.process_time()
+            started = datetime.now(UTC)
             if args.rate is not None:
                 await driver.open(args.rate, extent, args.seed, warmup)
             else:
                 await driver.closed(args.concurrency, extent, warmup)
-            cpu_s = time.process_time() - cpu_s
         after = await asyncio.to_thread(counters.read, servers)
-    summary = summarised(answers, counters.work(before, after, args.model), cpu_s)
+    summary = summarised(answers, counters.work(before, after, args.model), driver.cores, args.rate)
     summary.checks = bounded(summary, args.fail_p99_ms, args.fail_below)
     return _Measured(started, answers, summary, signature, shape, _told(args, load, shape))
 
@@ -113,7 +109,8 @@ async def _prepared(client: AsyncRewardClient, args: argparse.Namespace) -> tupl
         signature = await client.info()
         if args.data:
             return signature, FromFile(Path(args.data), args.template, signature), None
-        longest = args.max_length or math.ceil(TIMES_MEAN * (args.prompt_tokens + args.response_tokens))
+        longest = min(MOST_TOKENS, math.ceil(TIMES_MEAN * (args.prompt_tokens + args.response_tokens)))
+        longest = args.max_length or longest
         shape = Shape(args.prompt_tokens, args.response_tokens, args.responses, args.spread, longest)
         load, shape = await fitted(client, signature, shape, args.seed, args.vocab_size)
         return signature, load, shape
@@ -122,7 +119,7 @@ async def _prepared(client: AsyncRewardClient, args: argparse.Namespace) -> tupl
     except ImportError as e:  # gRPC is an extra
         raise StartError("grpc:// needs gRPC, which is not installed", "pip install 'guerdon[grpc]'") from e
     except GuerdonError as e:
-        raise StartError(str(e), "`guerdon doctor URL` tells what is there, and --model names one") from e
+        raise StartError(str(e), console.help_for(e)) from e
 
 
 def _told(args: argparse.Namespace, load: Load, shape: Shape | None) -> str:

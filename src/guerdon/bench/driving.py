@@ -24,8 +24,9 @@ _PAUSE_S = 0.1
 class Answer:
     """What came of one request: when it was sent, or due, after the first, and how long the answer took, in seconds.
 
-    `queue_s` and `compute_s` are the server's own times. `error` is the class of what the request ended with, or of
-    its first failed sample; `text` what it says.
+    `late_s` is how long after it was due this command came to send it, which is a part of `seconds`. `queue_s` and
+    `compute_s` are the server's own times. `error` is the class of what the request ended with, or of its first failed
+    sample; `text` what it says.
     """
 
     sent_s: float
@@ -33,6 +34,7 @@ class Answer:
     num_sequences: int
     num_tokens: int | None
     num_failed: int = 0
+    late_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
     weights_version: str = ""
@@ -70,22 +72,25 @@ class Driver:
     ) -> None:
         self._client, self._load, self._timeout_s, self._on_answer = client, load, timeout_s, on_answer
         self._max_open = max_open
-        self._started = 0.0
+        self._started = self._cpu_started = 0.0
         self._num_open = 0
+        self.cores = 0.0
+        """How many cores this process kept busy: with a rate while it sent, as to wait for the answers takes none."""
 
     async def closed(self, concurrency: int, extent: Extent, first: int = 0) -> None:
         """Keeps `concurrency` requests on their way, from number `first` on; returns with the last answer."""
-        self._started = time.perf_counter()
+        self._start()
         num_sent = 0
 
         async def one() -> None:
             nonlocal num_sent
             while extent.allows(num_sent, self._now()):
                 index, num_sent = num_sent, num_sent + 1
-                if (await self._ask(first + index, self._now())).error:
+                if (await self._ask(first + index)).error:
                     await asyncio.sleep(_PAUSE_S)
 
         await asyncio.gather(*(one() for _ in range(min(concurrency, extent.requests or concurrency))))
+        self._sent()
 
     async def open(self, rate: float, extent: Extent, seed: int, first: int = 0) -> None:
         """Sends `rate` requests a second on average, at random times (a Poisson process); returns with the last answer.
@@ -93,7 +98,7 @@ class Driver:
         A request's time counts from when it was due.
         """
         random = np.random.default_rng(seed)
-        self._started = time.perf_counter()
+        self._start()
         index, due_s = 0, 0.0
         async with asyncio.TaskGroup() as tasks:
             while extent.allows(index, due_s):
@@ -105,33 +110,44 @@ class Driver:
                 else:
                     self._on_answer(self._not_sent(first + index, due_s))
                 index, due_s = index + 1, due_s + float(random.exponential(1 / rate))
+            self._sent()
+
+    def _start(self) -> None:
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
+    def _sent(self) -> None:
+        self.cores = (time.process_time() - self._cpu_started) / self._now()
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
 
     def _not_sent(self, index: int, due_s: float) -> Answer:
-        request = self._load.request(index)
         text = f"{self._max_open} requests waited for their answers when it was due"
-        n = request.num_sequences
-        return Answer(due_s, 0.0, n, request.num_tokens, n, error=NOT_SENT, text=text)
+        n = self._load.num_sequences(index)  # the request itself is not made: there is no time for it
+        return Answer(due_s, 0.0, n, None, n, error=NOT_SENT, text=text)
 
-    async def _ask(self, index: int, sent_s: float) -> Answer:
+    async def _ask(self, index: int, due_s: float | None = None) -> Answer:
+        """Without `due_s` it is due once it is made."""
         self._num_open += 1
         request = self._load.request(index)
         n, num_tokens = request.num_sequences, request.num_tokens
+        now_s = self._now()
+        sent_s = now_s if due_s is None else due_s
+        late_s = now_s - sent_s
         try:
             scores = await self._client.score(**request.samples, timeout_s=self._timeout_s)
         except GuerdonError as e:
-            answer = Answer(sent_s, self._now() - sent_s, n, num_tokens, n, error=type(e).__name__, text=str(e))
+            kind, text = type(e).__name__, str(e)
+            answer = Answer(sent_s, self._now() - sent_s, n, num_tokens, n, late_s, error=kind, text=text)
         else:
-            answer = _of_scores(scores, sent_s, self._now() - sent_s, num_tokens)
+            answer = _of_scores(scores, sent_s, self._now() - sent_s, late_s, num_tokens)
         finally:
             self._num_open -= 1
         self._on_answer(answer)
         return answer
 
 
-def _of_scores(scores: Scores, sent_s: float, seconds: float, num_tokens: int | None) -> Answer:
+def _of_scores(scores: Scores, sent_s: float, seconds: float, late_s: float, num_tokens: int | None) -> Answer:
     failed = [error for error in scores.errors if error is not None]
     return Answer(
         sent_s=sent_s,
@@ -139,6 +155,7 @@ def _of_scores(scores: Scores, sent_s: float, seconds: float, num_tokens: int | 
         num_sequences=len(scores),
         num_tokens=num_tokens,
         num_failed=len(failed),
+        late_s=late_s,
         queue_s=scores.queue_s,
         compute_s=scores.compute_s,
         weights_version=scores.weights_version,

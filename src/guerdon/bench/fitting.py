@@ -10,7 +10,7 @@ import numpy as np
 from guerdon.bench.load import Load, RandomTexts, RandomTokens, Shape
 from guerdon.client.calls import ModelSignature
 from guerdon.client.clients import AsyncRewardClient
-from guerdon.errors import InvalidRequest, PayloadTooLarge, StartError
+from guerdon.errors import ConfigError, InvalidRequest, PayloadTooLarge, StartError
 
 _MOST_IDS = 32_768
 """Tried first; more different ones would make no difference."""
@@ -25,7 +25,8 @@ async def fitted(
     Raises StartError where nothing is accepted, and the GuerdonError of a server that fails.
     """
     if "sentences" in signature.inputs:
-        vocab_size = None
+        if vocab_size is not None:
+            raise ConfigError(f"--vocab-size is given, and model '{signature.name}' is sent text", "leave it out")
     elif "tokens" in signature.inputs:
         vocab_size = vocab_size or await _vocabulary(client)
     else:

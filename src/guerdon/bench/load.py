@@ -77,9 +77,14 @@ class RandomTexts:
     def __init__(self, shape: Shape, seed: int) -> None:
         self._shape, self._seed = shape, seed
         longest = 5 * CHARACTERS_PER_TOKEN * shape.max_length // 4
-        words = np.random.default_rng(seed).choice(_COMMON_WORDS.split(), 50_000 + longest)
+        # A word has more than three characters on average, its space included.
+        words = np.random.default_rng(seed).choice(_COMMON_WORDS.split(), 50_000 + longest // 3)
         self._text = " ".join(words.tolist())
         self._num_starts = len(self._text) - longest
+
+    def num_sequences(self, index: int) -> int:
+        """Of the request of that number."""
+        return self._shape.responses
 
     def request(self, index: int) -> Request:
         """The request of that number, the same however often it is asked for."""
@@ -104,6 +109,10 @@ class RandomTokens:
     def __init__(self, shape: Shape, seed: int, vocab_size: int) -> None:
         self._shape, self._seed = shape, seed
         self._ids = (min(_FIRST_ID, vocab_size - 1), vocab_size)
+
+    def num_sequences(self, index: int) -> int:
+        """Of the request of that number."""
+        return self._shape.responses
 
     def request(self, index: int) -> Request:
         """The request of that number, the same however often it is asked for."""
@@ -136,6 +145,10 @@ class FromFile:
                     if kind == "texts"
                     else "give rows of text, or serve a model with a chat template",
                 )
+
+    def num_sequences(self, index: int) -> int:
+        """Of the request of that number."""
+        return self.request(index).num_sequences
 
     def request(self, index: int) -> Request:
         """The request of that number."""

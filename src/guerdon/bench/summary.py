@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from guerdon.bench.counters import Work
-from guerdon.bench.driving import Answer
+from guerdon.bench.driving import NOT_SENT, Answer
 
 BUSY_CLIENT = 0.9
 """The share of a core from which on the client itself may be what was measured."""
+_LATE_SHARE, _LATE_MS = 0.1, 10.0
+"""The share of the latency from which on the client's own delay is told, and the delay below which it never is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class Summary:
     `received_tokens` are known where the load is of token ids or the servers have counters (`work`). The times
     `queue` and `compute` are the server's own, None where it does not tell them. `client_cores` is how many cores this
     command kept busy.
+
+    Of a load with a rate, `rate` is the one asked for and `sent_per_s` that at which this command came to send, in
+    requests a second; `late` is how long after they were due it sent them, which is in the latency. None without a
+    rate; `sent_per_s` also of fewer than two requests.
     """
 
     seconds: float
@@ -68,18 +74,28 @@ class Summary:
     failed_sequences: int
     received_tokens: float | None
     latency: Percentiles | None
+    late: Percentiles | None
     queue: Percentiles | None
     compute: Percentiles | None
     failures: list[Failure]
     weights_versions: list[str]
     work: Work | None
     client_cores: float
+    rate: float | None = None
+    sent_per_s: float | None = None
     checks: list[Check] = field(default_factory=list)
 
     @property
     def sequences_per_s(self) -> float:
         """Scored sequences a second."""
         return self.sequences / self.seconds if self.seconds else 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the client's own delay is so large that the latency is not the server's alone."""
+        if self.late is None or self.late.p99 < _LATE_MS:
+            return False
+        return self.latency is None or self.late.p99 > _LATE_SHARE * self.latency.p99
 
     @property
     def has_failed(self) -> bool:
@@ -89,17 +105,18 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """The same as JSON has it; a number that is not known is null."""
         told = asdict(self)
+        del told["rate"]  # it is one of the load
         told["sequences_per_s"] = self.sequences_per_s
         told["received_tokens_per_s"] = None if self.received_tokens is None else self.received_tokens / self.seconds
-        for name in ("latency", "queue", "compute"):
+        for name in ("latency", "late", "queue", "compute"):
             told[f"{name}_ms"] = told.pop(name)
         if self.work is not None and self.work.received_tokens:
             told["work"]["computed_share"] = self.work.computed_tokens / self.work.received_tokens
         return told
 
 
-def summarised(answers: Sequence[Answer], work: Work | None, client_cpu_s: float) -> Summary:
-    """The summary of a run's answers."""
+def summarised(answers: Sequence[Answer], work: Work | None, client_cores: float, rate: float | None = None) -> Summary:
+    """The summary of a run's answers, to requests that were sent at a rate or, without one, at places."""
     answered = [answer for answer in answers if answer.num_failed < answer.num_sequences]
     seconds = max((answer.done_s for answer in answers), default=0.0)
     # One that names no times gives zeros for both; one that does never computes in no time at all.
@@ -110,6 +127,7 @@ def summarised(answers: Sequence[Answer], work: Work | None, client_cpu_s: float
     received = None if None in own_tokens or not answered else float(sum(n or 0 for n in own_tokens))
     if received is None and work is not None:
         received = work.received_tokens
+    sent = [] if rate is None else [answer for answer in answers if answer.error != NOT_SENT]
     return Summary(
         seconds=seconds,
         requests=len(answers),
@@ -118,13 +136,22 @@ def summarised(answers: Sequence[Answer], work: Work | None, client_cpu_s: float
         failed_sequences=sum(answer.num_failed for answer in answers),
         received_tokens=received,
         latency=Percentiles.of([answer.seconds for answer in answered]),
+        late=Percentiles.of([answer.late_s for answer in sent]),
         queue=Percentiles.of([answer.queue_s for answer in answered]) if tells_times else None,
         compute=Percentiles.of([answer.compute_s for answer in answered]) if tells_times else None,
         failures=[Failure(kind, count, firsts[kind]) for kind, count in counts.most_common()],
         weights_versions=sorted({answer.weights_version for answer in answered} - {""}),
         work=work,
-        client_cores=client_cpu_s / seconds if seconds else 0.0,
+        client_cores=client_cores,
+        rate=rate,
+        sent_per_s=_rate([answer.sent_s + answer.late_s for answer in sent]),
     )
+
+
+def _rate(moments: Sequence[float]) -> float | None:
+    """How many a second, from the first to the last; None where that is no time."""
+    took_s = max(moments, default=0.0) - min(moments, default=0.0)
+    return (len(moments) - 1) / took_s if took_s else None
 
 
 def bounded(summary: Summary, most_p99_ms: float | None, least_per_s: float | None) -> list[Check]:

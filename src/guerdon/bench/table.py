@@ -21,7 +21,8 @@ def written(summary: Summary, heading: str, load: str, stream: TextIO) -> str:
     for name, value, note in _rows(summary):
         lines.append(f"  {name:<18}{value:>13}   {styled(note, 'faint')}".rstrip())
     times = [
-        ("latency", summary.latency), ("  server's queue", summary.queue), ("  server's compute", summary.compute)
+        ("latency", summary.latency), ("  client's delay", summary.late), ("  server's queue", summary.queue),
+        ("  server's compute", summary.compute),
     ]  # fmt: skip
     lines += ["", f"  {'milliseconds':<18}" + "".join(f"{name:>13}" for name in ("p50", "p90", "p99", "max"))]
     lines += [f"  {name:<18}{_cells(found)}" for name, found in times if found is not None]
@@ -43,6 +44,13 @@ def written(summary: Summary, heading: str, load: str, stream: TextIO) -> str:
 
 def notes(summary: Summary) -> Iterator[str]:
     """What a reader of the numbers should know."""
+    if summary.is_late and summary.late is not None:
+        pace = "" if summary.sent_per_s is None else f", {summary.sent_per_s:,.1f} a second"
+        yield (
+            f"this command could not keep up with {summary.rate:g} requests a second: it sent them up to "
+            f"{summary.late.max / 1e3:,.2f} s after they were due{pace}. That delay is the client's, and is in the "
+            "latencies; ask for less, or run several at once on other machines"
+        )
     if summary.client_cores > BUSY_CLIENT:
         yield (
             f"this command kept {summary.client_cores:.2f} cores busy itself: the server may be faster than it could "
@@ -58,6 +66,8 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Name, value and remark."""
     failed = summary.requests - summary.answered
     yield "requests", f"{summary.requests:,}", f"{failed:,} failed" if failed else f"in {summary.seconds:.1f} s"
+    if summary.sent_per_s is not None:
+        yield "sent/s", f"{summary.sent_per_s:,.1f}", f"requests; {summary.rate:,g} were asked for"
     yield "sequences", f"{summary.sequences:,}", f"{summary.failed_sequences:,} failed" * bool(summary.failed_sequences)
     yield "sequences/s", f"{summary.sequences_per_s:,.1f}", ""
     if summary.received_tokens is not None and summary.seconds and summary.sequences:

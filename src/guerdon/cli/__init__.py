@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from guerdon import console
-from guerdon.cli.advice import help_for
 from guerdon.cli.subcommands import make_parser
 from guerdon.errors import GuerdonError, StartError
 from guerdon.exits import Exit
@@ -39,6 +38,6 @@ def _main(argv: Sequence[str]) -> int:
     except StartError as e:
         return console.fail(e, e.help, Exit.CANNOT_START)
     except GuerdonError as e:
-        return console.fail(e, help_for(e), Exit.FAILED)
+        return console.fail(e, console.help_for(e), Exit.FAILED)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED

@@ -58,7 +58,7 @@ def _address(url: str, credentials: Credentials) -> Address:
     except ValueError as e:
         what = "what stands behind the @ is no host and port" if "@" in url else str(e)
         raise InvalidRequest(f"server URL {without_key(url)!r}: {what}; {_HELP}") from None
-    if parts.scheme not in ("http", "https", "grpc", "grpcs") or not parts.hostname:
+    if parts.scheme not in ("http", "https", "grpc", "grpcs") or not _is_host(parts.hostname) or not full.isprintable():
         raise InvalidRequest(f"server URL {without_key(url)!r} is not one: {_HELP}")
     if full.count("@") != parts.netloc.count("@"):
         raise InvalidRequest(f"server URL {without_key(url)!r} has an @ behind its host; in a key write / as %2F")
@@ -75,3 +75,11 @@ def _address(url: str, credentials: Credentials) -> Address:
         except ConfigError as e:
             raise InvalidRequest(f"server URL {without_key(url)!r}: {e}") from None
     return Address(full.replace(info + at, "", 1), credentials)
+
+
+def _is_host(name: str | None) -> bool:
+    """Whether a name can be looked up, or is an address: no part of it is empty or too long."""
+    try:
+        return bool(name and name.encode("idna"))
+    except UnicodeError:
+        return False

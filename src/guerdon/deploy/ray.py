@@ -110,6 +110,7 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
         self._service = await asyncio.to_thread(build_service, config)
         self._service.repository = _Fixed()
         runtime.settle()
+        runtime.log_without_texts()
         self._service.start()
         self.app.inner = http.app(self._service, config)
         names = [info.name for info in self._service.models() if isinstance(info, ModelInfo)]

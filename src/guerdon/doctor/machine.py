@@ -12,7 +12,7 @@ from pathlib import Path
 from guerdon.access import KEYS_VARIABLE
 from guerdon.client.addresses import addresses
 from guerdon.client.credentials import Credentials
-from guerdon.client.plain import ask
+from guerdon.client.plain import ask_json
 from guerdon.doctor.findings import Finding, note, ok, problem
 from guerdon.errors import ConfigError, GuerdonError
 
@@ -55,9 +55,9 @@ def _who(port: int) -> str:
     """What answers there over HTTP, by its own words; empty where nothing is understood."""
     try:
         (address,) = addresses(f"http://127.0.0.1:{port}", Credentials())
-        told = ask(address, "/v2", timeout_s=1.0).json()
-        return f"{told['name']} {told['version']}" if isinstance(told, dict) else ""
-    except (GuerdonError, ValueError, KeyError):
+        told = ask_json(address, "/v2", dict, timeout_s=1.0)
+        return f"{told['name']} {told['version']}"
+    except (GuerdonError, KeyError):  # nothing, or something else
         return ""
 
 

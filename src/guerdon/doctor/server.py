@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from guerdon.client.addresses import Address, addresses
-from guerdon.client.plain import ask
+from guerdon.client.plain import ask, ask_json
 from guerdon.doctor.findings import Finding, note, ok, problem
 from guerdon.doctor.installation import version_of
 from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated
@@ -52,13 +52,13 @@ def _over_http(address: Address) -> Iterator[Finding]:
         ask(address, "/v2/health/ready", timeout_s=_TIMEOUT_S)
     except GuerdonError:
         yield problem(subject, "not ready", _READY)
-    about = ask(address, "/v2").json()
-    yield _version(subject, about.get("name", "?"), about.get("version", "?"))
-    index = ask(address, "/v2/repository/index", method="POST").json()
+    about = ask_json(address, "/v2", dict)
+    yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
+    index = ask_json(address, "/v2/repository/index", list, method="POST")
     more = _infos(address)
-    for model in index:
-        state = (str(model.get("state", "")), str(model.get("reason", "")))
-        yield _model(subject, str(model.get("name")), *state, more.get(model.get("name"), ""))
+    for model in (entry for entry in index if isinstance(entry, dict)):
+        name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
+        yield _model(subject, name, state, reason, more.get(name, ""))
 
 
 def _over_grpc(address: Address) -> Iterator[Finding]:
@@ -115,7 +115,7 @@ def _model(subject: str, name: str, state: str, reason: str, more: str) -> Findi
     return note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
 
 
-def _infos(address: Address) -> dict[Any, str]:
+def _infos(address: Address) -> dict[str, str]:
     """What each model is, by its name, where the server's metrics say so."""
     try:
         text = ask(address, "/metrics").text

@@ -9,6 +9,7 @@ import torch
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo
 from guerdon.engine.checkpoints import Checkpoint
+from guerdon.engine.heads import StepRule
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.text import TextEncoder
 from guerdon.engine.weights import Parts
@@ -27,7 +28,7 @@ def describe(
     eos_token_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    step_rule: str,
+    steps: StepRule | None,
 ) -> ModelInfo:
     """What clients and transports need to know; raises ConfigError where `max_length` goes beyond the model's table."""
     several = parts.num_outputs > 1 and not parts.is_process_reward
@@ -49,7 +50,8 @@ def describe(
         weights_version=checkpoint.version,
         dtype=dtype_name(dtype),
         device=str(device),
-        step_rule=step_rule,
+        step_rule="" if steps is None else str(steps),
+        step_separator_ids=() if steps is None else steps.separator_ids,
         vocabulary="" if encoder is None else encoder.vocabulary(),
     )
 

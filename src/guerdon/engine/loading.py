@@ -78,8 +78,7 @@ def _load(
     head = _head(config, checkpoint, parts, encoder, eos_token_id)
     trunk = place(parts.trunk, device, ranks).eval()
     trunk.config.use_cache = False
-    step_rule = "" if head.steps is None else str(head.steps)
-    info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, step_rule)
+    info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, head.steps)
     checkpoint.check_unchanged()
     return LoadedModel(
         trunk=trunk,

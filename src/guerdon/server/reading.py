@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +16,8 @@ from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server.batching.turns import FairTurns
 from guerdon.server.catalog import Served
+
+T = TypeVar("T")
 
 _NUM_THREADS = 2
 
@@ -31,6 +35,11 @@ class Reader:
     def close(self) -> None:
         """Ends the threads; what waits for them is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """What `work` returns, on one of the threads once it is the client's turn."""
+        async with self._turns.turn(client):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def rows(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
         """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says."""

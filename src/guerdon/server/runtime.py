@@ -114,7 +114,7 @@ async def serve(
     except BaseException:
         listener.close()
         raise
-    _log_without_texts()
+    log_without_texts()
     service.start()
     ends = asyncio.get_running_loop().time() + grace_s
     try:
@@ -241,7 +241,7 @@ def _num_connections(config: ServerConfig) -> int:
     return min(config.max_connections, max(files - _SPARE_FILES, files // 2))
 
 
-def _log_without_texts() -> None:
+def log_without_texts() -> None:
     """Keeps what errors say, which may be a sample's text, out of what libraries log."""
     for name in ("asyncio", "uvicorn.error", "grpc._cython.cygrpc"):
         logging.getLogger(name).addFilter(_FRAMES)

@@ -98,7 +98,7 @@ class Service:
         self.repository = Repository(
             self._catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
         )
-        self._reader = reading.Reader()
+        self.reader = reading.Reader()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth, self._loop.requests)
         self.metrics.watch_models(self._catalog.loaded)
@@ -121,7 +121,7 @@ class Service:
         self.loss = self.loss or self._loop.loss
         if self.critic is not None and has_ended:
             self.critic.close()
-        self._reader.close()
+        self.reader.close()
         if self.traces is not None:
             self.traces.close()
 
@@ -253,7 +253,7 @@ class Service:
             async with asyncio.timeout(allowed_s):
                 if name in self._catalog.sums:
                     return await self._summed(self._catalog.sums[name], request, client)
-                return await self._score(name, request, time.monotonic(), client)
+                return (await self._score(name, request, time.monotonic(), client))[0]
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
@@ -267,7 +267,7 @@ class Service:
         made.check(request)
         started = time.monotonic()
 
-        async def asked(component: str) -> ScoreReply:
+        async def asked(component: str) -> tuple[ScoreReply, list[int]]:
             try:
                 return await self._score(component, request, started, client)
             except Overloaded as e:
@@ -281,14 +281,17 @@ class Service:
                     await asyncio.sleep(0)  # what a large request is to all of them, others need not wait for
         except BaseExceptionGroup as e:
             raise e.exceptions[0] from None
-        reply = made.combine([part.result() for part in parts])
-        self._count(made.info, request, reply)
+        replies, lengths = zip(*(part.result() for part in parts), strict=True)
+        reply = made.combine(replies)
+        about = reply.lengths if any(reply.lengths) else [max(row) for row in zip(*lengths, strict=True)]
+        self._count(made.info, request, reply, about)
         for component, mean, std in made.statistics():
             self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
             self.metrics.set("guerdon_component_std", std, made.info.name, component)
         return reply
 
-    def _count(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply) -> None:
+    def _count(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
+        """Counts an answered request; `lengths` are about those of its samples also where the reply has none."""
         name = info.name
         failed = sum(isinstance(r, GuerdonError) for r in reply.results)
         tracing.tell(model=name, failed_sequences=failed, weights_version=reply.weights_version)
@@ -296,10 +299,13 @@ class Service:
         if failed:
             self.metrics.add("guerdon_sequences", failed, name, "failed")
         self.metrics.observe("guerdon_request_queue_time_seconds", reply.queue_s, name)
-        self.watch.note(info, request, reply)
+        self.watch.note(info, request, reply, lengths)
         self.metrics.observe("guerdon_request_inference_time_seconds", reply.compute_s, name)
 
-    async def _score(self, name: str, request: ScoreRequest, started: float, client: str) -> ScoreReply:
+    async def _score(
+        self, name: str, request: ScoreRequest, started: float, client: str
+    ) -> tuple[ScoreReply, list[int]]:
+        """The reply, and its samples' lengths in tokens, about those of texts that the model itself reads."""
         self.model(name)
         if self.critic is not None and self.critic.lane == name and (fault := self.critic.fault) is not None:
             raise fault
@@ -319,8 +325,9 @@ class Service:
         done: list[Score | GuerdonError] = [r for r in results if r is not None]
         lengths = [len(s.tokens) for s in sequences]
         reply = ScoreReply(done, lengths, job.weights_version or version, queue_s, job.compute_s)
-        self._count(self._catalog.entries[name].info, request, reply)
-        return reply
+        about = [s.num_tokens for s in sequences]
+        self._count(self._catalog.entries[name].info, request, reply, about)
+        return reply, about
 
     async def _sequences(
         self, name: str, request: ScoreRequest, client: str
@@ -333,7 +340,7 @@ class Service:
             reading.check(served, request)
             if served.encoder is not None and request.tokens is None:
                 self._loop.check_room(name, len(request), client=client)  # before work is spent on it
-            rows = await self._reader.rows(served, request, cut, client)
+            rows = await self.reader.rows(served, request, cut, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         sequences = [samples.sequence(row, request, i) for i, row in enumerate(rows)]

@@ -46,12 +46,12 @@ TABLE: dict[str, Definition] = {
     "nv_inference_exec_count": Definition("counter", "Batches computed.", "count of `guerdon_batch_sequences`"),
     "nv_inference_request_duration_us": Definition(
         "counter",
-        "Microseconds from arrival to answer, summed over the requests that were answered.",
+        "Microseconds from a request's head to its answer, summed over the requests that were answered.",
         "what `guerdon_e2e_request_latency_seconds` observes of requests with outcome `ok`",
     ),
     "nv_inference_queue_duration_us": Definition(
         "counter",
-        "Microseconds in the queue, summed over the requests that were answered.",
+        "Microseconds in the queue, tokenising included, summed over the requests that were answered.",
         "sum of `guerdon_request_queue_time_seconds`",
     ),
     "nv_inference_compute_infer_duration_us": Definition(

@@ -139,19 +139,20 @@ def _page(names: list[str]) -> dict[str, Any]:
     file = {"name": "file", "in": "path", "required": True, "schema": schemas.TEXT}
     window = _in_query("window", {"type": "number", "minimum": 60, "maximum": 86_400})
     reference = _in_query("reference", {"type": "string", "pattern": r"^(previous|start|[0-9.]+-[0-9.]+)$"})
+    model = _in_query("model", {"enum": names})
     told = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": schemas.TEXT}}}}
     told |= _described("the browser has it already", 304)
     return {
         "/": _path(_READ, "The page that shows what is served, and how", told),
         "/dashboard/{file}": _path(_READ, "A file of the page", told, parameters=[file]),
         "/dashboard/snapshot": _path(
-            _READ, "All that the page shows", _ok(_JSON, ref("Snapshot")), parameters=[window, reference]
+            _READ, "All that the page shows", _ok(_JSON, ref("Snapshot")), parameters=[window, reference, model]
         ),
         "/dashboard/samples": _path(
             _READ,
             "The best and the worst recent samples; where there are keys, needs one of the role admin",
             _ok(_JSON, ref("Extremes")),
-            parameters=[_in_query("model", {"enum": names}), window],
+            parameters=[model, window],
         ),
         "/dashboard/try": _path(
             _WRITE, "Scores responses, token by token", _ok(_JSON, ref("Tried")), body=_content(_JSON, ref("Trial"))

@@ -5,7 +5,7 @@ import pytest
 from guerdon.errors import InvalidRequest
 from guerdon.server.dashboard import asked
 
-KNOWN = ("window", "reference")
+KNOWN = ("window", "reference", "model")
 
 
 def test_what_is_left_out_is_ten_minutes_beside_those_before():
@@ -19,7 +19,13 @@ def test_a_reference_may_be_the_start_or_any_time():
     assert what.compared(5000, 100) == (40, 160)
     assert what.compared(130, 100) == (40, 130)  # never the window itself
     what = asked.read({"reference": "1767225600.5-1767229200"}, *KNOWN)
-    assert what.compared(5000, 100) == (1767225600.5, 1767229200)
+    assert what.compared(5000, 100) == (1767225610, 1767229200)
+
+
+def test_there_are_not_many_different_questions():
+    assert {asked.read({"window": f"{3000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {3010}
+    assert {asked.read({"window": f"{86_000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {86_040}
+    assert asked.read({"model": "rm"}, *KNOWN).model == "rm"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +39,7 @@ def test_a_reference_may_be_the_start_or_any_time():
         ({"reference": "9-8"}, "reference=9-8"),
         ({"reference": "5-inf"}, "reference=5-inf"),
         ({"reference": "-5"}, "reference=-5"),
-        ({"widnow": "60"}, "unknown key 'widnow'; this path takes window, reference"),
+        ({"widnow": "60"}, "unknown key 'widnow'; this path takes window, reference, model"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

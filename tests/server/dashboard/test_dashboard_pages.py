@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,13 +16,15 @@ import pytest
 import served
 from guerdon import CriticClient
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig, check
+from guerdon.errors import ConfigError
 from guerdon.server.dashboard import pages
+from guerdon.server.front.gate import Gate
 from guerdon.server.runtime import RunningServer
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 
-KEYS = {role: f"the-key-of-somebody-who-may-{role}" for role in ("score", "admin")}
+KEYS = {role: f"the-key-of-somebody-who-may-{role}" for role in ("score", "train", "admin")}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -105,6 +109,18 @@ def test_where_it_is_turned_off_there_is_no_page_and_nothing_is_noted():
     assert not service.watch.scored._pending
 
 
+def test_samples_without_a_page_are_refused():
+    with pytest.raises(ConfigError, match="there is no page"):
+        check(ServerConfig(dashboard=False, dashboard_samples=True))
+
+
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_that_everybody_reads_samples_texts_is_said_at_the_start(host, warns, caplog):
+    config = ServerConfig(host=host, allow_anonymous=True, dashboard_samples=True)
+    pages.Pages(EchoService(config), config, Gate(config))
+    assert ("no keys" in caplog.text) == warns
+
+
 def test_a_snapshot_of_live_load(sums):
     samples = served.samples(32)
     asked = {"query": served.texts(samples), "prompts": [sample["prompt"] for sample in samples]}
@@ -183,6 +199,65 @@ def test_errors_are_counted_by_kind_also_of_names_that_are_not_served(echo):
     told = snapshot(echo)
     assert told["totals"]["reward_model"]["requests"] == {"InvalidRequest": 1}
     assert told["server"]["unknown_requests"] == {"UnknownModel": 1}
+
+
+def test_of_a_model_that_is_named_alone_series_and_rewards_are_told(sums):
+    texts = ["x", "of some length"]
+    assert sums.post("/get_reward?model=total", json={"query": texts}).status_code == 200
+    whole, one = snapshot(sums), snapshot(sums, model="helpful")
+    assert list(whole["series"]["models"]) == list(whole["rewards"]) == ["total", "helpful", "flaky"]
+    assert list(one["series"]["models"]) == list(one["rewards"]) == ["helpful"]
+    assert list(one["totals"]) == [model["name"] for model in one["models"]] == ["total", "helpful", "flaky"]
+    assert one["rewards"]["helpful"]["drift"]["window"]["num_drawn"] >= 2
+    refused = sums.get("/dashboard/snapshot", params={"model": "helpfull"})
+    assert refused.status_code in (400, 404)
+    assert "helpfull" in refused.json()["error"]
+
+
+def test_series_of_a_named_model_are_those_that_it_has_among_all(sums):
+    assert sums.post("/get_reward?model=flaky", json={"query": ["x"] * 7}).status_code == 200
+    has = lambda told: any(told["series"]["models"]["flaky"]["sequences_per_s"])  # noqa: E731
+    wait_until(lambda: has(snapshot(sums, model="flaky")), 10)
+    assert snapshot(sums, model="flaky")["totals"]["flaky"]["window"]["sequences"] >= 7
+
+
+def test_a_snapshot_is_packed_for_whoever_takes_that(echo):
+    asked = {"params": {"window": 3600}}
+    packed = echo.get("/dashboard/snapshot", headers={"accept-encoding": "br, gzip"}, **asked)
+    plain = echo.get("/dashboard/snapshot", headers={"accept-encoding": "gzip;q=0, br"}, **asked)
+    assert packed.headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["vary"] == plain.headers["vary"] == "accept-encoding"
+    assert packed.json().keys() == plain.json().keys()
+    assert int(packed.headers["content-length"]) < len(plain.content) / 2
+
+
+def test_what_a_function_reads_has_about_so_many_tokens(sums):
+    texts = ["a w " * n for n in range(1, 30)]
+    assert sums.post("/get_reward?model=flaky", json={"query": texts}).status_code == 200
+    told = snapshot(sums, model="flaky", window=60)
+    length = told["rewards"]["flaky"]["length"]
+    assert length["spearman"] > 0.9
+    assert max(one["tokens"] for one in length["bins"]) > 10
+    assert {model["name"]: model["estimates_tokens"] for model in told["models"]} == {
+        "total": False,
+        "helpful": False,
+        "flaky": True,
+    }
+    (one,) = sums.post("/dashboard/try", json={"model": "flaky", "responses": ["x" * 40]}).json()["results"]
+    assert one["num_tokens"] == 11
+
+
+def test_one_client_waits_for_a_few_snapshots_at_once(echo):
+    def get(i: int) -> int:
+        with httpx.Client(base_url=echo.base_url, timeout=60) as client:
+            return client.get("/dashboard/snapshot", params={"window": 60 + 10 * i}).status_code
+
+    with ThreadPoolExecutor(40) as threads:
+        statuses = Counter(threads.map(get, range(120)))
+    assert set(statuses) <= {200, 503}
+    assert statuses[200] >= 8
+    assert get(0) == 200
 
 
 def test_many_that_look_cost_no_more_than_one(echo):
@@ -264,6 +339,8 @@ def test_a_critic_is_told_with_its_reports_and_checkpoints(tmp_path):
             trainer.save({"kl": 0.5})
         wait_until(lambda: len(snapshot(client)["critic"]["checkpoints"]) == 1, 10)
         told = snapshot(client)
+    assert told["critic"]["reports"]["time"] == sorted(told["critic"]["reports"]["time"])
+    assert 0 <= told["server"]["now"] - told["critic"]["reports"]["time"][-1] < 60
     critic_told, (model_told,) = told["critic"], told["models"]
     assert (critic_told["name"], critic_told["step"], critic_told["num_unsaved"]) == ("critic", 6, 0)
     assert critic_told["reports"]["step"] == [report.step for report in reports] == [2, 4, 6]
@@ -273,3 +350,27 @@ def test_a_critic_is_told_with_its_reports_and_checkpoints(tmp_path):
     assert critic_told["fault"] is None
     assert (model_told["name"], model_told["is_critic"]) == ("critic_infer", True)
     assert told["rewards"] == {}
+
+
+def test_a_key_of_the_role_score_is_told_nothing_of_the_critic(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{role} of-{role} {key}\n" for role, key in KEYS.items()))
+    path.chmod(0o600)
+    critic = CriticConfig(model=str(served.reward_model(tmp_path / "rm")), checkpoint_dir=str(tmp_path / "critic"))
+    config = ServerConfig(port=0, grpc_port=None, critic=critic, api_keys_file=str(path))
+    service = build_service(config)
+    with RunningServer(service, config) as server:
+        for fault in ("", "the disk at /secret is broken"):
+            service.critic._fault = fault
+            time.sleep(1.1)  # a snapshot is kept for a second
+            for role in KEYS:
+                with with_key(server.http_url, role) as client:
+                    told = snapshot(client)
+                    assert told["models"][0]["is_critic"]
+                    if role == "score":
+                        assert told["critic"] is None
+                        assert "secret" not in str(told)
+                        assert bool(told["server"]["why"]) == bool(fault)
+                    else:
+                        assert told["critic"]["fault"] == (fault or None)
+                        assert told["server"]["why"] == fault

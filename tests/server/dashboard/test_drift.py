@@ -53,7 +53,7 @@ def test_shift_is_in_the_references_standard_deviations():
 
 def test_bins_hold_every_number_whatever_lies_far_off():
     values = np.concatenate([np.linspace(-1, 1, 5000), [1e9, -1e9]])
-    edges = drift.edges(values, ones(values))
+    edges = drift.edges((values, ones(values)))
     assert len(edges) == drift.NUM_BINS + 1
     assert -1.1 < edges[0] < -0.9
     assert 0.9 < edges[-1] < 1.1
@@ -62,9 +62,20 @@ def test_bins_hold_every_number_whatever_lies_far_off():
     assert counts[0] >= counts[5]
 
 
+def test_bins_reach_over_both_sides_however_few_one_has():
+    random = np.random.default_rng(0)
+    many, few = random.normal(size=100_000), random.normal(10, 1, 200)
+    edges = drift.edges((many, ones(many)), (few, ones(few)))
+    counts = drift.histogram(few, ones(few), edges)
+    assert (counts > 0).sum() > 8
+    assert counts.max() < 60
+    assert edges[0] < -2.5
+    assert 11.5 < edges[-1] < 14
+
+
 @pytest.mark.parametrize("values", [[0.0] * 5, [-3e7] * 2, []], ids=["zero", "large", "none"])
 def test_bins_have_a_width_where_nothing_varies(values):
-    edges = drift.edges(np.array(values), np.ones(len(values)))
+    edges = drift.edges((np.array(values), np.ones(len(values))))
     assert (np.diff(edges) > 0).all()
 
 

@@ -11,10 +11,11 @@ INFO = ModelInfo("rm", "echo", vocabulary="v1")
 NOW = 1_700_000_000.0
 
 
-def noted(made: Extremes, rewards: list[float], *, time: float = NOW, **asked: object) -> None:
+def noted(made: Extremes, rewards: list[float], *, time: float = NOW, version: str = "w7", **asked: object) -> None:
     asked = asked or {"texts": [f"text {reward}" for reward in rewards]}
     results = [Score(reward) if reward == reward else SampleFailed("none") for reward in rewards]
-    made.note(time, ScoreRequest(**asked), ScoreReply(results, [3] * len(rewards), "w7"), INFO)
+    lengths = [3] * len(rewards)
+    made.note(time, ScoreRequest(**asked), ScoreReply(results, lengths, version), INFO, lengths)
 
 
 def test_the_best_and_the_worst_of_many_requests_are_kept_in_order():
@@ -55,12 +56,79 @@ def test_failed_samples_and_those_before_the_window_are_left_out():
 
 def test_what_is_kept_is_bounded():
     made = Extremes()
-    for slot in range(2 * extremes._NUM_SLOTS):
-        time = NOW + slot * extremes.SLOT_S
-        noted(made, [float(i) for i in range(20)], time=time, texts=["x" * 9000] * 20, prompts=["x" * 5000] * 20)
-    assert len(made._slots) <= extremes._NUM_SLOTS
-    one = made.best(0)[0]
+    texts = ["x" * 9000 + str(i) for i in range(20)]
+    for slot in range(300):
+        time = NOW + slot * extremes.COARSE_S
+        noted(made, [float(i) for i in range(20)], time=time, texts=texts, prompts=["x" * 5000] * 20)
+        noted(made, [float(i) for i in range(20)], time=time + 60)
+    assert len(made._coarse) <= extremes.COARSE_WINDOW_S / extremes.COARSE_S + 1
+    assert len(made._fine) <= extremes.FINE_WINDOW_S / extremes.FINE_S + 1
+    one = next(one for one in made.best(0) if one.response.startswith("xxxx"))
     assert (len(one.prompt), len(one.response), one.is_cut) == (MOST_TEXT, MOST_TEXT, True)
+
+
+def test_the_oldest_go_where_all_together_take_too_much():
+    made = Extremes(most_bytes=1_000_000)
+    for slot in range(100):
+        texts = [f"{slot} {i}" + "\N{GRINNING FACE}" * 3000 for i in range(EACH)]
+        noted(made, [float(slot + i / 10) for i in range(EACH)], time=NOW + slot * extremes.COARSE_S, texts=texts)
+    assert sum(slot.num_bytes for slots in (made._coarse, made._fine) for slot in slots.values()) < 1_400_000
+    assert made.best(0)[0].reward == 99.5
+
+
+def test_a_text_whose_reward_differs_in_the_last_digits_is_there_once():
+    made = Extremes()
+    for i in range(20):
+        noted(made, [1 + i * 1e-7], time=NOW + i, texts=["the same"])
+    noted(made, [0.5], time=NOW, texts=["another"])
+    noted(made, [1.0], time=NOW, texts=["the same"], version="w8")
+    assert [(one.response, one.weights_version) for one in made.best(0)] == [
+        ("the same", "w7"),
+        ("the same", "w8"),
+        ("another", "w7"),
+    ]
+    assert made.best(0)[0].time == NOW + 19
+
+
+def test_of_one_text_in_one_request_the_more_extreme_is_kept():
+    made = Extremes()
+    noted(made, [1.0, 3.0, 2.0], texts=["the same"] * 3)
+    assert [one.reward for one in made.best(0)] == [3]
+    assert [one.reward for one in made.worst(0)] == [1]
+
+
+def test_a_failed_sample_before_the_best_hides_nothing():
+    made = Extremes()
+    noted(made, [float(i) for i in range(20)])
+    noted(made, [float("nan"), 30.0, -30.0, 5.0])
+    assert (made.best(0)[0].reward, made.worst(0)[0].reward) == (30, -30)
+
+
+def test_better_ones_before_the_window_hide_none_of_it():
+    made = Extremes()
+    begin = NOW - NOW % extremes.COARSE_S
+    noted(made, [100.0 + i for i in range(10)], time=begin + 10)
+    noted(made, [1.0, 2.0], time=begin + 400)
+    assert [one.reward for one in made.best(begin + 360)] == [2, 1]
+    assert [one.reward for one in made.worst(begin + 360)] == [1, 2]
+
+
+def test_of_a_text_without_a_known_prompt_both_ends_are_kept():
+    made = Extremes()
+    noted(made, [1.0], texts=["P" * 4200 + " the response"])
+    (one,) = made.best(0)
+    assert one.is_cut
+    assert one.response.startswith("PPP")
+    assert one.response.endswith("P the response")
+    assert len(one.response) <= 2 * MOST_TEXT + 3
+
+
+def test_contents_of_several_parts_are_told():
+    made = Extremes()
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+    noted(made, [1.0], messages=[conversation])
+    assert (made.best(0)[0].prompt, made.best(0)[0].response) == ("user: one\ntwo", "assistant: one")
 
 
 def test_prompts_are_told_apart_where_they_are_known():

@@ -21,15 +21,65 @@ def noted(rewards: np.ndarray, *, seconds: float = 0.0, a_request: int = 100) ->
 
 
 def pool(made: Scored, name: str, start: float, end: float, now: float) -> Pool:
-    return Pool.of(made.parts(name, start, end, now))
+    return Pool.of(made.taken(name, start, now).between(start, end))
 
 
 def test_what_fits_is_kept_whole_and_each_stands_for_itself():
     rewards = np.random.default_rng(0).normal(size=200)
     found = pool(noted(rewards), "rm", NOW - 60, NOW + 60, NOW)
-    np.testing.assert_allclose(found.rewards, rewards.astype(np.float32))
-    assert found.tokens.tolist() == list(range(200))
+    order = np.argsort(found.tokens)
+    np.testing.assert_allclose(found.rewards[order], rewards.astype(np.float32))
+    assert sorted(found.tokens) == list(range(200))
     assert (found.weights == 1).all()
+    assert found.num_drawn == 200
+
+
+@pytest.mark.parametrize("order", ["alternate", "one after the other"])
+def test_of_pairs_both_are_drawn_however_few_are_wanted(order):
+    made, kinds = Scored(), np.array([1.0, -1.0])
+    rewards = (np.tile(kinds, 100) if order == "alternate" else np.repeat(kinds, 100)).tolist()
+    for second in range(0, 3600, 10):  # as a trainer sends a chosen and a rejected response of each prompt
+        made.note("rm", NOW - second, rewards, [10] * 200)
+    made.fold()
+    parts = made.taken("rm", NOW - 3600, NOW).between(NOW - 3600, NOW + 60)
+    for most in (40_000, 20_000, 5_000):
+        found = Pool.of(parts, most)
+        assert abs(np.average(found.rewards, weights=found.weights)) < 0.1
+        assert len(found.rewards) <= most + len(parts)
+
+
+def test_rewards_that_stand_for_many_count_as_fewer_drawn_ones():
+    made = Scored()
+    made.note("rm", NOW, np.arange(20_000.0).tolist(), [1] * 20_000)
+    made.note("rm", NOW - 60, [1.0, 2.0], [1, 1])
+    made.fold()
+    found = pool(made, "rm", NOW - 120, NOW + 60, NOW)
+    assert found.num_drawn == pytest.approx(SAMPLE, rel=0.01)
+    assert not pool(made, "rm", NOW - 7000, NOW - 6000, NOW).num_drawn
+
+
+def test_folding_a_part_at_a_time_comes_to_the_same():
+    made = Scored()
+    for i in range(30):
+        made.note("rm", NOW, [float(i)] * 100, [1] * 100)
+    made.fold(1000)
+    assert 1900 <= made.num_pending < 2100
+    while made.num_pending:
+        made.fold(1000)
+    moments = total(part for _, part in pool(made, "rm", NOW - 60, NOW + 60, NOW).parts)
+    assert (moments.count, moments.mean) == (3000, pytest.approx(14.5))
+
+
+def test_changes_of_the_weights_are_kept_and_the_first_is_none():
+    made = Scored()
+    for i, version in enumerate(["a", "a", "b", "b", "a"]):
+        made.served("rm", NOW + i, version)
+    assert made.versions("rm") == [(NOW + 2, "b"), (NOW + 4, "a")]
+    assert made.versions("never asked") == []
+    for i in range(200):
+        made.served("rm", NOW + i, str(i))
+    assert len(made.versions("rm")) == 50
+    assert made.versions("rm")[-1] == (NOW + 199, "199")
 
 
 def test_of_more_all_count_and_an_even_sample_is_kept():
@@ -96,14 +146,14 @@ def test_what_nobody_folds_is_folded_before_it_grows_large():
     made = Scored()
     for _ in range(200):
         made.note("rm", NOW, [1.0] * 1000, [1] * 1000)
-    assert made._num_pending <= scored._MOST_PENDING
+    assert made.num_pending <= scored._MOST_PENDING
     made.fold()
     assert total(part for _, part in pool(made, "rm", NOW - 60, NOW + 60, NOW).parts).count == 200_000
 
 
 def test_a_pool_has_no_more_than_is_wanted_and_its_weights_make_up_for_it():
     made = noted(np.arange(50_000.0), seconds=3600)
-    found = Pool.of(made.parts("rm", NOW - 3600, NOW + 60, NOW), most=5000)
+    found = Pool.of(made.taken("rm", NOW - 3600, NOW).between(NOW - 3600, NOW + 60), most=5000)
     assert 2500 <= len(found.rewards) <= 6000
     assert found.weights.sum() == pytest.approx(total(part for _, part in found.parts).count)
 
@@ -112,7 +162,7 @@ def test_what_was_taken_stays_as_it_was():
     made = Scored()
     made.note("rm", NOW, np.arange(1000.0).tolist(), [1] * 1000)
     made.fold()
-    ((_, moments, kept),) = made.parts("rm", NOW - 60, NOW + 60, NOW)
+    ((_, moments, kept),) = made.taken("rm", NOW - 60, NOW).between(NOW - 60, NOW + 60)
     before = kept.copy()
     made.note("rm", NOW, [-1.0] * 100_000, [1] * 100_000)
     made.fold()

@@ -84,12 +84,40 @@ def test_percentiles_are_those_of_the_requests_in_the_window():
         server.metrics.observe("guerdon_e2e_request_latency_seconds", 0.03, "rm")
     server.metrics.observe("guerdon_e2e_request_latency_seconds", 20, "rm")
     server.read(10)
-    over = traffic.over(server.recent.window(60), NAMES.index("rm"), True)["latency_s"]
+    over = traffic.over(server.recent.whole(60), NAMES.index("rm"), True)["latency_s"]
     assert 0.025 < over["p50"] < 0.05
     assert over["p50"] == pytest.approx(0.025 + 0.025 * 50 / 99)
     assert over["p99"] == pytest.approx(0.05)
     server.read(200)
-    assert math.isnan(traffic.over(server.recent.window(60), NAMES.index("rm"), True)["latency_s"]["p50"])
+    assert math.isnan(traffic.over(server.recent.whole(60), NAMES.index("rm"), True)["latency_s"]["p50"])
+
+
+def test_what_failed_is_told_of_the_window_alone():
+    server = Server()
+    for second in (10, 200):
+        server.metrics.add("guerdon_sequences", 90, "rm", "ok")
+        server.metrics.add("guerdon_sequences", 10, "rm", "failed")
+        server.metrics.add("guerdon_out_of_memory", 2, "rm")
+        server.metrics.add("guerdon_recheck_sequences", 5, "rm", "same")
+        server.metrics.add("guerdon_recheck_sequences", 3, "rm", "differs")
+        server.read(second)
+    told = {"sequences": 100, "failed_sequences": 10, "out_of_memory": 2, "rechecked_differs": 3}
+    assert traffic.over(server.recent.whole(300), NAMES.index("rm"), True)["window"] == {
+        name: 2 * count for name, count in told.items()
+    }
+    server.read(400)
+    quiet = traffic.over(server.recent.whole(60), NAMES.index("rm"), True)["window"]
+    assert quiet == dict.fromkeys(told, 0)
+
+
+def test_a_client_that_leaves_is_no_error():
+    server = Server()
+    server.metrics.add("guerdon_requests", 10, "rm", "ok")
+    server.metrics.add("guerdon_requests", 30, "rm", "Cancelled")
+    server.metrics.add("guerdon_requests", 20, "rm", "Overloaded")
+    server.read(10)
+    assert server.told()["requests_per_s"] == pytest.approx(6)
+    assert server.told()["errors_per_s"] == pytest.approx(2)
 
 
 def test_percentiles_beyond_the_last_bound_and_of_nothing():

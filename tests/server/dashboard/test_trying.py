@@ -12,12 +12,31 @@ import served
 import zoo
 from guerdon.assembly import build_service
 from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.server.dashboard import trying
 from guerdon.server.runtime import RunningServer
 from server.helpers import outcomes
 
 PROMPT, RESPONSES = "Who wrote Faust — and why?", [" Goethe did ✓", " I don't know."]
+
+
+class Unasked:
+    """An encoder that nothing may be asked of."""
+
+
+class Counting:
+    """An encoder of which a text is its characters, and which keeps the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        self.texts += texts
+        return [np.array([ord(character) for character in text]) for text in texts]
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        return [chr(token) for token in tokens]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +142,23 @@ def test_a_failed_response_is_told_in_its_place(client):
     assert told[1]["error"]
     (long,) = tried(client, model="rm", responses=["far too long " * 50])["results"]
     assert "at most 100" in long["error"]
+
+
+def test_of_texts_that_are_very_long_no_tokens_are_told(client):
+    text = "far too long " * 15_000
+    (one,) = tried(client, model="flaky", responses=[text])["results"]
+    assert one["num_tokens"] == 1 + len(text) // 4
+    trial = trying.read({"model": "rm", "prompt": text, "responses": ["x"]})
+    info, reply = ModelInfo("rm", "echo"), ScoreReply([Score(1.0)], [90], "1")  # as many as it was cut to
+    assert trying.answer(trial, info, reply, Unasked())["results"][0]["tokens"] is None
+
+
+def test_a_prompt_is_encoded_once():
+    encoder = Counting()
+    trial = trying.read({"model": "rm", "prompt": "a prompt", "responses": ["x", "y", "z"]})
+    told = trying.answer(trial, ModelInfo("rm", "echo"), ScoreReply([Score(1.0)] * 3, [9] * 3, "1"), encoder)
+    assert [len(one["tokens"]) for one in told["results"]] == [9, 9, 9]
+    assert encoder.texts.count("a prompt") == 1
 
 
 def test_it_counts_as_any_request_does(client, server):

@@ -9,6 +9,7 @@ from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreReply, ScoreRequest
 from guerdon.errors import SampleFailed
 from guerdon.server.dashboard import watch
+from guerdon.server.dashboard.drift import total
 from server.echo_service import EchoService
 
 
@@ -40,6 +41,37 @@ def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
     ((name, _, rewards, lengths),) = service.watch.scored._pending
     assert (name, rewards, lengths) == (info.name, [1.0, 3.0], [1, 3])
     assert [one.reward for one in service.watch.extremes[info.name].best(0)] == [3, 1]
+
+
+def test_a_failure_to_note_fails_no_request_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = EchoService(ServerConfig(dashboard_samples=True))
+    (info, _) = service.scorers()
+    request = ScoreRequest(texts=["a secret text"])
+    for _ in range(3):
+        service.watch.note(info, request, ScoreReply([Score(1.0), Score(2.0)], [1, 1], "1"))  # one text for two
+    (record,) = [record for record in caplog.records if record.name.endswith("watch")]
+    assert "lacks rewards of reward_model" in record.message
+    assert "secret" not in caplog.text
+
+
+async def test_many_rewards_are_counted_a_part_at_a_time() -> None:
+    service = EchoService()
+    service.start()
+    try:
+        (info, _) = service.scorers()
+        request = ScoreRequest(tokens=[np.array([1])] * 500)
+        for _ in range(100):
+            service.watch.note(info, request, ScoreReply([Score(1.0)] * 500, [1] * 500, "1"))
+        before = service.watch.scored.num_pending
+        await asyncio.sleep(0)
+        assert before - 6000 < service.watch.scored.num_pending < before
+        async with asyncio.timeout(5):
+            while service.watch.scored.num_pending:
+                await asyncio.sleep(0)
+    finally:
+        await asyncio.to_thread(service.stop)
+    taken = service.watch.scored.taken(info.name, service.watch.now() - 60, service.watch.now())
+    assert total(moments for _, moments, _ in taken.between(0, 1e12)).count == 50_000
 
 
 async def test_an_answered_request_is_noted_and_a_refused_one_is_not() -> None:

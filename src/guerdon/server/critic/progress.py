@@ -27,7 +27,7 @@ class Progress:
         self._metrics.add("guerdon_train_tokens", report.num_tokens, self._name)
         self._metrics.add("guerdon_train_steps", report.num_steps, self._name, "done")
         self._metrics.add("guerdon_train_steps", report.num_skipped, self._name, "skipped")
-        self._points.append((report.step, time.time(), *(getattr(report, name) for name in MEASURES)))
+        self._points.append((report.step, time.monotonic(), *(getattr(report, name) for name in MEASURES)))
 
     def show(self, state: CriticState, measured: Mapping[str, float], has_fault: bool) -> None:
         """Takes over what the critic is now, and what it measured last."""
@@ -36,8 +36,11 @@ class Progress:
         for name, value in {**measured, **shown}.items():
             self._metrics.set(f"guerdon_critic_{name}", value, self._name)
 
-    def reports(self) -> dict[str, list[float]]:
-        """Of each kept report its step, the time when it was done (seconds since 1970) and its MEASURES, by name."""
-        points = list(self._points.copy())
+    def reports(self, epoch: float) -> dict[str, list[float]]:
+        """Of each kept report its step, the time when it was done and its MEASURES, by name.
+
+        Times are seconds after `epoch`, which is when the monotonic clock began.
+        """
+        points = [(step, epoch + at, *measured) for step, at, *measured in self._points.copy()]
         columns = zip(*points, strict=True) if points else [()] * (2 + len(MEASURES))
         return {name: list(column) for name, column in zip(("step", "time", *MEASURES), columns, strict=True)}

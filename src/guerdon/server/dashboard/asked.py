@@ -7,17 +7,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guerdon.errors import InvalidRequest
+from guerdon.server.dashboard.scored import COARSE_S, FINE_S, FINE_WINDOW_S
 
 LEAST_S, MOST_S = 60.0, 86_400.0
 _DEFAULT_S = 600.0
+_SLACK_S = 60.0
+"""As much earlier begins what is kept of the start."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The last `window_s` seconds; `reference` is `previous`, `start`, or a beginning and an end, since 1970."""
+    """The last `window_s` seconds; `reference` is `previous`, `start`, or a beginning and an end, since 1970.
+
+    All are whole steps of what is kept, so that there are not many different ones. Of `model` alone series and rewards
+    are wanted, where it names one.
+    """
 
     window_s: float
     reference: str | tuple[float, float]
+    model: str = ""
 
     def compared(self, start: float, started: float) -> tuple[float, float]:
         """The beginning and the end of what is compared with a window that begins at `start`.
@@ -28,11 +36,8 @@ class Asked:
         if isinstance(self.reference, tuple):
             return self.reference
         if self.reference == "start":
-            return started - self.slack_s, min(started + self.window_s, start)
+            return started - _SLACK_S, min(started + self.window_s, start)
         return start - self.window_s, start
-
-    slack_s = 60.0
-    """As much earlier begins what is kept of the start."""
 
 
 def read(query: Mapping[str, str], *known: str) -> Asked:
@@ -43,14 +48,14 @@ def read(query: Mapping[str, str], *known: str) -> Asked:
     reference: str | tuple[float, float] = query.get("reference", "previous")
     if reference not in ("previous", "start"):
         reference = _span(str(reference))
-    return Asked(_window(query.get("window", str(_DEFAULT_S))), reference)
+    return Asked(_window(query.get("window", str(_DEFAULT_S))), reference, query.get("model", ""))
 
 
 def _window(text: str) -> float:
     seconds = _number(text)
     if not LEAST_S <= seconds <= MOST_S:
         raise InvalidRequest(f"the URL has window={text}; give seconds from {LEAST_S:g} to {MOST_S:g}")
-    return seconds
+    return _rounded(seconds, FINE_S if seconds <= FINE_WINDOW_S else COARSE_S)
 
 
 def _span(text: str) -> tuple[float, float]:
@@ -61,7 +66,11 @@ def _span(text: str) -> tuple[float, float]:
             f"the URL has reference={text}; give previous, start, or FROM-TO in seconds since 1970, such as "
             "1767225600-1767229200"
         )
-    return start, end
+    return _rounded(start, FINE_S), _rounded(end, FINE_S)  # the same begin in between, whatever is asked for
+
+
+def _rounded(seconds: float, step_s: float) -> float:
+    return math.ceil(seconds / step_s) * step_s
 
 
 def _number(text: str) -> float:

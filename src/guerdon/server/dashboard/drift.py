@@ -83,9 +83,13 @@ def shift(window: Moments, reference: Moments) -> float:
     return (window.mean - reference.mean) / reference.std
 
 
-def edges(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The bounds of NUM_BINS even bins, float64 `[NUM_BINS + 1]`, between which nearly all numbers lie."""
-    low, high = quantiles(values, weights, _INSIDE) if len(values) else (0.0, 1.0)
+def edges(*sides: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The bounds of NUM_BINS even bins, float64 `[NUM_BINS + 1]`, between which nearly all numbers of each side lie.
+
+    A side is numbers and their weights. None decides alone, however many more numbers it has.
+    """
+    bounds = [quantiles(values, weights, _INSIDE) for values, weights in sides if len(values)] or [np.array([0.0, 1.0])]
+    low, high = float(min(low for low, _ in bounds)), float(max(high for _, high in bounds))
     if not high - low > 1e-9 * max(1.0, abs(low), abs(high)):
         low, high = low - 0.5, high + 0.5
     return np.linspace(low, high, NUM_BINS + 1)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.messages import plain
 
 EACH = 6
-"""So many of the best, and of the worst, are kept of every SLOT_S seconds, and told of any window."""
+"""So many of the best, and of the worst, are kept of every slot of time, and told of any window."""
 
-SLOT_S = 300.0
-_NUM_SLOTS = 290
+FINE_S, FINE_WINDOW_S = 60.0, 3600.0
+COARSE_S, COARSE_WINDOW_S = 600.0, 86_400.0
+"""The length of a slot, and how long it is kept."""
+
 MOST_TEXT = 2000
 """Characters of a prompt's end and of a response's beginning."""
 
+_HEAD = 1000
+"""Characters of its beginning that are kept of a text of which nobody knows where its prompt ends."""
+
 _MOST_TOKENS = 1000
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -36,36 +46,55 @@ class Kept:
     attributes: dict[str, float] = field(default_factory=dict)
     is_cut: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """About as many as it takes."""
+        texts = sum(sys.getsizeof(text) for text in (self.prompt, self.response) if text is not None)
+        return 500 + texts + (0 if self.tokens is None else self.tokens.nbytes)
+
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     best: list[Kept] = field(default_factory=list)
     worst: list[Kept] = field(default_factory=list)
 
+    def may_take(self, rewards: list[float]) -> bool:
+        """Whether there may be one among them, of which some may be NaN."""
+        if len(self.best) < EACH or len(self.worst) < EACH:
+            return True
+        return not (max(rewards) <= self.best[-1].reward and min(rewards) >= self.worst[-1].reward)  # also of a NaN
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in (*self.best, *self.worst))
+
 
 class Extremes:
-    """The best and the worst samples of one model; all it holds is bounded."""
+    """The best and the worst samples of one model; all it holds is bounded, by about `most_bytes` for one."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._fine: dict[int, _Slot] = {}
+        self._coarse: dict[int, _Slot] = {}
 
-    def note(self, time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo) -> None:
-        """Keeps what of the request's samples is among the extremes of its time."""
-        at = int(time // SLOT_S)
-        if at not in self._slots:
-            for old in [i for i in self._slots if i <= at - _NUM_SLOTS]:
-                del self._slots[old]
-            self._slots[at] = _Slot()
-        slot = self._slots[at]
-        scored = [(r.reward, i) for i, r in enumerate(reply.results) if isinstance(r, Score)]
-        scored = sorted((reward, i) for reward, i in scored if np.isfinite(reward))
+    def note(
+        self, time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, lengths: ListLike[int]
+    ) -> None:
+        """Keeps what of the request's samples, of these lengths, is among the extremes of its time."""
+        fine = self._slot(self._fine, time, FINE_S, FINE_WINDOW_S)
+        coarse = self._slot(self._coarse, time, COARSE_S, COARSE_WINDOW_S)
+        scored = [r.reward if isinstance(r, Score) else math.nan for r in reply.results]
+        if not (fine.may_take(scored) or coarse.may_take(scored)):  # as of nearly all requests
+            return
+        rewards = np.array(scored)
         kept: dict[int, Kept] = {}
-        for found, sign, wanted in ((slot.best, 1, scored[: -EACH - 1 : -1]), (slot.worst, -1, scored[:EACH])):
-            for reward, i in wanted:
-                if len(found) < EACH or sign * reward > sign * found[-1].reward:
-                    if i not in kept:
-                        kept[i] = _kept(time, request, reply, info, i)
-                    found[:] = _first([*found, kept[i]], sign)
+        for slots, sign in (((fine.best, coarse.best), 1), ((fine.worst, coarse.worst), -1)):
+            for i in _largest(sign * rewards):
+                for found in slots:
+                    if len(found) < EACH or sign * rewards[i] > sign * found[-1].reward:
+                        if i not in kept:
+                            kept[i] = _kept(time, request, reply, info, i, lengths[i])
+                        found[:] = _first([*found, kept[i]], sign)
 
     def best(self, start: float) -> list[Kept]:
         """The best since then, the best first, each text once."""
@@ -76,46 +105,75 @@ class Extremes:
         return _first(self._since(start, "worst"), -1)
 
     def _since(self, start: float, which: str) -> Iterator[Kept]:
-        for at, slot in self._slots.items():
-            if (at + 1) * SLOT_S > start:
-                yield from (one for one in getattr(slot, which) if one.time >= start)
+        for slots, seconds in ((self._fine, FINE_S), (self._coarse, COARSE_S)):
+            for at, slot in slots.items():
+                if (at + 1) * seconds > start:
+                    yield from (one for one in getattr(slot, which) if one.time >= start)
+
+    def _slot(self, slots: dict[int, _Slot], time: float, seconds: float, window_s: float) -> _Slot:
+        at = int(time // seconds)
+        if at not in slots:
+            for old in [i for i in slots if (i + 1) * seconds <= time - window_s]:
+                del slots[old]
+            slots[at] = _Slot()
+            self._bound()
+        return slots[at]
+
+    def _bound(self) -> None:
+        """Lets the oldest slots go where all together take too much."""
+        total = sum(slot.num_bytes for slots in (self._coarse, self._fine) for slot in slots.values())
+        for slots in (self._coarse, self._fine):
+            while total > self._most_bytes and len(slots) > 1:
+                total -= slots.pop(min(slots)).num_bytes
+
+
+def _largest(rewards: np.ndarray) -> list[int]:
+    """The places of the EACH largest numbers, the largest first; what is not finite is none of them."""
+    places = np.flatnonzero(np.isfinite(rewards))
+    if len(places) > EACH:
+        places = places[np.argpartition(rewards[places], -EACH)[-EACH:]]
+    return places[np.argsort(-rewards[places], kind="stable")].tolist()
 
 
 def _first(samples: Iterable[Kept], sign: int) -> list[Kept]:
-    """The EACH with the largest rewards times `sign`, of those that are alike the latest."""
+    """The EACH with the largest rewards times `sign`, of those that are alike the latest.
+
+    Alike is the same text before the same weights: the last digits of its reward may depend on its batch.
+    """
     found: dict[tuple[object, ...], Kept] = {}
-    for one in sorted(samples, key=lambda one: (sign * one.reward, one.time), reverse=True):
+    for one in sorted(samples, key=lambda one: (one.time, sign * one.reward)):
         tokens = None if one.tokens is None else one.tokens.tobytes()
-        found.setdefault((one.reward, one.prompt, one.response, tokens), one)
-        if len(found) == EACH:
-            break
-    return [*found.values()]
+        found[one.weights_version, one.prompt, one.response, tokens] = one
+    return sorted(found.values(), key=lambda one: (sign * one.reward, one.time), reverse=True)[:EACH]
 
 
-def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, i: int) -> Kept:
+def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, i: int, length: int) -> Kept:
     score = reply.results[i]
     assert isinstance(score, Score)
-    made = Kept(time, score.reward, reply.lengths[i], reply.weights_version)
+    made = Kept(time, score.reward, length, reply.weights_version)
     if score.attributes is not None:
         made.attributes = dict(zip(info.attribute_names, map(float, score.attributes), strict=True))
     if request.tokens is not None:
         tokens = request.tokens[i]
-        made.tokens, made.vocabulary = tokens[-_MOST_TOKENS:].copy(), info.vocabulary
+        made.tokens, made.vocabulary = tokens[-_MOST_TOKENS:].astype(np.int32), info.vocabulary
         made.is_cut = len(tokens) > _MOST_TOKENS
         if request.prompt_lengths is not None:
             made.num_prompt_tokens = max(0, int(request.prompt_lengths[i]) - max(0, len(tokens) - _MOST_TOKENS))
         return made
     prompt, response = _texts(request, i)
-    made.is_cut = len(prompt or "") > MOST_TEXT or len(response) > MOST_TEXT
-    made.prompt = None if prompt is None else prompt[-MOST_TEXT:]
-    made.response = response[:MOST_TEXT]
+    if prompt is None:  # the response may be anywhere, so most likely at the end
+        made.is_cut = len(response) > 2 * MOST_TEXT
+        made.response = f"{response[:_HEAD]}\n…\n{response[_HEAD - 2 * MOST_TEXT :]}" if made.is_cut else response
+        return made
+    made.is_cut = len(prompt) > MOST_TEXT or len(response) > MOST_TEXT
+    made.prompt, made.response = prompt[-MOST_TEXT:], response[:MOST_TEXT]
     return made
 
 
 def _texts(request: ScoreRequest, i: int) -> tuple[str | None, str]:
     """The prompt, where it is told, and the rest."""
     if request.messages is not None:
-        *before, last = request.messages[i]
+        *before, last = plain(request.messages[i])
         return "\n".join(map(_said, before)) or None, _said(last)
     assert request.texts is not None
     text, prompt = request.texts[i], None if request.prompts is None else request.prompts[i]
@@ -125,5 +183,4 @@ def _texts(request: ScoreRequest, i: int) -> tuple[str | None, str]:
 
 
 def _said(message: Message) -> str:
-    content = message.get("content")
-    return f"{message.get('role')}: {content if isinstance(content, str) else ''}"
+    return f"{message['role']}: {message['content']}"

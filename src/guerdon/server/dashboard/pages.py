@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gzip
 import hashlib
+import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,11 +19,12 @@ from urllib.parse import parse_qsl
 import orjson
 from starlette.types import Receive, Scope
 
-from guerdon.access import Role
+from guerdon.access import Role, is_loopback
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo
-from guerdon.errors import RouteNotFound
+from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.metrics import UNKNOWN
+from guerdon.server.batching.turns import FairTurns
 from guerdon.server.dashboard import asked, snapshot, trying
 from guerdon.server.dashboard.extremes import Kept
 from guerdon.server.front import about
@@ -29,6 +36,8 @@ from guerdon.server.front.guard import caller_of
 from guerdon.server.service import Service
 from guerdon.wire import bodies
 
+log = logging.getLogger(__name__)
+
 FOLDER = Path(__file__).parent / "static"
 INDEX = "index.html"
 
@@ -37,9 +46,6 @@ _KINDS = {
     ".js": b"text/javascript; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
     ".svg": b"image/svg+xml",
-    ".png": b"image/png",
-    ".ico": b"image/x-icon",
-    ".woff2": b"font/woff2",
 }
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -54,7 +60,12 @@ _SAFE: Headers = [
 _KEPT_S = 1.0
 """How long a snapshot is good for whoever asks for the same: many pages cost no more than one."""
 
-_MOST_KEPT = 16
+_MOST_WAITING = 8
+"""Snapshots that one client may wait for at once; where there are no keys all are one client."""
+
+_GZIP = re.compile(rb"gzip(\s*;\s*q=(1|0\.0*[1-9])[\d.]*)?")
+
+_Key = tuple[asked.Asked, Role, str | None, bool]
 
 
 class Pages:
@@ -66,8 +77,12 @@ class Pages:
         self._gate = gate
         self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
         self._files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _KINDS}
-        self._making = asyncio.Lock()
-        self._kept: dict[tuple[asked.Asked, str, str], tuple[float, bytes]] = {}
+        self._turns = FairTurns(1)
+        self._num_waiting: Counter[str] = Counter()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="guerdon-page")
+        self._kept: dict[_Key, tuple[float, bytes]] = {}
+        if service.watch.extremes is not None and not service.access.names and not is_loopback(config.host):
+            log.warning("samples' texts are kept for the page, and as there are no keys whoever reaches it reads them")
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
         """The page itself."""
@@ -79,19 +94,39 @@ class Pages:
 
     async def snapshot(self, scope: Scope, receive: Receive) -> Reply:
         """What the page shows of the last `?window=` seconds, beside what `?reference=` names."""
-        what = asked.read(_query(scope), "window", "reference")
-        caller, address = caller_of(scope), _address(scope)
-        key = (what, caller.role.name, address or "")
-        async with self._making:  # one at a time, whoever asks
+        what = asked.read(_query(scope), "window", "reference", "model")
+        caller = caller_of(scope)
+        if what.model:
+            what = dataclasses.replace(what, model=self._service.scored_by(what.model).name)
+        is_packed = _takes_gzip(scope)
+        headers: Headers = [JSON, *_SAFE, (b"vary", b"accept-encoding")]
+        if is_packed:
+            headers.append((b"content-encoding", b"gzip"))
+        if self._num_waiting[caller.name] >= _MOST_WAITING:
+            raise Overloaded(f"{_MOST_WAITING} snapshots of yours are waited for; try again", _KEPT_S)
+        self._num_waiting[caller.name] += 1
+        try:
+            body = await unless_left(self._snapshot(what, caller, _address(scope), is_packed), receive)
+        finally:
+            self._num_waiting[caller.name] -= 1
+        return 200, headers, body
+
+    async def _snapshot(self, what: asked.Asked, caller: Caller, address: str | None, is_packed: bool) -> bytes:
+        """The snapshot as JSON, which is made one at a time, the clients taking turns."""
+        key, watch = (what, caller.role, address, is_packed), self._service.watch
+        run = asyncio.get_running_loop().run_in_executor
+        async with self._turns.turn(caller.name):
             told = self._kept.get(key)
-            if told is None or time.monotonic() - told[0] > _KEPT_S:
-                gathered = snapshot.gather(self._service, what, self._server(caller, address))
-                body = await asyncio.to_thread(lambda: bodies.write(snapshot.make(gathered)))
-                told = (time.monotonic(), body)
-                if len(self._kept) >= _MOST_KEPT:
-                    self._kept.clear()
-                self._kept[key] = told
-        return 200, [JSON, *_SAFE], told[1]
+            if told is not None and time.monotonic() - told[0] <= _KEPT_S:
+                return told[1]
+            samples = await run(self._thread, watch.samples)
+            server, may_train = self._server(caller, address), caller.role >= Role.TRAIN
+            gathered = snapshot.gather(self._service, what, server, samples, may_train=may_train)
+            body = await run(self._thread, _written, gathered, is_packed)
+            now = time.monotonic()
+            self._kept = {other: kept for other, kept in self._kept.items() if now - kept[0] <= _KEPT_S}
+            self._kept[key] = (now, body)
+            return body
 
     async def samples(self, scope: Scope, receive: Receive) -> Reply:
         """The best and the worst samples of `?model=` in the last `?window=` seconds, where they are kept."""
@@ -121,7 +156,9 @@ class Pages:
             counted.model = info.name
             encoder = service.encoder(info.name)
             reply = await unless_left(service.score(info.name, trial.request, client), receive)
-            payload = await asyncio.to_thread(lambda: bodies.write(trying.answer(trial, info, reply, encoder)))
+            payload = await unless_left(
+                service.reader.run(client, lambda: bodies.write(trying.answer(trial, info, reply, encoder))), receive
+            )
         return 200, [JSON, *_SAFE], payload
 
     def _file(self, scope: Scope, name: str) -> Reply:
@@ -165,6 +202,16 @@ class Pages:
             "is_cut": one.is_cut,
             "attributes" if info.kind != "sum" else "components": one.attributes,
         }
+
+
+def _written(gathered: snapshot.Gathered, is_packed: bool) -> bytes:
+    body = bodies.write(snapshot.make(gathered))
+    return gzip.compress(body, compresslevel=1) if is_packed else body
+
+
+def _takes_gzip(scope: Scope) -> bool:
+    taken = b",".join(value for name, value in scope["headers"] if name == b"accept-encoding").lower().split(b",")
+    return any(_GZIP.fullmatch(coding.strip()) for coding in taken)
 
 
 def _address(scope: Scope) -> str | None:

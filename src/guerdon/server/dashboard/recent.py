@@ -68,19 +68,19 @@ class Ring:
         """The time of the one before it, 0 before the second."""
         return self._time(2)
 
-    def at(self, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, bounds: np.ndarray, columns: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """These times, none before the first reading or after the last, and the counters then, between two readings.
 
-        There must be one.
+        There must be one; the counters are those of the `columns`.
         """
         order = np.arange(self._num_added - len(self), self._num_added) % len(self._times)
         times = self._times[order]
         bounds = np.clip(bounds, times[0], times[-1])
         if len(times) == 1:
-            return bounds, np.repeat(self._values[order], len(bounds), axis=0)
+            return bounds, np.repeat(self._values[order, columns], len(bounds), axis=0)
         after = np.clip(np.searchsorted(times, bounds, "right"), 1, len(times) - 1)
         share = ((bounds - times[after - 1]) / (times[after] - times[after - 1]))[:, None]
-        before_values, after_values = self._values[order[after - 1]], self._values[order[after]]
+        before_values, after_values = self._values[order[after - 1], columns], self._values[order[after], columns]
         return bounds, before_values + share * (after_values - before_values)
 
     def _time(self, back: int) -> float:
@@ -107,16 +107,24 @@ class Recent:
         replaces = time - self._coarse.last_but_one < COARSE_S  # so that the last one is always there
         self._coarse.add(time, values, replaces_last=replaces)
 
-    def window(self, window_s: float) -> Window:
+    def window(self, window_s: float, columns: slice = slice(None)) -> Window:
         """The last so many seconds in at most MAX_POINTS steps, of which the last one may have begun only now.
 
-        There must be a reading.
+        There must be a reading; the counters are those of the `columns`.
         """
+        ring, step_s, bounds = self._steps(window_s)
+        return Window(float(bounds[0]), step_s, *ring.at(bounds, columns))
+
+    def whole(self, window_s: float) -> Window:
+        """All of `window` as one step."""
+        ring, _, bounds = self._steps(window_s)
+        ends = bounds[[0, -1]]
+        return Window(float(ends[0]), float(ends[1] - ends[0]), *ring.at(ends))
+
+    def _steps(self, window_s: float) -> tuple[Ring, float, np.ndarray]:
         is_fine = window_s <= FINE_WINDOW_S
         ring, unit_s = (self._fine, FINE_S) if is_fine else (self._coarse, COARSE_S)
         step_s = unit_s * max(1, int(np.ceil(window_s / MAX_POINTS / unit_s)))
         count = max(1, int(np.ceil(window_s / step_s)))
         end = np.ceil(self._fine.last / step_s) * step_s
-        bounds = end - step_s * np.arange(count, -1, -1)
-        times, values = ring.at(bounds)
-        return Window(float(bounds[0]), step_s, times, values)
+        return ring, step_s, end - step_s * np.arange(count, -1, -1)

@@ -15,7 +15,7 @@ from guerdon.server.critic.critic import Critic
 from guerdon.server.dashboard import drift, traffic
 from guerdon.server.dashboard.asked import Asked
 from guerdon.server.dashboard.recent import Window
-from guerdon.server.dashboard.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Part, Pool
+from guerdon.server.dashboard.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
 from guerdon.server.dashboard.watch import Watch
 from guerdon.server.service import Service
 
@@ -32,47 +32,60 @@ _OF_INFO = (
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """What was known at one moment: nothing in it changes any more."""
+    """What was known at one moment, to be read on any thread; `window` has the columns of `shown`, `whole` all."""
 
     server: dict[str, Any]
     models: list[dict[str, Any]]
     critic: dict[str, Any] | None
     names: list[str]
+    shown: list[str]
     sums: frozenset[str]
     samples: list[traffic.Sample]
     window: Window
-    rewards: dict[str, tuple[list[Part], list[Part]]]
+    whole: Window
+    rewards: dict[str, tuple[Taken, Taken]]
+    versions: dict[str, list[tuple[float, str]]]
     start: float
     step_s: float
     num_columns: int
     spans: tuple[tuple[float, float], tuple[float, float]]
 
 
-def gather(service: Service, asked: Asked, server: dict[str, Any]) -> Gathered:
-    """What the page asks for; on the service's asyncio loop. `server` is what whoever serves it tells of itself."""
+def gather(
+    service: Service, asked: Asked, server: dict[str, Any], samples: list[traffic.Sample], *, may_train: bool
+) -> Gathered:
+    """What the page asks for; on the service's asyncio loop. `server` is what whoever serves it tells of itself.
+
+    `samples` are the watch's, of just now. Of a critic only those who `may_train` one are told.
+    """
     watch = service.watch
-    samples, now = watch.refresh(), watch.now()
+    watch.refresh(samples)
+    now = watch.now()
     unit_s = FINE_S if asked.window_s <= FINE_WINDOW_S else COARSE_S
     step_s = unit_s * max(1, math.ceil(asked.window_s / MAX_COLUMNS / unit_s))
     count = math.ceil(asked.window_s / step_s)
     end = math.ceil(now / step_s) * step_s
     start = end - count * step_s
     compared = asked.compared(start, watch.started)
+    if isinstance(asked.reference, str) and compared[0] < now - FINE_WINDOW_S - FINE_S:  # so that it ends before
+        compared = (compared[0] // COARSE_S * COARSE_S, compared[1] // COARSE_S * COARSE_S)
     infos = service.scorers()
-    rewards = {
-        info.name: (watch.scored.parts(info.name, start, end, now), watch.scored.parts(info.name, *compared, now))
-        for info in infos
-        if "rewards" in info.outputs
-    }
+    shown = [asked.model] if asked.model else watch.names
+    first = watch.names.index(shown[0]) * traffic.WIDTH if shown else 0
+    rewarded = [info.name for info in infos if "rewards" in info.outputs and info.name in shown]
+    scored = watch.scored
     return Gathered(
-        server=server | _server(service, watch, now),
-        models=[_model(service, info) for info in infos],
-        critic=None if service.critic is None else _critic(service.critic),
+        server=server | _server(service, watch, now, may_train),
+        models=[_model(service, info, infos) for info in infos],
+        critic=None if service.critic is None or not may_train else _critic(service.critic, watch.epoch),
         names=watch.names,
+        shown=shown,
         sums=frozenset(info.name for info in infos if info.kind == "sum"),
         samples=samples,
-        window=watch.recent.window(asked.window_s),
-        rewards=rewards,
+        window=watch.recent.window(asked.window_s, slice(first, first + len(shown) * traffic.WIDTH)),
+        whole=watch.recent.whole(asked.window_s),
+        rewards={name: (scored.taken(name, start, now), scored.taken(name, compared[0], now)) for name in rewarded},
+        versions={name: scored.versions(name) for name in rewarded},
         start=start,
         step_s=step_s,
         num_columns=count,
@@ -82,17 +95,11 @@ def gather(service: Service, asked: Asked, server: dict[str, Any]) -> Gathered:
 
 def make(g: Gathered) -> dict[str, Any]:
     """The object that the page reads; arrays are numpy's, and NaN stands where nothing is known."""
-    window, rows = g.window, {name: i for i, name in enumerate(g.names)}
-    counted = traffic.totals(g.samples)
+    window, counted = g.window, traffic.totals(g.samples)
     totals = {}
-    for name, row in rows.items():
-        told = (
-            counted.get(name)
-            or traffic.totals([("guerdon_sequences_total", {"model": name, "outcome": "ok"}, 0)])[name]
-        )
-        received, computed = told["received_tokens"], told["computed_tokens"]
-        share = {"saved_share": 1 - computed / received if received else math.nan}
-        totals[name] = told | share | traffic.over(window, row, name not in g.sums)
+    for row, name in enumerate(g.names):
+        told = counted.get(name) or traffic.empty()
+        totals[name] = told | _saved(told) | traffic.over(g.whole, row, name not in g.sums)
     return {
         "server": g.server | {"unknown_requests": counted.get(UNKNOWN, {}).get("requests", {})},
         "models": g.models,
@@ -100,33 +107,45 @@ def make(g: Gathered) -> dict[str, Any]:
             "from": window.start,
             "step_s": window.step_s,
             "length": len(window),
-            "models": {name: traffic.series(window, row, name not in g.sums) for name, row in rows.items()},
+            "models": {name: traffic.series(window, row, name not in g.sums) for row, name in enumerate(g.shown)},
         },
         "totals": totals,
-        "rewards": {name: _rewards(g, Pool.of(now), Pool.of(then)) for name, (now, then) in g.rewards.items()},
+        "rewards": {name: _rewards(g, name) for name in g.rewards},
         "critic": g.critic,
     }
 
 
-def _server(service: Service, watch: Watch, now: float) -> dict[str, Any]:
+def _saved(told: dict[str, Any]) -> dict[str, float]:
+    """The share of the received tokens that was not computed, or was in vain, as that of padding."""
+    received = told["received_tokens"]
+    saved = 1 - told["computed_tokens"] / received if received else math.nan
+    return {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
+
+
+def _server(service: Service, watch: Watch, now: float, may_train: bool) -> dict[str, Any]:
+    why = service.why_not_ready()
+    if why and service.critic is not None and service.critic.fault is not None and not may_train:
+        why = "the critic has broken down; whoever has a key of the role train is told why"
     return {
         "now": now,
         "started": watch.started,
         "is_ready": service.is_ready(),
-        "why": service.why_not_ready(),
+        "why": why,
         "has_keys": bool(service.access.names),
     }
 
 
-def _model(service: Service, info: ModelInfo) -> dict[str, Any]:
+def _model(service: Service, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
+    read = [one for one in infos if one.name in info.attribute_names] if info.kind == "sum" else [info]
     return {name: getattr(info, name) for name in _OF_INFO} | {
         "is_loaded": service.is_loaded(info.name),
         "components": list(info.attribute_names) if info.kind == "sum" else None,
+        "estimates_tokens": not any(one.takes_tokens for one in read),
         "is_critic": service.critic is not None and service.critic.lane == info.name,
     }
 
 
-def _critic(critic: Critic) -> dict[str, Any]:
+def _critic(critic: Critic, epoch: float) -> dict[str, Any]:
     state = critic.progress.state
     assert state is not None, "it was restored"
     names = ("step", "learning_rate", "is_offloaded", "is_durable", "num_unsaved", "weights_version")
@@ -135,16 +154,16 @@ def _critic(critic: Critic) -> dict[str, Any]:
         | {name: getattr(state, name) for name in names}
         | {
             "fault": None if critic.fault is None else str(critic.fault),
-            "reports": critic.progress.reports(),
+            "reports": critic.progress.reports(epoch),
             "checkpoints": [dataclasses.asdict(info) for info in state.checkpoints],
         }
     )
 
 
-def _rewards(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
+def _rewards(g: Gathered, name: str) -> dict[str, Any]:
+    window, reference = (Pool.of(taken.between(*span)) for taken, span in zip(g.rewards[name], g.spans, strict=True))
     columns, count = ((window.times - g.start) // g.step_s).astype(np.int64), g.num_columns
-    all_weights = np.concatenate([window.weights, reference.weights])
-    edges = drift.edges(np.concatenate([window.rewards, reference.rewards]), all_weights)
+    edges = drift.edges(*((pool.rewards, pool.weights) for pool in (window, reference)))
     told = {name: np.full(count, np.nan) for name in ("mean", *_SHARES)}
     counts, heat = np.zeros(count), np.zeros((count, len(edges) - 1))
     parts: dict[int, drift.Moments] = {}
@@ -156,8 +175,8 @@ def _rewards(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
         rewards, weights = (values[bounds[i] : bounds[i + 1]] for values in (window.rewards, window.weights))
         counts[i], told["mean"][i] = moments.count, moments.mean
         found = drift.quantiles(rewards, weights, _SHARES.values())
-        for name, value in zip(_SHARES, found, strict=True):
-            told[name][i] = value
+        for share, value in zip(_SHARES, found, strict=True):
+            told[share][i] = value
         heat[i] = drift.histogram(rewards, weights, edges)
     return {
         "from": g.start,
@@ -172,6 +191,7 @@ def _rewards(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
         },
         "drift": _drift(g, window, reference),
         "length": _length(window),
+        "versions": [{"time": time, "version": version} for time, version in g.versions[name]],
     }
 
 
@@ -181,14 +201,15 @@ def _drift(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
     return {
         "ks": drift.ks(window.rewards, window.weights, reference.rewards, reference.weights),
         "shift": drift.shift(now, then),
-        "window": _span(now, *in_window),
-        "reference": _span(then, *in_reference) if then.count else None,
+        "window": _span(now, window.num_drawn, *in_window),
+        "reference": _span(then, reference.num_drawn, *in_reference) if then.count else None,
     }
 
 
-def _span(moments: drift.Moments, start: float, end: float) -> dict[str, Any]:
+def _span(moments: drift.Moments, num_drawn: float, start: float, end: float) -> dict[str, Any]:
     mean = moments.mean if moments.count else math.nan
-    return {"count": moments.count, "mean": mean, "std": moments.std, "from": start, "to": end}
+    told = {"count": moments.count, "num_drawn": num_drawn, "mean": mean, "std": moments.std}
+    return told | {"from": start, "to": end}
 
 
 def _length(pool: Pool) -> dict[str, Any]:

@@ -26,7 +26,11 @@ METRICS = (
 )
 """What is read of the registry."""
 
-_COUNTERS = ("requests", "errors", "sequences", "received_tokens", "computed_tokens", "batches", "batch_sequences")
+_FAILINGS = ("failed_sequences", "out_of_memory", "rechecked_differs")
+_COUNTERS = (
+    *("requests", "errors", "sequences", "received_tokens", "computed_tokens", "batches", "batch_sequences"),
+    *_FAILINGS,
+)
 _LEVELS = ("queue_sequences", "queue_tokens", "budget_tokens")
 """Levels are kept as their sums over time, in seconds, so that whatever time is looked at has its own mean."""
 
@@ -42,7 +46,11 @@ _OF_SAMPLES = {
     "guerdon_computed_tokens_total": "computed_tokens",
     "guerdon_batch_sequences_count": "batches",
     "guerdon_batch_sequences_sum": "batch_sequences",
+    "guerdon_out_of_memory_total": "out_of_memory",
 }
+_FINE = ("ok", "Cancelled")
+"""Outcomes of requests that are no errors: a client that leaves is served no worse."""
+
 _QUANTILES = {"latency_p50_s": 0.5, "latency_p90_s": 0.9, "latency_p99_s": 0.99}
 
 
@@ -64,9 +72,13 @@ class Reading:
                 continue
             if name in _OF_SAMPLES:
                 counters[row, _COLUMNS[_OF_SAMPLES[name]]] += value
+                if name == "guerdon_sequences_total":
+                    counters[row, _COLUMNS["failed_sequences"]] += value * (labels["outcome"] != "ok")
             elif name == "guerdon_requests_total":
                 counters[row, _COLUMNS["requests"]] += value
-                counters[row, _COLUMNS["errors"]] += value * (labels["outcome"] != "ok")
+                counters[row, _COLUMNS["errors"]] += value * (labels["outcome"] not in _FINE)
+            elif name == "guerdon_recheck_sequences_total":
+                counters[row, _COLUMNS["rechecked_differs"]] += value * (labels["outcome"] == "differs")
             elif name == "guerdon_batch_budget_tokens":
                 budgets[row] = value
             elif name == "guerdon_e2e_request_latency_seconds_bucket":
@@ -107,11 +119,18 @@ def series(window: Window, row: int, is_computed: bool) -> dict[str, np.ndarray]
 
 
 def over(window: Window, row: int, is_computed: bool) -> dict[str, Any]:
-    """The latencies and the fill of the model's batches over the whole window; NaN where nothing is known."""
-    whole = Window(window.start, window.step_s * len(window), window.times[[0, -1]], window.values[[0, -1]])
-    told = series(whole, row, is_computed)
+    """The latencies, the fill of the model's batches and what failed over a window of one step; NaN: not known."""
+    told = series(window, row, is_computed)
     latency = {name.split("_")[1]: told[name][0] for name in _QUANTILES}
-    return {"latency_s": latency, "batch_fill": told["batch_fill"][0]}
+    grown = window.increases()[0, row * WIDTH : (row + 1) * WIDTH]
+    failings = {name: round(grown[_COLUMNS[name]]) for name in ("sequences", *_FAILINGS)}
+    return {"latency_s": latency, "batch_fill": told["batch_fill"][0], "window": failings}
+
+
+def empty() -> dict[str, Any]:
+    """The totals of a model that was never asked."""
+    counts = {"received_tokens": 0, "computed_tokens": 0, "out_of_memory": 0}
+    return {"requests": {}, "sequences": {}, **counts, "rechecked": {}}
 
 
 def totals(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
@@ -120,11 +139,7 @@ def totals(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
     for name, labels, value in samples:
         if "model" not in labels or not name.endswith("_total"):
             continue
-        told = found.setdefault(
-            labels["model"],
-            {"requests": {}, "sequences": {}, "received_tokens": 0, "computed_tokens": 0, "out_of_memory": 0}
-            | {"rechecked": {}},
-        )
+        told = found.setdefault(labels["model"], empty())
         what = name.removeprefix("guerdon_").removesuffix("_total")
         what = "rechecked" if what == "recheck_sequences" else what
         if what not in told:

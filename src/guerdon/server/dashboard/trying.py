@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, common_prefix
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, common_prefix
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.messages import plain
 from guerdon.server.catalog import Encoder
 from guerdon.wire.bodies import kind_of, model_of, object_of
 from guerdon.wire.forms import number, text_of
@@ -23,7 +23,7 @@ MOST_TOKENS = 32_768
 
 _EXAMPLE = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
 _KEYS = ("model", "prompt", "responses", "messages", "template")
-_SEPARATOR = re.compile(r"tokens \[([\d, ]*)\]$")
+_MOST_CHARACTERS = 4 * MOST_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,20 @@ class Trial:
     request: ScoreRequest
     prompts: list[Any]
 
+    @property
+    def num_characters(self) -> int:
+        """Of all samples together, each with its prompt."""
+        if self.request.texts is not None:
+            return sum(map(len, self.request.texts))
+        conversations = self.request.messages or []
+        return sum(len(message["content"]) for conversation in conversations for message in _plain(conversation))
+
+    def length(self, i: int) -> int:
+        """About how many tokens the sample has before a function that reads it as text."""
+        request = self.request
+        text = request.texts[i] if request.texts is not None else _plain((request.messages or [])[i])[-1]["content"]
+        return Sequence(np.empty(0, np.int64), text).num_tokens
+
     def ids(self, encoder: Encoder) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each sample's tokens and its prompt's, int64 `[T]`; both empty where one cannot be read."""
         request = self.request
@@ -43,7 +57,9 @@ class Trial:
         else:
             assert request.texts is not None
             rows, texts = encoder.encode(request.texts), self.prompts
-        prompts = encoder.encode(texts)
+        different = [*dict.fromkeys(texts)]
+        encoded = dict(zip(different, encoder.encode(different), strict=True))
+        prompts = [encoded[text] for text in texts]
         nothing = np.empty(0, np.int64)
         return [
             (row, prompt if isinstance(prompt, np.ndarray) else nothing)
@@ -85,7 +101,8 @@ def read(body: Any) -> Trial:
 def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, encoder: Encoder | None) -> dict[str, Any]:
     """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
     told: list[Any] = [None] * len(reply.results)
-    if encoder is not None and info.kind != "sum" and sum(reply.lengths) <= MOST_TOKENS:
+    is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
+    if encoder is not None and is_short:
         told = trial.ids(encoder)
     return {
         "model": info.name,
@@ -93,8 +110,8 @@ def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, encoder: Encoder | 
         "queue_s": reply.queue_s,
         "compute_s": reply.compute_s,
         "results": [
-            _result(result, info, length, ids, encoder)
-            for result, length, ids in zip(reply.results, reply.lengths, told, strict=True)
+            _result(result, info, length or trial.length(i), ids, encoder)
+            for i, (result, length, ids) in enumerate(zip(reply.results, reply.lengths, told, strict=True))
         ],
     }
 
@@ -107,6 +124,14 @@ def _of_messages(model: str, conversations: Any) -> Trial:
     parts = [conversed(one) for one in read]
     groups = None if any(part.groups is None for part in parts) else np.concatenate([part.groups for part in parts])
     return Trial(model, ScoreRequest(messages=read, groups=groups), [one[:-1] for one in read])
+
+
+def _plain(conversation: list[Message]) -> list[Message]:
+    """The conversation as it is read, of one that nobody can read an empty text."""
+    try:
+        return plain(conversation)
+    except InvalidRequest:
+        return [{"role": "assistant", "content": ""}]
 
 
 def _check_count(count: int, what: str) -> None:
@@ -153,8 +178,7 @@ def _tokens(ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, encod
 
 def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[dict[str, Any]] | None:
     """Each step's last token and reward; None where the rule does not tell where steps end."""
-    found = _SEPARATOR.search(info.step_rule)
-    separator = np.array([int(one) for one in found[1].split(",")] if found and found[1] else [], np.int64)
+    separator = np.array(info.step_separator_ids, np.int64)
     if not 0 < len(separator) <= len(tokens):
         return None
     windows = np.lib.stride_tricks.sliding_window_view(tokens, len(separator))

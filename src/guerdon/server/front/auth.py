@@ -97,6 +97,14 @@ class Access:
             raise Unauthenticated("the key is not one of this server's")
         return found
 
+    def knows(self, authorization: bytes | str | None, token: bytes | str | None = None) -> bool:
+        """Whether `caller` finds somebody."""
+        try:
+            self.caller(authorization, token)
+        except Unauthenticated:
+            return False
+        return True
+
     def _read(self, lines: list[str], where: str) -> None:
         for number, line in enumerate(lines, 1):
             parts = line.split()

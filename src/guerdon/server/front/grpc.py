@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -208,8 +208,13 @@ class _Front:
             await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
             raise error  # abort has raised already
 
-        traces = service.traces
-        return answer if traces is None else with_span(answer, traces, SERVICE, method.__name__)
+        if service.traces is None:
+            return answer
+
+        def knows(sent: Mapping[str, Any]) -> bool:
+            return service.access.knows(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
+
+        return with_span(answer, service.traces, SERVICE, method.__name__, knows)
 
     async def ServerLive(self, _: _Call) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)

@@ -39,19 +39,33 @@ class Guard:
         self._is_local = not access.names and is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        _check_page(headers, self._is_local)
-        if scope["path"] in OPEN:
-            await self._inner(scope, receive, send)
-            return
         try:
-            caller = self._access.caller(headers.get(b"authorization"), headers.get(_PYTRITONS))
+            caller = self._caller(scope)
         except Unauthenticated as e:
             self._metrics.asked(UNKNOWN, type(e))
             raise
+        if caller is None:
+            await self._inner(scope, receive, send)
+            return
         scope[CALLER] = caller
         with self._metrics.client(caller.name):
             await self._inner(scope, receive, send)
+
+    def lets(self, scope: Scope) -> bool:
+        """Whether it would let the request through."""
+        try:
+            self._caller(scope)
+        except (Unauthenticated, Forbidden):
+            return False
+        return True
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        """Who asks; None where the path is open to all."""
+        headers = dict(scope["headers"])
+        _check_page(headers, self._is_local)
+        if scope["path"] in OPEN:
+            return None
+        return self._access.caller(headers.get(b"authorization"), headers.get(_PYTRITONS))
 
 
 def _check_page(headers: dict[bytes, bytes], is_local: bool) -> None:

@@ -108,8 +108,9 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
             Route("/dashboard/{file}", _Endpoint(get, pages.file)),
         ]
     router = Router(routes, redirect_slashes=False, default=_unknown)
-    whole = _Errors(Guard(router, service.access, config, service.metrics))
-    return whole if service.traces is None else Spans(whole, service.traces, routes)
+    guard = Guard(router, service.access, config, service.metrics)
+    whole = _Errors(guard)
+    return whole if service.traces is None else Spans(whole, service.traces, routes, guard.lets)
 
 
 def _told(error: GuerdonError) -> tuple[int, Any]:

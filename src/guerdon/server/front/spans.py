@@ -1,8 +1,12 @@
-"""The span of each request that has something done: of HTTP's what is no GET, of gRPC's what is no question."""
+"""The span of each request that has something done: of HTTP's what is no GET, of gRPC's what is no question.
+
+What has no key, where there are keys, has no span: whoever reaches the port could crowd out all others'. A span begins
+before the key is asked for all the same, as it has the status in which a request of a known key is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.routing import Match, Route
@@ -24,16 +28,17 @@ and DATA_LOSS."""
 
 
 class Spans:
-    """Puts each request to `inner` that is no GET in a span; the path stands in it as the route has it."""
+    """Puts each request to `inner` that is no GET, and that `lets` lets, in a span; the path is the route's in it."""
 
-    def __init__(self, inner: ASGIApp, traces: Traces, routes: Sequence[Route]) -> None:
+    def __init__(self, inner: ASGIApp, traces: Traces, routes: Sequence[Route], lets: Callable[[Scope], bool]) -> None:
         self._inner = inner
+        self._lets = lets
         self._traces = traces
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
-        if method in _READING:
+        if method in _READING or not self._lets(scope):
             await self._inner(scope, receive, send)
             return
         facts = {"http.request.method": method if method in _WRITING else "_OTHER"}
@@ -61,14 +66,19 @@ class Spans:
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), None)
 
 
-def with_span(answer: Answer, traces: Traces, service: str, method: str) -> Answer:
-    """What answers the method's calls, each of them in a span; `answer` itself where the method only asks."""
+def with_span(
+    answer: Answer, traces: Traces, service: str, method: str, knows: Callable[[Mapping[str, Any]], bool]
+) -> Answer:
+    """What answers the method's calls, each of a sender that `knows` knows in a span; itself where the method asks."""
     if method not in _DOING:
         return answer
     facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
 
     async def call(messages: Any, context: Any) -> Any:
-        with traces.request(f"{service}/{method}", dict(context.invocation_metadata()), facts) as traced:
+        sent = dict(context.invocation_metadata())
+        if not knows(sent):
+            return await answer(messages, context)
+        with traces.request(f"{service}/{method}", sent, facts) as traced:
             reply = None
             try:
                 reply = await answer(messages, context)

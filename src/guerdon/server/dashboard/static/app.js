@@ -17,7 +17,11 @@ const STALE_S = 10;
 /** And for so long, that the server has stopped. */
 const STOPPED_S = 30;
 
-const shown = { model: null, windowS: 900, reference: "previous", snapshot: null, answered: null, failure: null };
+const shown = {
+  model: null, windowS: 900, reference: "previous", snapshot: null, answered: null, failure: null, fault: null, version: null,
+};
+/** Models that the server would not tell of alone: a name from the address that it does not serve, for one. */
+const refused = new Set();
 let timer = 0;
 let round = 0;
 
@@ -30,17 +34,38 @@ async function refresh() {
   clearTimeout(timer);
   const mine = ++round;
   try {
-    const told = await ask(shown.windowS, shown.reference);
+    const told = await fetched();
     if (mine !== round) return; // the window was changed meanwhile
-    Object.assign(shown, { snapshot: told, answered: Date.now(), failure: null });
+    Object.assign(shown, { snapshot: told, answered: Date.now(), failure: null, fault: null });
+    shown.version ??= told.server.version;
     draw();
   } catch (failure) {
     if (mine !== round) return;
-    if (!(failure instanceof Failure)) throw failure; // a mistake of the page's own: the console has it
-    shown.failure = failure;
+    if (failure instanceof Failure) shown.failure = failure;
+    else {
+      shown.fault = failure; // the page's own, or it is older than the server: the next answer may be drawn again
+      reportError(failure);
+    }
+  } finally {
+    if (mine === round) {
+      tell();
+      schedule();
+    }
   }
-  tell();
-  schedule();
+}
+
+/** The snapshot with the series of the chosen model alone; of all where the server does not know that one. */
+async function fetched() {
+  const { windowS, reference, model } = shown;
+  if (model === null || refused.has(model)) return ask(windowS, reference);
+  try {
+    return await ask(windowS, reference, model);
+  } catch (failure) {
+    if (!(failure instanceof Failure) || ![400, 404].includes(failure.status)) throw failure;
+    const told = await ask(windowS, reference);
+    refused.add(model);
+    return told;
+  }
 }
 
 function schedule() {
@@ -54,14 +79,15 @@ function draw() {
   const { model } = shown;
   overview.showServer(snapshot);
   overview.showVerdict(snapshot, model, windowS);
-  overview.showTiles(snapshot, model);
-  rewards.show(snapshot, model, windowS);
+  overview.showTiles(snapshot, model, windowS);
+  rewards.show(snapshot, model, windowS, shown.reference);
   samples.show(snapshot, model, windowS);
   traffic.show(snapshot, model);
   critic.show(snapshot);
   models.show(snapshot);
   tryit.show(snapshot);
   compare();
+  byId("main").removeAttribute("aria-busy");
 }
 
 /** Puts the names into the menu, and keeps the chosen one for as long as it is served. */
@@ -96,27 +122,31 @@ function compare() {
 }
 
 function choose(change) {
-  const asksAgain = "windowS" in change || "reference" in change;
   Object.assign(shown, change);
   const { model, windowS, reference } = shown;
   const query = new URLSearchParams({ ...(model ? { model } : {}), window: windowS, reference });
   history.replaceState(null, "", `?${query}${location.hash}`);
-  if (asksAgain) refresh();
-  else if (shown.snapshot) draw();
+  // What is there of another model, window or reference is not what the menus say now.
+  byId("main").setAttribute("aria-busy", "true");
+  refresh();
 }
 
 /** What the page says of answers that did not come. */
 function tell() {
-  const { failure, answered } = shown;
+  const { failure, fault, answered, snapshot: told, version } = shown;
   const silent = answered === null ? Infinity : (Date.now() - answered) / 1000;
   const again = () => el("button", { type: "button", onclick: () => refresh() }, "Try again");
   let state = answered === null ? "loading" : "live";
   let said = null;
-  if (failure?.kind === "unauthorised") {
+  const reload = () => el("button", { type: "button", onclick: () => location.reload() }, "Load again");
+  if (fault) {
+    state = "broken";
+    said = `This page cannot show what the server answers (${fault.message}). It may be older than the server: load it again.`;
+    overview.showNotice("bad", said, reload());
+  } else if (failure?.kind === "unauthorised") {
     state = "refused";
     said = "This server asks for a key. Load the page again, and give any name, and the key as the password.";
-    const reload = el("button", { type: "button", onclick: () => location.reload() }, "Load again");
-    overview.showNotice("bad", said, reload);
+    overview.showNotice("bad", said, reload());
   } else if (failure && failure.kind !== "unreachable") {
     state = "refused";
     said = `The server refuses: ${failure.message}`;
@@ -130,11 +160,14 @@ function tell() {
     state = "stale";
     said = `No answer for ${span(Math.floor(silent / 2) * 2)}; trying again.`;
     overview.showNotice("warn", said);
+  } else if (!failure && told && told.server.version !== version) {
+    said = `The server is guerdon ${told.server.version} now; this page came with ${version}.`;
+    overview.showNotice("warn", said, reload());
   }
   if (said === null) overview.showNotice("", null);
   document.body.dataset.state = state;
-  if (state !== "stopped" && state !== "refused") return;
-  const word = state === "stopped" ? "No answer" : "Refused";
+  const word = { stopped: "No answer", refused: "Refused", broken: "Cannot be shown" }[state];
+  if (!word) return;
   overview.showSilence(word);
   document.title = `${word} · guerdon`;
 }

@@ -1,6 +1,6 @@
 /** The frame that every chart stands in: its size, its axes, and the read-out under the pointer or the arrow keys. */
 
-import { el, svg } from "./dom.js";
+import { el, putText, svg } from "./dom.js";
 
 const GAP = 14;
 
@@ -22,9 +22,10 @@ export class Chart {
     this.data = null;
     this.key = null;
     host.classList.add("chart");
-    this.svg = svg("svg", { role: "img", tabindex: 0, height, "aria-label": label });
+    this.svg = svg("svg", { role: "application", "aria-roledescription": "chart", tabindex: 0, height, "aria-label": label });
     this.readout = el("div", { class: "readout", hidden: true });
-    host.append(this.svg, this.readout);
+    this.said = el("p", { class: "hidden", role: "status" });
+    host.append(this.svg, this.readout, this.said);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerdown", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => this.show(null));
@@ -96,8 +97,9 @@ export class Chart {
     event.preventDefault();
     const last = this.keys() - 1;
     const from = this.key ?? (move > 0 ? -1 : last + 1);
-    this.readout.setAttribute("aria-live", "polite");
     this.show(Math.min(Math.max(from + move, 0), last));
+    const { title, rows } = this.told(this.key);
+    putText(this.said, [title, ...rows.map(([, name, value]) => `${name} ${value}`)].join(", "));
   }
 
   /** Shows the read-out of that key, or none. */
@@ -106,10 +108,7 @@ export class Chart {
     const told = key === null || !this.data ? null : this.told(key);
     this.readout.hidden = told === null;
     this.cursor?.replaceChildren(...(told ? this.pointed(told) : []));
-    if (!told) {
-      this.readout.removeAttribute("aria-live");
-      return;
-    }
+    if (!told) return;
     this.readout.replaceChildren(
       el("strong", {}, told.title),
       ...told.rows.map(([kind, name, value]) =>

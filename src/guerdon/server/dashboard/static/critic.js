@@ -4,6 +4,7 @@ import { byId, el, putText } from "./dom.js";
 import { count, isNumber, number, plural } from "./format.js";
 import { Lines } from "./lines.js";
 import { card } from "./panels.js";
+import { extent } from "./scale.js";
 
 const PANELS = [
   ["loss", "Loss", false],
@@ -39,13 +40,14 @@ export function show({ critic }) {
   if (critic.fault) words.push(`fault: ${critic.fault}`);
   putText(byId("critic-state"), words.join(" · "));
   const { step } = critic.reports;
+  const [least, most] = extent(step) ?? [0, 1];
   for (const { key, card: made, chart } of panels) {
     made.empty(step.length ? null : "No train request since the server's start");
     if (!step.length) continue;
     const values = critic.reports[key];
     made.say("");
     made.legend([["accent", "now", number(values.findLast(isNumber))]]);
-    chart.update({ x: step, from: Math.min(step[0], step.at(-1) - 1), to: step.at(-1), series: [{ kind: "accent", name: key.replaceAll("_", " "), values }] });
+    chart.update({ x: step, from: Math.min(least, most - 1), to: most, series: [{ kind: "accent", name: key.replaceAll("_", " "), values }] });
   }
   const rows = critic.checkpoints.slice().sort((a, b) => b.step - a.step);
   checkpoints.empty(rows.length ? null : "None yet");

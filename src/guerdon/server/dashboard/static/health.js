@@ -5,6 +5,8 @@ import { count, difference, isNumber, number, percent, plural, span } from "./fo
 /** Shares of the window's requests that failed. */
 const FAILING = 0.01;
 const FAILING_BADLY = 0.1;
+/** Share of the window's sequences without a score. */
+const LOSING = 0.001;
 /** Seconds that it takes to compute what waits. */
 const LONG_WAIT_S = 30;
 /** So many rewards at least, or distributions are not compared. */
@@ -19,16 +21,33 @@ const NARROWED = 0.3;
 /** A rank correlation of length and reward. */
 const CORRELATED = 0.4;
 
-/** The word for how the window's rewards differ from the reference's: level none, same or apart, and why. */
-export function driftOf(drift) {
+/** So long a server keeps rewards, but for those of its start. */
+const KEPT_S = 86_400;
+
+/** Why there is nothing to compare the window with: `reference` as it is asked for, `server` as it tells of itself. */
+export function absence(reference, windowS, { now, started }) {
+  const end = reference === "previous" ? now - windowS : Number(reference.split("-")[1]);
+  if (Number.isNaN(end)) return "Nothing to compare with yet";
+  if (end <= now - KEPT_S) return "The reference is gone: rewards are kept for a day";
+  if (end > started) return reference === "previous" ? "Nothing to compare with yet" : "No rewards came in the reference";
+  return reference === "previous" ? "Nothing to compare with yet" : "The reference is gone: it is from before the server's start";
+}
+
+/**
+ * The word for how the window's rewards differ from the reference's: level none, same or apart, and why; `absent` is
+ * said where there is no reference.
+ */
+export function driftOf(drift, absent = "Nothing to compare with yet") {
   const { ks, shift, window: now, reference } = drift ?? {};
-  if (!reference?.count || !now?.count) return { level: "none", text: "Nothing to compare with yet" };
+  if (!reference?.count || !now?.count) return { level: "none", text: absent };
   const least = Math.min(now.count, reference.count);
   if (least < ENOUGH) return { level: "none", text: `Too few rewards to compare (${count(least)} of ${ENOUGH})` };
   const noise = Math.sqrt(1 / now.count + 1 / reference.count);
+  // Means are of all rewards, distributions of those that were drawn.
+  const noiseOfDrawn = Math.sqrt(1 / (now.num_drawn ?? now.count) + 1 / (reference.num_drawn ?? reference.count));
   const moved = isNumber(shift) && Math.abs(shift) > Math.max(SHIFTED, 3 * noise);
   const narrowed = now.std < NARROWED * reference.std;
-  const apart = isNumber(ks) && ks > Math.max(KS_APART, BY_CHANCE * noise);
+  const apart = isNumber(ks) && ks > Math.max(KS_APART, BY_CHANCE * noiseOfDrawn);
   const figures = `${difference(shift)} standard deviations, KS ${isNumber(ks) ? ks.toFixed(2) : "–"}`;
   if (narrowed) {
     const share = percent(now.std / reference.std);
@@ -71,6 +90,16 @@ export function findings(snapshot, name) {
   return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
 }
 
+/** Whether there are rewards of that model: a critic alone has values and no rewards. */
+export function givesRewards({ models }, name) {
+  return models.find((m) => m.name === name)?.outputs.includes("rewards") ?? false;
+}
+
+/** Whether the critic was trained in the last `windowS` seconds. */
+export function isTrained({ critic, server }, windowS) {
+  return critic?.reports.time.some((t) => t >= server.now - windowS) ?? false;
+}
+
 /** What was looked at and found in order, as [name, figure]; only of what there is something to tell. */
 export function checks(snapshot, name) {
   const lines = snapshot.series.models[name] ?? {};
@@ -109,13 +138,20 @@ function ofTraffic({ series, totals }, name) {
   if (waiting && perSecond > 0 && waiting / perSecond > LONG_WAIT_S) {
     found.push({ level: "warn", text: "The queue is long", detail: `what waits takes about ${span(waiting / perSecond)}`, href: "#traffic" });
   }
-  const sums = totals[name] ?? {};
-  const { failed: lost = 0, ok = 0 } = sums.sequences ?? {};
-  if (lost) found.push({ level: "warn", text: `${plural(lost, "sample")} without a score`, detail: `${percent(lost / (lost + ok))} since the start`, href: "#traffic" });
-  if (sums.rechecked?.differs) {
-    found.push({ level: "bad", text: "Scores differ from the plain forward", detail: `${plural(sums.rechecked.differs, "sequence")} of those scored again`, href: "#models" });
+  const sums = totals[name]?.window ?? {};
+  const lost = sums.failed_sequences ?? 0;
+  const lostShare = lost / Math.max(total(lines.sequences_per_s, series.step_s), lost, 1);
+  if (lostShare > LOSING) {
+    found.push({ level: "warn", text: `${plural(lost, "sample")} without a score`, detail: `${percent(lostShare)} in this window`, href: "#traffic" });
   }
-  if (sums.out_of_memory) found.push({ level: "warn", text: "Out of memory", detail: `${plural(sums.out_of_memory, "forward")} had to be split`, href: "#traffic" });
+  if (sums.rechecked_differs) {
+    const detail = `${plural(sums.rechecked_differs, "sequence")} of those scored again in this window`;
+    found.push({ level: "bad", text: "Scores differ from the plain forward", detail, href: "#models" });
+  }
+  if (sums.out_of_memory) {
+    const detail = `${plural(sums.out_of_memory, "forward")} had to be split in this window`;
+    found.push({ level: "warn", text: "Out of memory", detail, href: "#traffic" });
+  }
   return found;
 }
 

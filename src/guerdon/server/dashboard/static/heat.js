@@ -7,9 +7,12 @@ import { linear, ticks, timeTicks } from "./scale.js";
 
 const QUANTILES = [["p05", "edge"], ["p95", "edge"], ["p25", "quarter"], ["p75", "quarter"], ["p50", "median"]];
 
+/** As many changes of the weights are whole lines. */
+const MOST_LINES = 12;
+
 /**
- * `data`: { from, to, start, step, count, mean, p05..p95, heat: { edges, counts } }; `from` and `to` are the axis's ends,
- * `start` and `step` place the columns.
+ * `data`: { from, to, start, step, count, mean, p05..p95, heat: { edges, counts }, swaps: [{ time, version }] }; `from` and
+ * `to` are the axis's ends, `start` and `step` place the columns, `swaps` are other weights under the same name.
  */
 export class Heat extends Chart {
   layout() {
@@ -33,7 +36,7 @@ export class Heat extends Chart {
   }
 
   marks() {
-    return [this.cells(), ...this.quantiles()];
+    return [this.cells(), ...this.swaps(), ...this.quantiles()];
   }
 
   cells() {
@@ -54,6 +57,14 @@ export class Heat extends Chart {
       });
     });
     return cells;
+  }
+
+  /** A line where weights changed; where they do so all the time, as a critic's, a mark at the axis. */
+  swaps() {
+    const { top, bottom } = this.box;
+    const { swaps } = this.data;
+    const y1 = swaps.length > MOST_LINES ? bottom - 6 : top;
+    return swaps.map(({ time }) => svg("line", { class: "swap", x1: this.x(time), x2: this.x(time), y1, y2: bottom }));
   }
 
   clip(t) {
@@ -89,6 +100,8 @@ export class Heat extends Chart {
         rows.push([{ p50: "median", p25: "quarter", p75: "quarter" }[name] ?? "edge", label, reward(this.data[name][i])]);
       }
     }
+    const swap = this.data.swaps.findLast(({ time }) => time >= start + i * step && time < start + (i + 1) * step);
+    if (swap) rows.push(["swap", "new weights", swap.version.slice(0, 16)]);
     return { x: this.clip(this.middle(i)), title: `${clock(start + i * step)} – ${clock(start + (i + 1) * step)}`, rows };
   }
 }

@@ -9,7 +9,8 @@ const charts = new Set();
 let isSharing = false;
 
 /**
- * `data`: { x: [..], from, to, series: [{ kind, name, values, area }] }, x ascending, values numbers or null.
+ * `data`: { x: [..], from, to, series: [{ kind, name, values, area }] }, values numbers or null. Where x goes back, as a
+ * critic's steps do when a checkpoint is loaded, the line is broken.
  * `overTime` charts of the page share their cursor, so that a peak in one is looked up in all.
  */
 export class Lines extends Chart {
@@ -43,7 +44,10 @@ export class Lines extends Chart {
 
   marks() {
     return this.data.series.flatMap(({ kind, values, area }) => {
-      const points = this.data.x.map((x, i) => [this.x(x), isNumber(values[i]) ? this.y(values[i]) : null]);
+      const points = this.data.x.flatMap((x, i, all) => {
+        const point = [this.x(x), isNumber(values[i]) ? this.y(values[i]) : null];
+        return x < all[i - 1] ? [[point[0], null], point] : [point];
+      });
       const line = svg("path", { class: `line ${kind}`, d: linePath(points) });
       if (!area) return [line];
       return [svg("path", { class: `area ${kind}`, d: areaPath(points, this.y(Math.max(this.domain[0], 0))) }), line];
@@ -89,19 +93,20 @@ export class Lines extends Chart {
   }
 }
 
+/** The index of the nearest, of equally near ones the latest. */
 function nearest(x, value) {
   let best = 0;
-  for (let i = 1; i < x.length; i++) if (Math.abs(x[i] - value) < Math.abs(x[best] - value)) best = i;
+  for (let i = 1; i < x.length; i++) if (Math.abs(x[i] - value) <= Math.abs(x[best] - value)) best = i;
   return best;
 }
 
 /** A line without axes, for a tile. */
 export function sparkline(values, kind, width = 120, height = 28) {
   const found = extent(values);
-  const y = linear([0, Math.max(found?.[1] ?? 1, 1e-9)], [height - 2, 3]);
+  const y = linear([Math.min(found?.[0] ?? 0, 0), Math.max(found?.[1] ?? 1, 1e-9)], [height - 2, 3]);
   const points = values.map((v, i) => [(i / Math.max(values.length - 1, 1)) * width, isNumber(v) ? y(v) : null]);
   const box = { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" };
   return svg("svg", box,
-    svg("path", { class: `area ${kind}`, d: areaPath(points, height) }),
+    svg("path", { class: `area ${kind}`, d: areaPath(points, found?.[0] < 0 ? y(0) : height) }),
     svg("path", { class: `line ${kind}`, d: linePath(points), "vector-effect": "non-scaling-stroke" }));
 }

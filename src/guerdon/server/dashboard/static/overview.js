@@ -2,7 +2,7 @@
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, latency, number, percent, span, windowName } from "./format.js";
-import { checks, driftOf, findings } from "./health.js";
+import { checks, driftOf, findings, givesRewards, isTrained, total } from "./health.js";
 import { sparkline } from "./lines.js";
 import { since } from "./panels.js";
 
@@ -30,9 +30,9 @@ export function showSilence(text) {
 export function showVerdict(snapshot, name, windowS) {
   const found = findings(snapshot, name);
   const lines = snapshot.series.models[name] ?? {};
-  const known = driftOf(snapshot.rewards[name]?.drift).level === "same";
   const asked = (lines.requests_per_s ?? []).some((v) => v > 0);
-  const level = found.length ? found[0].level : asked ? "ok" : "idle";
+  const trained = isTrained(snapshot, windowS);
+  const level = found.length ? found[0].level : asked || trained ? "ok" : "idle";
   const title = {
     ok: "Healthy",
     idle: "Ready, and idle",
@@ -40,7 +40,7 @@ export function showVerdict(snapshot, name, windowS) {
     bad: "Something is wrong",
   }[level];
   const text = {
-    ok: `No errors to speak of in the last ${windowName(windowS)}; ${known ? "rewards as in the reference" : "too early to tell whether rewards drift"}.`,
+    ok: `No errors to speak of in the last ${windowName(windowS)}${beside(snapshot, name, trained)}.`,
     idle: `No request came for ${name} in the last ${windowName(windowS)}.`,
   }[level];
   document.title = `${title} · ${name} · guerdon`;
@@ -48,11 +48,12 @@ export function showVerdict(snapshot, name, windowS) {
   const says = JSON.stringify([level, title, text, found, fine]);
   if (says === said) return;
   said = says;
+  announce(level, title, found);
   const verdict = byId("verdict");
   verdict.className = `verdict ${level}`;
   verdict.replaceChildren(
     el("span", { class: "sign", "aria-hidden": "true" }, { ok: "✓", idle: "–", warn: "!", bad: "×" }[level]),
-    el("div", { "aria-live": "polite" }, el("h1", {}, title), text ? el("p", {}, text) : null),
+    el("div", {}, el("h1", {}, title), text ? el("p", {}, text) : null),
     fine.length ? el("ul", { class: "checks" }, ...fine.map(([what, figure]) =>
       el("li", {}, el("i", { "aria-hidden": "true" }, "✓"), `${what} `, el("b", {}, figure)))) : "",
     found.length ? el("ul", { class: "findings" }, ...found.map(({ level: how, text: what, detail, href }) =>
@@ -60,13 +61,30 @@ export function showVerdict(snapshot, name, windowS) {
   );
 }
 
+/** What is told beside the errors: of a model whether its rewards drift, of a critic that it is trained. */
+function beside(snapshot, name, trained) {
+  if (!givesRewards(snapshot, name)) return trained ? "; the critic is being trained" : "";
+  if (driftOf(snapshot.rewards[name]?.drift).level === "same") return "; rewards as in the reference";
+  return "; too early to tell whether rewards drift";
+}
+
+/** Has a screen reader say the verdict where another thing is to be looked at, and not with each figure that moves. */
+function announce(level, title, found) {
+  const kinds = JSON.stringify([level, ...found.map(({ text }) => text.replaceAll(/[^a-z]+/gi, " "))]);
+  const place = byId("said");
+  if (place.dataset.of === kinds) return;
+  place.dataset.of = kinds;
+  putText(place, [title, ...found.map(({ text, detail }) => `${text}: ${detail}`)].join(". "));
+}
+
 const TILES = [
+  // The id, the heading, the unit; of which time a number is stands beside the heading.
   ["requests", "Requests", "per second"],
   ["tokens", "Tokens", "per second"],
   ["queue", "Queue", "sequences"],
   ["latency", "Latency", "median"],
   ["fill", "Batch fill", "of the budget"],
-  ["saved", "Saved by sharing", "of all tokens"],
+  ["saved", "Saved", "of all tokens"],
 ];
 const tiles = new Map();
 
@@ -76,27 +94,32 @@ export function makeTiles() {
     const value = el("b", { class: "value" }, "–");
     const under = el("p", { class: "under" });
     const line = el("div", { class: "line" });
-    tiles.set(id, { value, under, line });
+    const when = el("small", {});
+    tiles.set(id, { value, under, line, when });
     return el("article", { class: "tile", id: `tile-${id}` },
-      el("h2", {}, title), el("p", { class: "figure" }, value, el("small", {}, unit)), line, under);
+      el("h2", {}, title, when), el("p", { class: "figure" }, value, el("small", {}, unit)), line, under);
   });
   byId("tiles").replaceChildren(...nodes);
 }
 
+/** So many steps of a series are what a tile calls the last seconds. */
+const RECENT = 5;
+
 function recent(values) {
-  const found = (values ?? []).filter(isNumber).slice(-5);
+  const found = (values ?? []).slice(-RECENT).filter(isNumber);
   return found.length ? found.reduce((sum, v) => sum + v, 0) / found.length : null;
 }
 
-function put(id, value, under, values, kind) {
+function put(id, when, value, under, values) {
   const tile = tiles.get(id);
+  putText(tile.when, when);
   putText(tile.value, value);
   putText(tile.under, under);
-  tile.line.replaceChildren(sparkline(values, kind));
+  tile.line.replaceChildren(sparkline(values, id === "saved" ? "good" : "accent"));
 }
 
 /** The numbers of now, and their way over the window. */
-export function showTiles(snapshot, name) {
+export function showTiles(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const totals = snapshot.totals[name] ?? {};
   const names = ["requests_per_s", "received_tokens_per_s", "computed_tokens_per_s", "queue_sequences", "queue_tokens",
@@ -106,22 +129,30 @@ export function showTiles(snapshot, name) {
   const now = Object.fromEntries(Object.entries(lines).map(([key, values]) => [key, recent(values)]));
   const { p50, p90, p99 } = totals.latency_s ?? {};
   const requests = Object.values(totals.requests ?? {}).reduce((sum, n) => sum + n, 0);
-  put("requests", number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", `${count(requests)} requests in all`), lines.requests_per_s, "accent");
-  put("tokens", number(now.received_tokens_per_s), both(now.computed_tokens_per_s, "computed", `${number(totals.received_tokens)} in all`), lines.received_tokens_per_s, "accent");
-  put("queue", number(lines.queue_sequences.findLast(isNumber)), `${number(lines.queue_tokens.findLast(isNumber))} tokens wait`, lines.queue_sequences, "accent");
-  put("latency", latency(p50), `p90 ${latency(p90)} · p99 ${latency(p99)}`, lines.latency_p50_s, "accent");
-  put("fill", percent(now.batch_fill ?? totals.batch_fill), isNumber(now.batch_sequences) ? `${number(now.batch_sequences)} sequences a batch` : "no batch lately", lines.batch_fill, "accent");
-  const saved = lines.received_tokens_per_s.map((got, i) => (got > 0 ? Math.max(0, 1 - lines.computed_tokens_per_s[i] / got) : null));
-  put("saved", percent(totals.saved_share), savedText(totals), saved, "good");
+  const lately = `last ${span(Math.max(1, snapshot.series.step_s * RECENT))}`;
+  const whole = `last ${span(windowS)}`;
+  put("requests", lately, number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", `${count(requests)} since the start`), lines.requests_per_s);
+  put("tokens", lately, number(now.received_tokens_per_s), both(now.computed_tokens_per_s, "computed", `${number(totals.received_tokens)} since the start`), lines.received_tokens_per_s);
+  put("queue", "now", number(lines.queue_sequences.findLast(isNumber)), `${number(lines.queue_tokens.findLast(isNumber))} tokens wait`, lines.queue_sequences);
+  put("latency", whole, latency(p50), `p90 ${latency(p90)} · p99 ${latency(p99)}`, lines.latency_p50_s);
+  const filled = isNumber(now.batch_fill);
+  const batch = isNumber(now.batch_sequences) ? `${number(now.batch_sequences)} sequences a batch` : "no batch lately";
+  put("fill", filled ? lately : whole, percent(filled ? now.batch_fill : totals.batch_fill), batch, lines.batch_fill);
+  const received = total(own.received_tokens_per_s, snapshot.series.step_s);
+  const computed = total(own.computed_tokens_per_s, snapshot.series.step_s);
+  const saved = lines.received_tokens_per_s.map((got, i) => (got > 0 ? 1 - lines.computed_tokens_per_s[i] / got : null));
+  put("saved", whole, received ? percent(1 - computed / received) : "–", savedText(received, computed), saved);
 }
 
-function both(rate, word, sum) {
-  return isNumber(rate) ? `${number(rate)} ${word} · ${sum}` : sum;
+function both(value, word, other) {
+  return isNumber(value) ? `${number(value)} ${word} · ${other}` : other;
 }
 
-function savedText({ received_tokens: received, computed_tokens: computed }) {
-  if (!isNumber(received) || !isNumber(computed) || !received) return "prompts that responses share";
-  return `${number(Math.max(0, received - computed))} tokens of shared prompts`;
+/** More is computed than came where batches are padded, and more than that is saved. */
+function savedText(received, computed) {
+  if (!received) return "prompts that responses share";
+  if (computed > received) return `${number(computed - received)} tokens of padding`;
+  return `${number(received - computed)} tokens of shared prompts`;
 }
 
 /** What the banner says of an answer that does not come; null: nothing. */

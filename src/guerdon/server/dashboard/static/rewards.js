@@ -2,12 +2,15 @@
 
 import { byId } from "./dom.js";
 import { clock, count, isNumber, reward, windowName } from "./format.js";
-import { driftOf, lengthOf } from "./health.js";
+import { absence, driftOf, givesRewards, lengthOf } from "./health.js";
 import { Heat } from "./heat.js";
 import { Histogram } from "./histogram.js";
 import { axis, card } from "./panels.js";
 import { Scatter } from "./scatter.js";
 
+const LEGEND = [["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger: more of the rewards"]];
+/** Both are kept by the minute; so much may lie in the window and in the reference. */
+const OVERLAP_S = 60;
 let over, against, length, charts;
 
 /** The cards, empty. */
@@ -15,7 +18,6 @@ export function make() {
   over = card({ title: "Distribution over time" });
   against = card({ title: "Now and before" });
   length = card({ title: "Length against reward", unit: "tokens", id: "length", wide: true });
-  over.legend([["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger: more of the rewards"]]);
   byId("rewards-grid").replaceChildren(over.node, against.node, length.node);
   charts = {
     heat: new Heat(over.body, { label: "Rewards over time", height: 264, describe: told }),
@@ -30,7 +32,11 @@ function told({ count: counts, p50 }) {
 }
 
 /** The snapshot's rewards of that model. */
-export function show(snapshot, name, windowS) {
+export function show(snapshot, name, windowS, asked) {
+  const gives = givesRewards(snapshot, name);
+  byId("rewards").hidden = !gives;
+  document.querySelector('nav a[href="#rewards"]').hidden = !gives;
+  if (!gives) return;
   const own = snapshot.rewards[name];
   const n = own ? own.count.reduce((sum, c) => sum + (c ?? 0), 0) : 0;
   const none = n ? null : `No rewards from ${name} in the last ${windowName(windowS)}. They appear here with the first request.`;
@@ -41,10 +47,14 @@ export function show(snapshot, name, windowS) {
   }
   const { window: now, reference } = own.drift;
   over.say(`${count(now?.count ?? n)} rewards, mean ${reward(now?.mean)}, standard deviation ${reward(now?.std)}`);
-  charts.heat.update({ ...own, ...axis(snapshot), start: own.from, step: own.step_s });
+  const ends = axis(snapshot);
+  const swaps = (own.versions ?? []).filter(({ time }) => time > ends.from && time < ends.to);
+  over.legend([...LEGEND, ...(swaps.length ? [["swap", "weights changed"]] : [])]);
+  charts.heat.update({ ...own, ...ends, start: own.from, step: own.step_s, swaps });
 
-  const drift = driftOf(own.drift);
-  against.say(drift.text, drift.level);
+  const drift = driftOf(own.drift, absence(asked, windowS, snapshot.server));
+  const isInside = reference?.count && reference.to - now.from > OVERLAP_S;
+  against.say(isInside ? `${drift.text}; part of the reference lies in this window` : drift.text, drift.level);
   const { edges, window: counts, reference: before } = own.histogram;
   against.legend([
     ["bar", "this window", reward(now?.mean)],

@@ -2,7 +2,7 @@
 
 import { samples as ask } from "./api.js";
 import { byId, el } from "./dom.js";
-import { clock, count, reward } from "./format.js";
+import { clock, plural, reward } from "./format.js";
 import { card } from "./panels.js";
 
 let panel, button, shown, asked;
@@ -17,13 +17,20 @@ export function make() {
 }
 
 /** Whether there may be samples of this model; those of another model or window are taken away. */
-export function show({ server }, model, windowS) {
+export function show({ server, models }, model, windowS) {
   if (asked && (asked.model !== model || asked.windowS !== windowS)) shown.replaceChildren();
-  asked = { model, windowS };
+  asked = { model, windowS, isEstimated: isEstimated(model, models) };
   panel.node.classList.toggle("wide", server.samples_allowed);
   const who = server.has_keys ? ", and then to keys of the role admin" : "";
   panel.empty(server.samples_allowed ? null
     : `Samples are clients' texts. A server shows them only where it was started with --dashboard-samples${who}.`);
+}
+
+/** Whether lengths are guessed from the text: a function that reads text has no tokenizer, nor has a sum of such alone. */
+function isEstimated(name, models) {
+  const model = models.find((m) => m.name === name);
+  if (model?.components) return model.components.every((component) => isEstimated(component, models));
+  return Boolean(model && model.takes_text && !model.takes_tokens);
 }
 
 async function fetchThem() {
@@ -47,8 +54,9 @@ function column(title, rows) {
 }
 
 function sample(row) {
-  const attributes = Object.entries(row.attributes ?? {}).map(([name, value]) => `${name} ${reward(value)}`);
-  const facts = [clock(row.time), `${count(row.num_tokens)} tokens`, `version ${row.weights_version}`, ...attributes];
+  // A sum has components in the attributes' place.
+  const parts = Object.entries({ ...row.components, ...row.attributes }).map(([name, value]) => `${name} ${reward(value)}`);
+  const facts = [clock(row.time), `${asked.isEstimated ? "about " : ""}${plural(row.num_tokens, "token")}`, `version ${row.weights_version}`, ...parts];
   if (row.is_cut) facts.push("cut");
   return el("li", {},
     el("b", { class: "score" }, reward(row.reward)),

@@ -6,12 +6,14 @@ import { Lines } from "./lines.js";
 import { card, since } from "./panels.js";
 
 const PANELS = [
-  { title: "Requests", unit: "per second", lines: [["requests_per_s", "answered", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
+  { title: "Requests", unit: "per second", lines: [["requests_per_s", "all", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
   { title: "Tokens", unit: "per second", ofParts: true, lines: [["received_tokens_per_s", "received", "muted", true], ["computed_tokens_per_s", "computed", "accent", true]], format: number },
   { title: "Latency", unit: "from arrival to answer", lines: [["latency_p99_s", "p99", "light", false], ["latency_p90_s", "p90", "middle", false], ["latency_p50_s", "p50", "accent", false]], format: latency },
   { title: "Queue", unit: "sequences", ofParts: true, lines: [["queue_sequences", "waiting", "accent", true]], format: number },
   { title: "Batches", unit: "share of the token budget", ofParts: true, lines: [["batch_fill", "fill", "accent", true]], format: percent },
 ];
+/** Outcomes that are no mistake of the server or of the request: a client that left asked no more. */
+const FINE = new Set(["ok", "Cancelled"]);
 let panels, errors;
 
 /** The cards, empty. */
@@ -53,7 +55,7 @@ function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, re
   const most = Math.max(...rows.map(([, n]) => n), 1);
   const table = rows.map(([outcome, n]) => el("tr", {},
     el("th", { scope: "row" }, outcome),
-    el("td", { class: "share" }, el("meter", { class: outcome === "ok" ? "ok" : "bad", min: 0, max: most, value: n, "aria-label": `${outcome}: ${count(n)}` })),
+    el("td", { class: "share" }, el("meter", { class: FINE.has(outcome) ? "ok" : "bad", min: 0, max: most, value: n, "aria-label": `${outcome}: ${count(n)}` })),
     el("td", {}, count(n)),
     el("td", {}, percent(n / all))));
   const facts = [

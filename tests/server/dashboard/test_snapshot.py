@@ -1,0 +1,132 @@
+"""What a snapshot tells of rewards that are known: in window and reference, over time, by length."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guerdon.config import ServerConfig
+from guerdon.server.dashboard import asked, snapshot
+from server.echo_service import EchoService
+
+NOW = 1_700_000_005.0  # amid a stretch of 10 s
+WINDOW = np.arange(1.0, 101.0)
+BEFORE = np.arange(201.0, 251.0)
+NAME = "reward_model"
+
+
+@pytest.fixture
+def service() -> EchoService:
+    """Of a minute rewards 1 to 100, of the minute before 201 to 250; lengths are ten times as large."""
+    service = EchoService(ServerConfig())
+    watch = service.watch
+    watch.epoch = NOW - time.monotonic()
+    watch.started = NOW - 600
+    for i, rewards in enumerate(np.split(WINDOW, 5)):
+        note(service, NOW - 10 * (5 - i), rewards)
+    note(service, NOW - 90, BEFORE)
+    note(service, NOW - 595, np.array([-7.0, -5.0]))
+    return service
+
+
+def note(service: EchoService, at: float, rewards: np.ndarray) -> None:
+    service.watch.scored.note(NAME, at, rewards.tolist(), (10 * rewards).astype(int).tolist())
+
+
+def told(service: EchoService, **query: str) -> dict[str, Any]:
+    what = asked.read({"window": "60", **query}, "window", "reference", "model")
+    gathered = snapshot.gather(service, what, {}, service.watch.samples(), may_train=True)
+    return snapshot.make(gathered)
+
+
+def rewards_of(service: EchoService, **query: str) -> dict[str, Any]:
+    return told(service, **query)["rewards"][NAME]
+
+
+def test_window_and_the_time_before_in_numbers(service):
+    drift = rewards_of(service)["drift"]
+    window, reference = drift["window"], drift["reference"]
+    assert (window["count"], window["num_drawn"], window["mean"]) == (100, 100, pytest.approx(50.5))
+    assert window["std"] == pytest.approx(WINDOW.std())
+    assert (window["from"], window["to"]) == (NOW - 55, NOW + 5)
+    assert (reference["count"], reference["num_drawn"], reference["mean"]) == (50, 50, pytest.approx(225.5))
+    assert (reference["from"], reference["to"]) == (NOW - 115, NOW - 55)
+    assert drift["ks"] == pytest.approx(1)
+    assert drift["shift"] == pytest.approx((50.5 - 225.5) / BEFORE.std())
+
+
+def test_the_start_and_any_time_may_be_compared_with(service):
+    start = rewards_of(service, reference="start")["drift"]["reference"]
+    assert (start["count"], start["mean"]) == (2, -6)
+    given = rewards_of(service, reference=f"{NOW - 95:.0f}-{NOW - 45:.0f}")["drift"]["reference"]
+    assert given["count"] == 50 + 20
+    assert given["mean"] == pytest.approx((BEFORE.sum() + WINDOW[:20].sum()) / 70)
+    assert rewards_of(service, reference="5-60")["drift"]["reference"] is None
+
+
+def test_quantiles_means_and_heat_over_time(service):
+    one = rewards_of(service)
+    assert (one["from"], one["step_s"]) == (NOW - 55, 10)
+    assert one["count"].tolist() == [20, 20, 20, 20, 20, 0]
+    np.testing.assert_allclose(one["mean"], [10.5, 30.5, 50.5, 70.5, 90.5, np.nan])
+    np.testing.assert_allclose(one["p05"], [1.5, 21.5, 41.5, 61.5, 81.5, np.nan])
+    np.testing.assert_allclose(one["p25"], [5.5, 25.5, 45.5, 65.5, 85.5, np.nan])
+    np.testing.assert_allclose(one["p50"], [10.5, 30.5, 50.5, 70.5, 90.5, np.nan])
+    np.testing.assert_allclose(one["p75"], [15.5, 35.5, 55.5, 75.5, 95.5, np.nan])
+    np.testing.assert_allclose(one["p95"], [19.5, 39.5, 59.5, 79.5, 99.5, np.nan])
+    edges, heat = one["heat"]["edges"], one["heat"]["counts"]
+    assert heat.shape == (6, len(edges) - 1)
+    assert (edges[0], edges[-1]) == (pytest.approx(1, abs=0.2), pytest.approx(250, abs=0.2))
+    for i, part in enumerate(np.split(WINDOW, 5)):
+        np.testing.assert_array_equal(heat[i], np.histogram(np.clip(part, edges[0], edges[-1]), edges)[0])
+    assert not heat[5].any()
+
+
+def test_histograms_of_both_have_the_same_bins(service):
+    histogram = rewards_of(service)["histogram"]
+    edges = histogram["edges"]
+    for which, rewards in (("window", WINDOW), ("reference", BEFORE)):
+        counts = np.histogram(np.clip(rewards, edges[0], edges[-1]), edges)[0]
+        np.testing.assert_array_equal(histogram[which], counts)
+
+
+def test_length_against_reward(service):
+    length = rewards_of(service)["length"]
+    assert (length["count"], length["spearman"], length["pearson"]) == (100, pytest.approx(1), pytest.approx(1))
+    assert sorted(length["points"].tolist()) == [[10 * reward, reward] for reward in WINDOW]
+    assert sum(one["count"] for one in length["bins"]) == 100
+    assert [one["tokens"] for one in length["bins"]] == pytest.approx([10 * one["mean"] for one in length["bins"]])
+    means = [one["mean"] for one in length["bins"]]
+    assert means == sorted(means)
+    assert len(means) == 12
+
+
+def test_a_reference_of_minutes_ends_where_the_window_begins(service):
+    for second in range(0, 8000, 10):
+        note(service, NOW - second, np.array([1.0]))
+    drift = rewards_of(service, window="3600")["drift"]
+    assert drift["reference"]["to"] <= drift["window"]["from"]
+    assert drift["reference"]["to"] % 60 == 0
+    start = drift["window"]["from"]
+    assert drift["window"]["count"] == len([s for s in range(0, 8000, 10) if NOW - s >= start]) + 152
+
+
+def test_saved_tokens_are_never_below_nothing(service):
+    metrics = service.metrics
+    assert np.isnan(told(service)["totals"][NAME]["saved_share"])
+    metrics.add("guerdon_received_tokens", 100, NAME)
+    metrics.add("guerdon_computed_tokens", 75, NAME)
+    totals = told(service)["totals"][NAME]
+    assert (totals["saved_share"], totals["padded_share"]) == (0.25, 0)
+    metrics.add("guerdon_computed_tokens", 33, NAME)
+    totals = told(service)["totals"][NAME]
+    assert (totals["saved_share"], totals["padded_share"]) == (0, pytest.approx(0.08))
+
+
+def test_weights_that_became_others_are_told(service):
+    for at, version in ((NOW - 50, "a"), (NOW - 40, "a"), (NOW - 30, "b")):
+        service.watch.scored.served(NAME, at, version)
+    assert rewards_of(service)["versions"] == [{"time": NOW - 30, "version": "b"}]
