@@ -68,6 +68,9 @@ def test_statuses_that_others_send() -> None:
     ("body", "headers", "raised"),
     [
         (b"Internal Server Error", {"X-Request-ID": "7"}, errors.Unavailable),
+        (b"Internal Server Error", {"Server": "uvicorn"}, errors.Unavailable),
+        (b"Internal Server Error", {}, errors.ServerFault),
+        (b"a bug", {"Server": "uvicorn"}, errors.ServerFault),
         (b'{"error": "a bug"}', {"X-Request-ID": "7"}, errors.ServerFault),
         (b"<html>500 Internal Server Error</html>", {}, errors.ServerFault),
     ],

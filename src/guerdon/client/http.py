@@ -112,7 +112,7 @@ class Call:
             message = f"{self.url} answered {status} to {response.request.url.path}: {response.text[:200]!r}"
             if status == 404:
                 return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
-            if status == 500 and body is None and _RAYS_HEADER in response.headers:
+            if status == 500 and body is None and _is_rays(response):
                 # Guerdon tells its own faults as JSON: this is Ray Serve's proxy, whose replica was lost.
                 return Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
@@ -120,6 +120,12 @@ class Call:
         retry_after_s = _number(response.headers, "Retry-After", None)
         told = error_of(status, message, retry_after_s, kind, _number(body, "num_steps", None))
         return with_way_in(told, self.url)
+
+
+def _is_rays(response: httpx.Response) -> bool:
+    """Whether Ray Serve's proxy says so itself; where it breaks down over a lost replica, its uvicorn says it."""
+    is_broken = response.headers.get("server") == "uvicorn" and response.text == "Internal Server Error"
+    return is_broken or _RAYS_HEADER in response.headers
 
 
 class HttpTransport:
