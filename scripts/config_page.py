@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
+import generated
+from generated import ROOT
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.flags import CRITIC_PORTS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/config.md"
+PAGE = ROOT / "docs/config.md"
 
 HEAD = """\
 # Settings
@@ -184,16 +183,5 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where the page is out of date")
-    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="the page (default: docs/config.md)")
-    args = parser.parse_args()
-    if not args.check:
-        args.out.write_text(page(), encoding="utf-8")
-    elif not args.out.exists() or args.out.read_text(encoding="utf-8") != page():
-        sys.exit(f"{args.out} is out of date\nhelp: run `make pages`, and commit what it writes")
-
-
 if __name__ == "__main__":
-    main()
+    generated.main(__doc__, PAGE, page)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).resolve().parents[1] / "deploy/grafana/guerdon.json"
+import generated
+from generated import ROOT
+
+FILE = ROOT / "deploy/grafana/guerdon.json"
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 OF_MODEL = 'model=~"$model",instance=~"$instance"'
@@ -429,19 +429,5 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where the file is out of date")
-    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE", help="default: deploy/grafana/guerdon.json")
-    args = parser.parse_args()
-    text = json.dumps(dashboard(), indent=1) + "\n"
-    if not args.check:
-        args.out.write_text(text, encoding="utf-8")
-    elif not args.out.exists() or args.out.read_text(encoding="utf-8") != text:
-        sys.exit(
-            f"{args.out} is out of date\nhelp: run `python scripts/grafana_dashboard.py`, and commit what it writes"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    generated.main(__doc__, FILE, lambda: json.dumps(dashboard(), indent=1) + "\n")

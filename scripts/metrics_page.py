@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import generated
+from generated import ROOT
 from guerdon import metrics
 from guerdon.actor.measures import METRICS
 from guerdon.server import triton
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
+PAGE = ROOT / "docs/metrics.md"
 
 HEAD = """\
 # Metrics
@@ -157,16 +156,5 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where the page is out of date")
-    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="the page (default: docs/metrics.md)")
-    args = parser.parse_args()
-    if not args.check:
-        args.out.write_text(page(), encoding="utf-8")
-    elif not args.out.exists() or args.out.read_text(encoding="utf-8") != page():
-        sys.exit(f"{args.out} is out of date\nhelp: run `python scripts/metrics_page.py`, and commit what it writes")
-
-
 if __name__ == "__main__":
-    main()
+    generated.main(__doc__, PAGE, page)
