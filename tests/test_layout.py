@@ -21,6 +21,7 @@ BASE = {
     "logs",
     "messages",
     "metrics",
+    "pictures",
     "tracing",
     "yaml_files",
 }

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from guerdon.pictures import BAND, MAIN, SECOND, STYLE, pyplot
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-MAIN, SECOND, BAND, INK, MUTED = "#1b7f79", "#d1495b", "#cfe5e2", "#2b2d42", "#8d99ae"
 
 PANELS: tuple[tuple[str, str, str], ...] = (  # metric, title, unit of its axis
     ("reward", "Reward", "mean of a step"),
@@ -31,30 +31,11 @@ _SMOOTHED_FROM = 20
 
 def save(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draws the rows of a metrics file, a panel for each metric that they have, and writes a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     panels = [panel for panel in PANELS if len(_points(rows, panel[0])[0])]
     if not panels:
         return
-    style: Any = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": MUTED,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": "#e6e8ec",
-        "figure.constrained_layout.w_pad": 0.12,
-        "figure.constrained_layout.h_pad": 0.08,
-    }
+    plt = pyplot()
+    style = STYLE | {"figure.constrained_layout.w_pad": 0.12, "figure.constrained_layout.h_pad": 0.08}
     num_columns = min(len(panels), 4 if len(panels) in (4, 7, 8) else 3)
     num_rows = math.ceil(len(panels) / num_columns)
     with plt.rc_context(style):

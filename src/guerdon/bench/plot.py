@@ -4,42 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from guerdon.bench.driving import Answer
 from guerdon.bench.summary import Percentiles, Summary
+from guerdon.pictures import BAND, INK, MAIN, SECOND, STYLE, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAIN, BAND, LATE, FAILED, INK, MUTED = "#1b7f79", "#cfe5e2", "#e09f3e", "#d1495b", "#2b2d42", "#8d99ae"
+LATE, FAILED = "#e09f3e", SECOND
 
 
 def save(answers: Sequence[Answer], summary: Summary, path: Path, heading: str, load: str) -> None:
     """Draws the answers and writes a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": MUTED,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlepad": 28,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "grid.color": "#e6e8ec",
-    }
-    with plt.rc_context(style):
+    plt = pyplot()
+    with plt.rc_context(STYLE | {"axes.titlepad": 28}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), gridspec_kw={"width_ratios": [1, 1.35]})
         figure.subplots_adjust(left=0.06, right=0.98, bottom=0.12, top=0.73, wspace=0.17)
         figure.text(0.012, 0.935, heading, fontsize=13, fontweight="bold")

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from guerdon.pictures import INK, MAIN, SECOND, STYLE, pyplot
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BEST, WORST, REST, INK = "#1b7f79", "#d1495b", "#c9ced6", "#2b2d42"
+BEST, WORST, REST = MAIN, SECOND, "#c9ced6"
 
 
 def save_learning(steps: Sequence[dict[str, Any]], before: np.ndarray, after: np.ndarray, path: Path) -> None:
@@ -44,23 +46,8 @@ def save(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 @contextmanager
 def _picture(path: Path, title: str, num_panels: int) -> Iterator[Sequence[Axes]]:
     """The panels of a picture, which is written when the block ends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": "#8d99ae",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 11,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with plt.rc_context(style):
+    plt = pyplot()
+    with plt.rc_context(STYLE | {"axes.titleweight": "normal", "axes.titlelocation": "center"}):
         figure: Figure
         figure, panels = plt.subplots(1, num_panels, figsize=(1.5 + 4.5 * num_panels, 4.4), layout="constrained")
         yield panels
