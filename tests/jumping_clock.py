@@ -26,7 +26,7 @@ def serve(folder: str, port: str) -> None:
 
     config = ServerConfig(port=int(port), grpc_port=None, idle_timeout_s=30, header_timeout_s=10)
     service = ArithmeticService(folder, with_rewards=True, server=config, save_every=2)
-    service.trainer.slow_s = 2.5
+    service.trainer.slow_s = 6.0
     runtime.run(service, config)
 
 

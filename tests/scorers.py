@@ -23,5 +23,5 @@ def score(tokens: list[np.ndarray]) -> list[float]:
     if any(RAISES in t for t in tokens):
         raise ValueError("a bug in the user's function")
     if any(WAITS in t for t in tokens):
-        hold.wait(10)
+        hold.wait(60)
     return [math.nan if NAN in t else float(t.sum()) for t in tokens]

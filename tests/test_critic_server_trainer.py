@@ -219,7 +219,7 @@ class Pair(Ranks):
 
     def tell_all(self, what: Any, *_: Any, **__: Any) -> list[Any]:
         self.told[self.rank] = what
-        self.turn.wait(5)
+        self.turn.wait(60)
         return list(self.told)
 
 

@@ -26,6 +26,7 @@ from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
 from guerdon.server.runtime import RunningServer
 from processes import environment
+from server.helpers import wait_until
 
 TEXTS = ["the answer", "größer", "x" * 60, "the the the"]
 CHAT = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "the reason"}]
@@ -92,7 +93,7 @@ def test_many_threads_and_more_than_a_server_would_take(summing: LocalRewardMode
     summing.submit(tokens=[[scorers.WAITS]])
     threading.Timer(0.5, scorers.hold.set).start()
     futures = [summing.submit(tokens=[[100 + i, 100 + j] for j in range(20)]) for i in range(1000)]
-    assert [list(f.result(timeout=30)) for f in futures] == [[200.0 + i + j for j in range(20)] for i in range(1000)]
+    assert [list(f.result(timeout=60)) for f in futures] == [[200.0 + i + j for j in range(20)] for i in range(1000)]
     with ThreadPoolExecutor(8) as pool:
         scores = pool.map(lambda i: list(summing.score(tokens=[[100 + i]])), range(100))
         assert list(scores) == [[100.0 + i] for i in range(100)]
@@ -113,7 +114,7 @@ def test_closing_ends_what_is_under_way(summing: LocalRewardModel) -> None:
     futures = [summing.submit(tokens=[[scorers.WAITS, i]]) for i in range(50)]
     threading.Timer(0.1, scorers.hold.set).start()
     summing.close()
-    assert not wait(futures, timeout=5).not_done
+    assert not wait(futures, timeout=60).not_done
     assert all(isinstance(future.exception(), Cancelled) for future in futures[1:])
     with pytest.raises(Cancelled, match="closed"):
         summing.score(tokens=[[1]])
@@ -127,8 +128,8 @@ def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
     future, gone = model.submit(tokens=[[scorers.WAITS, 5]]), weakref.ref(model)
     del model
     scorers.hold.set()
-    assert list(future.result(timeout=5)) == [scorers.WAITS + 5.0]
-    for _ in range(100):
+    assert list(future.result(timeout=60)) == [scorers.WAITS + 5.0]
+    for _ in range(1000):
         gc.collect()
         if gone() is None and set(threading.enumerate()) <= before:
             return
@@ -138,11 +139,13 @@ def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
 
 def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None:
     blocking = summing.submit(tokens=[[scorers.WAITS]])
+    wait_until(lambda: bool(scorers.calls))
     cancelled = summing.submit(tokens=[[1]] * 7)
     assert cancelled.cancel()
     summing.submit(tokens=[[2]])  # behind which the cancellation has come through
-    threading.Timer(0.1, scorers.hold.set).start()
-    blocking.result(timeout=5)
+    wait_until(lambda: [waiting for waiting, _ in summing._service._loop.depth().values()] == [1])
+    scorers.hold.set()
+    blocking.result(timeout=60)
     assert list(summing.score(tokens=[[3]])) == [3.0]
     assert 7 not in scorers.calls
 
@@ -175,10 +178,10 @@ def test_a_forked_child_is_told_so_and_ends() -> None:
 
 def test_a_batch_that_does_not_end_is_not_waited_for_long(summing: LocalRewardModel) -> None:
     summing.submit(tokens=[[scorers.WAITS]])
-    time.sleep(0.1)
+    wait_until(lambda: bool(scorers.calls))
     began = time.monotonic()
     summing.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
 
 
 def test_files_are_scored_by_it(tmp_path: Path) -> None:

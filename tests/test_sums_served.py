@@ -366,7 +366,7 @@ async def running(*components: dict[str, Any], **of_function: Any) -> AsyncItera
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

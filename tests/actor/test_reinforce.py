@@ -17,9 +17,12 @@ from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon.actor import reinforce
 from guerdon.actor.checkpoints import Checkpoints
+from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run import Run
 from guerdon.actor.settings import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.config import ModelConfig
 from guerdon.errors import ConfigError, RunFailed
+from server.helpers import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,14 @@ def test_groups_are_scored_while_others_are_generated(
         generated.append(time.monotonic())
         return timed(metrics, name)
 
+    def generating(run: Run, *asked: Any) -> Iterator[list[Rollout]]:
+        for i, group in enumerate(generate(run, *asked)):
+            if i == 3:
+                wait_until(lambda: len(moments) >= 2)
+            yield group
+
+    generate = Run._generated
+    monkeypatch.setattr(Run, "_generated", generating)
     monkeypatch.setattr(reinforce, "timed", timing)  # the loop's first block behind the generation
     made = config_of(folder, url, tmp_path, steps=1, reward="noting", rollouts={"max_batch_rollouts": 4})
     made.data.num_validation = 0

@@ -10,12 +10,14 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import served
 from client.echo_server import EchoProcess
 from guerdon import RewardClient
+from guerdon.adapters import judge as judge_module
 from guerdon.adapters.areal import async_reward_function, reward_function
 from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, Unavailable, Unreachable
@@ -50,26 +52,31 @@ def test_tokens_are_sent_as_they_are_with_the_prompts_length() -> None:
 
 
 def test_pool_of_processes_keeps_its_connections_and_gets_its_errors_back() -> None:
-    with EchoProcess() as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        function = reward_function(server.http_url, send="tokens", timeout_s=0.9)
+    with EchoProcess(slow_s=120) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        function = reward_function(server.http_url, send="tokens")
+        hasty = reward_function(server.http_url, send="tokens", timeout_s=0.9)
         for ids in ([3], [3, 4]):
             assert pool.submit(functools.partial(function, "a", "b", [9], ids, **DATA)).result() == 9.0 + sum(ids)
         with pytest.raises(SampleFailed, match="not finite"):
             pool.submit(functools.partial(function, "a", "b", [NAN_TOKEN], [1], **DATA)).result()
         with pytest.raises(DeadlineExceeded):
-            pool.submit(functools.partial(function, "a", "b", [SLOW_TOKEN], [1], **DATA)).result()
+            pool.submit(functools.partial(hasty, "a", "b", [SLOW_TOKEN], [1], **DATA)).result()
         assert pickle.loads(pickle.dumps(function))._judge is function._judge  # noqa: S301
 
 
-def test_calls_behind_one_that_found_no_server_do_not_wait_for_it_too() -> None:
+def test_calls_behind_one_that_found_no_server_do_not_wait_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(judge_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         function = reward_function(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5)
         started = time.monotonic()
-        for _ in range(12):
-            with pytest.raises(Unavailable, match="said nothing within"):
+        with pytest.raises(Unreachable, match="said nothing within"):
+            function("a", "b", [1], [2])
+        assert time.monotonic() - started > 0.4
+        for _ in range(11):
+            with pytest.raises(Unavailable, match=r"not asked, as a moment ago: .*said nothing within"):
                 function("a", "b", [1], [2])
-        assert 0.4 < time.monotonic() - started < 0.9
-        time.sleep(1)
+        now_s += 1.1
         with pytest.raises(Unreachable):  # asked again
             function("a", "b", [1], [2])
 

@@ -151,7 +151,7 @@ def served_later(service: Any) -> Iterator[int]:
     def serve() -> None:
         time.sleep(0.5)
         with RunningServer(service, ServerConfig(port=port, grpc_port=None), grace_s=0.1):
-            asked.wait(20)
+            asked.wait(120)
 
     asked = threading.Event()
     thread = threading.Thread(target=serve)
@@ -174,7 +174,7 @@ def test_so_do_training_and_saving(first: str, tmp_path: Path) -> None:
     with served_later(ArithmeticService(tmp_path, with_rewards=True)) as port:
         client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port))
         done = client.train(to_train_on()) if first == "train" else client.save()
-        assert done.result(timeout=20.0) is not None
+        assert done.result(timeout=60.0) is not None
         client.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -117,18 +118,21 @@ def test_no_number_is_made_up(url: str, service: EchoService) -> None:
         RewardEnvironment({"url": "http://127.0.0.1:9", "timeout_s": 0.3}).step(LOGS, INFO)
 
 
-def slow(texts: list[str]) -> list[float]:
-    import time
+is_over = threading.Event()
 
-    time.sleep(0.5)
+
+def slow(texts: list[str]) -> list[float]:
+    is_over.wait(60)
     return [1.0] * len(texts)
 
 
 def test_a_server_that_is_too_slow_and_one_without_a_template() -> None:
     config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:slow")])
+    is_over.clear()
     with RunningServer(build_service(config), config, grace_s=0) as server:
         with pytest.raises(DeadlineExceeded):
             RewardEnvironment({"url": server.http_url, "send": "texts", "timeout_s": 0.2}).step(LOGS, INFO)
+        is_over.set()
         with pytest.raises(InvalidRequest, match="takes no input 'messages'"):
             RewardEnvironment({"url": server.http_url}).step(LOGS, INFO)
 
@@ -141,7 +145,7 @@ def test_a_server_that_restarts_meanwhile() -> None:
         with ThreadPoolExecutor(1) as pool:
             returned = pool.submit(environment.step, LOGS, INFO)
             with first.again():
-                assert isinstance(returned.result(timeout=20), EnvironmentReturn)
+                assert isinstance(returned.result(timeout=60), EnvironmentReturn)
 
 
 def test_errors_survive_the_way_to_another_process(url: str) -> None:

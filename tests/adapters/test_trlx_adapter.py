@@ -325,12 +325,12 @@ def test_a_server_that_is_not_there() -> None:
 
 def test_the_first_call_waits_for_a_server_that_starts_late() -> None:
     ports = [served.free_port(), served.free_port()]
-    reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=40)
+    reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=120)
     with futures.ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(reward_fn, ["6"])
         time.sleep(0.3)
         with EchoProcess(*ports):
-            assert rewards.result(timeout=30) == [8.0]
+            assert rewards.result(timeout=60) == [8.0]
 
 
 def test_another_model_is_asked_for(host: str) -> None:
@@ -345,8 +345,7 @@ def test_a_failed_sample_is_an_error(host: str) -> None:
 
 
 def test_a_server_that_is_too_slow(host: str, service: EchoService) -> None:
-    service.scorer.slow_s = 0.4
-    with pytest.raises(DeadlineExceeded):
+    with service.scorer.held(), pytest.raises(DeadlineExceeded):
         by_numbers(host, timeout_s=0.2)([f"{SLOW_TOKEN}"])
     assert by_numbers(host)([f"{SLOW_TOKEN}"]) == [779.0]
 
@@ -359,4 +358,4 @@ def test_a_server_that_restarts_meanwhile() -> None:
         with futures.ThreadPoolExecutor(1) as pool:
             rewards = pool.submit(reward_fn, ["6"])
             with first.again():
-                assert rewards.result(timeout=20) == [8.0]
+                assert rewards.result(timeout=60) == [8.0]

@@ -20,6 +20,7 @@ from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, UnknownModel
 from guerdon.server.runtime import RunningServer
 from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
+from server.helpers import wait_until
 
 
 def test_httpcore_finds_out_cheaply_what_loop_it_is_in():
@@ -91,7 +92,7 @@ QUICK = RetryPolicy(backoff_s=0.02, max_backoff_s=0.1)
 
 def test_tokens_texts_and_messages(url: str) -> None:
     with RewardClient(url) as client:
-        client.wait_ready(5.0)
+        client.wait_ready(60.0)
         scores = client.score(tokens=[[1, 2, 3], np.array([700, 700])], groups=[0, 1], prompt_lengths=[1, 0])
         assert scores.rewards.tolist() == [6.0, 400.0]
         assert scores.rewards.dtype == np.float32
@@ -114,12 +115,12 @@ def test_all_outputs_arrive_without_padding(url: str) -> None:
 
 def test_hints_reach_the_server(url: str, service: ScriptedService) -> None:
     with RewardClient(url) as client:
-        client.score(tokens=[[1, 2], [1, 3]], groups=[5, 5], prompt_lengths=[1, 1], priority=7, timeout_s=9.0)
+        client.score(tokens=[[1, 2], [1, 3]], groups=[5, 5], prompt_lengths=[1, 1], priority=7, timeout_s=900.0)
     got = service.requests[-1]
     assert got.groups is not None
     assert got.prompt_lengths is not None
     assert (got.groups.tolist(), got.prompt_lengths.tolist(), got.priority) == ([5, 5], [1, 1], 7)
-    assert got.timeout_s == pytest.approx(9.0, abs=0.5)
+    assert got.timeout_s == pytest.approx(900.0, abs=60)
 
 
 def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
@@ -149,10 +150,9 @@ def test_an_unknown_model_is_named(url: str) -> None:
 def test_a_full_queue_is_waited_for(url: str, service: ScriptedService) -> None:
     service.script = [Overloaded("full", 1.0), Overloaded("full", 0.0)]
     with RewardClient(url, policy=QUICK) as client:
-        scores = client.submit(texts=["abc"])
-        with pytest.raises(TimeoutError):
-            scores.result(timeout=0.8)  # Retry-After
-        assert list(scores.result(timeout=5.0)) == [3.0]
+        started = time.monotonic()
+        assert list(client.submit(texts=["abc"]).result(timeout=60.0)) == [3.0]
+        assert time.monotonic() - started > 0.8  # Retry-After
     assert service.num_scored == 3
 
 
@@ -163,8 +163,8 @@ def test_a_queue_that_stays_full_is_an_error_in_the_end(url: str) -> None:
     assert raised.value.retry_after_s == 3.0  # 2.5, in the whole seconds of the header
 
 
-def test_a_deadline_is_kept(url: str) -> None:
-    with RewardClient(url) as client, pytest.raises(DeadlineExceeded):
+def test_a_deadline_is_kept(url: str, service: ScriptedService) -> None:
+    with RewardClient(url) as client, service.scorer.held(), pytest.raises(DeadlineExceeded):
         client.score(tokens=[[SLOW_TOKEN]], timeout_s=0.2)
 
 
@@ -184,7 +184,7 @@ def test_two_thousand_submits_at_once(url: str, service: ScriptedService) -> Non
 
 async def test_the_async_client_likewise(url: str, service: ScriptedService) -> None:
     async with AsyncRewardClient(url, max_in_flight=64, policy=QUICK) as client:
-        await client.wait_ready(5.0)
+        await client.wait_ready(60.0)
         assert "tokens" in (await client.info()).inputs
         tasks = [client.submit(tokens=[[1000 + i, 5]]) for i in range(500)]
         assert [s.rewards[0] for s in await asyncio.gather(*tasks)] == [reward_of([1000 + i, 5]) for i in range(500)]
@@ -193,7 +193,7 @@ async def test_the_async_client_likewise(url: str, service: ScriptedService) -> 
         with pytest.raises(InvalidRequest, match="wrong"):
             await client.score(texts=["a"])
         assert list(await client.score(texts=["a"])) == [1.0]
-        with pytest.raises(DeadlineExceeded):
+        with service.scorer.held(), pytest.raises(DeadlineExceeded):
             await client.score(tokens=[[SLOW_TOKEN]], timeout_s=0.2)
     with pytest.raises(Cancelled):
         await client.score(texts=["a"])
@@ -202,26 +202,27 @@ async def test_the_async_client_likewise(url: str, service: ScriptedService) -> 
 async def test_a_cancelled_task_frees_the_server(url: str, service: ScriptedService) -> None:
     async with AsyncRewardClient(url) as client:
         cancelled = service.cancelled
-        task = client.submit(tokens=[[SLOW_TOKEN]])
-        await asyncio.sleep(0.3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0.2)
+        with service.scorer.held():
+            task = client.submit(tokens=[[SLOW_TOKEN]])
+            await asyncio.to_thread(wait_until, lambda: service.num_open == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(wait_until, lambda: service.num_open == 0)
         assert service.cancelled == cancelled + 1
         assert list(await client.score(texts=["ab"])) == [2.0]
 
 
 def test_closing_ends_every_future_at_once(url: str, service: ScriptedService) -> None:
     client = RewardClient(url, max_in_flight=2)
-    futures: list[Future] = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(6)]
-    while service.num_scored < 2:
-        threading.Event().wait(0.01)
-    futures[5].cancel()
-    client.close()
-    for future in futures[:5]:
-        with pytest.raises(Cancelled, match="closed"):
-            future.result(timeout=0.5)
+    with service.scorer.held():
+        futures: list[Future] = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(6)]
+        wait_until(lambda: service.num_scored >= 2)
+        futures[5].cancel()
+        client.close()
+        for future in futures[:5]:
+            with pytest.raises(Cancelled, match="closed"):
+                future.result(timeout=30)
     assert futures[5].cancelled()
     with pytest.raises(Cancelled):
         client.submit(texts=["a"])
@@ -242,32 +243,26 @@ def test_closing_ends_a_blocking_call_and_the_threads(url: str, service: Scripte
             ended.append(e)
 
     threads = [threading.Thread(target=score) for _ in range(3)]  # the third waits for a slot
-    service.scorer.slow_s = 2.5
-    try:
+    with service.scorer.held():
         for thread in threads:
             thread.start()
-        while service.num_scored < 2:
-            time.sleep(0.01)
+        wait_until(lambda: service.num_scored >= 2)
         time.sleep(0.1)
-        started = time.monotonic()
         client.close()
         for thread in threads:
-            thread.join(timeout=5.0)
-        assert time.monotonic() - started < 1.0
+            thread.join(timeout=30)
         assert len(ended) == 3
-    finally:
-        service.scorer.slow_s = 1.0
 
 
 def test_waiting_for_cancelled_futures_ends(url: str) -> None:
     client = RewardClient(url, max_in_flight=1)
     first, *others = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(4)]
     assert others[0].cancel()
-    assert list(first.result(timeout=5.0)) == [777.0]
-    assert wait(others[:1], timeout=5.0).done
+    assert list(first.result(timeout=60.0)) == [777.0]
+    assert wait(others[:1], timeout=60.0).done
     assert others[2].cancel()
     client.close()
-    assert not wait(others, timeout=5.0).not_done
+    assert not wait(others, timeout=60.0).not_done
 
 
 def test_text_that_is_no_unicode_names_its_row(url: str) -> None:
@@ -283,8 +278,8 @@ def test_waiting_for_a_model_that_is_not_served_fails_at_once(url: str) -> None:
         RewardClient(url, "other") as client,
         pytest.raises(UnknownModel, match=r"unknown model 'other'; served here: many, reward_model"),
     ):
-        client.wait_ready(60.0)
-    assert time.monotonic() - started < 5.0
+        client.wait_ready(300.0)
+    assert time.monotonic() - started < 30.0
 
 
 def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: ScriptedService) -> None:
@@ -294,7 +289,7 @@ def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: Scripted
             with pytest.raises(DeadlineExceeded, match="not ready"):
                 client.wait_ready(0.3)
             threading.Timer(0.3, setattr, (service, "ready", True)).start()
-            client.wait_ready(10.0)
+            client.wait_ready(60.0)
     finally:
         service.ready = True
 
@@ -302,7 +297,7 @@ def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: Scripted
 def test_a_future_keeps_its_client_alive(url: str) -> None:
     future = RewardClient(url).submit(tokens=[[SLOW_TOKEN]])
     gc.collect()
-    assert list(future.result(timeout=5.0)) == [777.0]
+    assert list(future.result(timeout=60.0)) == [777.0]
 
 
 def test_a_client_that_is_dropped_ends_its_threads(url: str) -> None:
@@ -315,19 +310,20 @@ def test_a_client_that_is_dropped_ends_its_threads(url: str) -> None:
         future.result()
     del client, future
     gc.collect()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert count() <= before
 
 
-def test_higher_priority_leaves_the_clients_own_queue_first(url: str) -> None:
+def test_higher_priority_leaves_the_clients_own_queue_first(url: str, service: ScriptedService) -> None:
     done: list[str] = []
-    with RewardClient(url, max_in_flight=1) as client:
+    with RewardClient(url, max_in_flight=1) as client, service.scorer.held() as go:
         first = client.submit(tokens=[[SLOW_TOKEN]])
         futures = {name: client.submit(texts=["a"], priority=p) for name, p in (("low", 0), ("high", 5), ("mid", 3))}
         for name, future in futures.items():
             future.add_done_callback(lambda _, name=name: done.append(name))
+        go.set()
         first.result()
         for future in futures.values():
             future.result()

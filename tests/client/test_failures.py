@@ -17,6 +17,7 @@ from client.echo_server import ENV, EchoProcess
 from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
 from guerdon.errors import DeadlineExceeded, RouteNotFound, Unavailable, Unreachable
 from server.echo_service import SLOW_TOKEN, reward_of
+from server.helpers import wait_until
 
 PATIENT = RetryPolicy(backoff_s=0.1, max_backoff_s=1.0, tries=40)
 KINDS = ["http", "grpc"]
@@ -41,11 +42,14 @@ def run_python(code: str, timeout_s: float = 60.0) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(kind: str) -> None:
-    with EchoProcess() as first, RewardClient(url_of(first, kind), policy=PATIENT, max_in_flight=32) as client:
+    with (
+        EchoProcess(slow_s=120) as first,
+        RewardClient(url_of(first, kind), policy=PATIENT, max_in_flight=32) as client,
+    ):
         client.score(texts=["warm"])
         futures = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(32)]
         futures += [client.submit(tokens=[[1000, i]]) for i in range(200)]
-        time.sleep(0.3)
+        wait_until(lambda: first.num_requests() == 32)
         first.kill()
         time.sleep(0.3)
         assert not any(future.done() for future in futures)
@@ -56,11 +60,11 @@ def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(ki
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_async_client_outlives_it_too(kind: str) -> None:
-    with EchoProcess() as first:
+    with EchoProcess(slow_s=120) as first:
         async with AsyncRewardClient(url_of(first, kind), policy=PATIENT) as client:
-            await client.wait_ready(5.0)
+            await client.wait_ready(60.0)
             tasks = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(32)]
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(wait_until, lambda: first.num_requests() == 32)
             first.kill()
             with await asyncio.to_thread(first.again):
                 scores = await asyncio.gather(*tasks)
@@ -79,17 +83,22 @@ def test_a_server_that_stays_dead_is_an_error_after_the_tries() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
-    with EchoProcess() as server, RewardClient(url_of(server, kind), policy=RetryPolicy(tries=1)) as client:
+    with EchoProcess(slow_s=120) as server, RewardClient(url_of(server, kind), policy=RetryPolicy(tries=1)) as client:
         client.score(texts=["warm"])
         future = client.submit(tokens=[[SLOW_TOKEN, 1]])
-        time.sleep(0.3)
+        wait_until(lambda: server.num_requests() == 1)
         server.kill()
         with pytest.raises(Unreachable) as broke:
-            future.result(timeout=20.0)
+            future.result(timeout=60.0)
         assert broke.value.may_have_arrived
-        with pytest.raises(Unreachable) as refused:
-            client.score(texts=["a"])
-        assert not refused.value.may_have_arrived
+
+        def is_refused() -> bool:
+            """Not the first time, perhaps: gRPC may still write to the connection of which it does not know yet."""
+            with pytest.raises(Unreachable) as refused:
+                client.score(texts=["a"])
+            return not refused.value.may_have_arrived
+
+        wait_until(is_refused)
 
 
 # --- several servers --------------------------------------------------------------------------------------------
@@ -97,28 +106,28 @@ def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None:
-    with EchoProcess() as dying, EchoProcess() as living:
+    with EchoProcess(slow_s=120) as dying, EchoProcess() as living:
         urls = [url_of(dying, kind), url_of(living, kind)]
         with RewardClient(urls, policy=PATIENT) as client:
             for future in [client.submit(texts=["x" * 400]) for _ in range(50)]:
-                future.result(timeout=20.0)
+                future.result(timeout=60.0)
             books = client._session.caller.endpoints.all
             assert all(endpoint.seen and endpoint.last_taken > 1 for endpoint in books)  # both had their share
 
             futures = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(20)]
-            time.sleep(0.3)
+            wait_until(lambda: dying.num_requests() > 0)
             dying.kill()
-            assert [f.result(timeout=20.0).rewards[0] for f in futures] == [
+            assert [f.result(timeout=60.0).rewards[0] for f in futures] == [
                 reward_of([SLOW_TOKEN, i]) for i in range(20)
             ]
             assert [endpoint.num_failures > 0 for endpoint in books] == [True, False]
             started = time.monotonic()
             for _ in range(50):
                 client.score(texts=["a"])
-            assert time.monotonic() - started < 5.0
+            assert time.monotonic() - started < 20.0
 
             with dying.again():
-                deadline = time.monotonic() + 20.0
+                deadline = time.monotonic() + 60.0
                 while books[0].num_failures and time.monotonic() < deadline:
                     client.score(texts=["a"])
                     time.sleep(0.05)
@@ -129,10 +138,10 @@ def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None
 def test_a_server_that_was_never_there_does_not_hold_up_the_other(free_port: int) -> None:
     with EchoProcess() as living, RewardClient([f"127.0.0.1:{free_port}", living.http_url]) as client:
         started = time.monotonic()
-        client.wait_ready(5.0)
+        client.wait_ready(60.0)
         futures = [client.submit(tokens=[[1000, i]]) for i in range(200)]
-        assert [f.result(timeout=20.0).rewards[0] for f in futures] == [reward_of([1000, i]) for i in range(200)]
-        assert time.monotonic() - started < 10.0
+        assert [f.result(timeout=60.0).rewards[0] for f in futures] == [reward_of([1000, i]) for i in range(200)]
+        assert time.monotonic() - started < 30.0
 
 
 # --- an address that is wrong -----------------------------------------------------------------------------------
@@ -146,14 +155,14 @@ def test_a_wrong_port_says_so_within_seconds(kind: str, free_port: int) -> None:
             client.score(texts=["a"])
         with pytest.raises(Unreachable):
             client.submit(texts=["a"]).result()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_wrong_port_says_so_to_the_async_client(kind: str, free_port: int) -> None:
     async with AsyncRewardClient(f"{kind}://127.0.0.1:{free_port}") as client:
         with pytest.raises(Unreachable, match="is the server running there"):
-            await asyncio.wait_for(client.score(texts=["a"]), 5.0)
+            await asyncio.wait_for(client.score(texts=["a"]), 20.0)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("http", "grpc"), ("grpc", "http")])
@@ -163,7 +172,7 @@ def test_the_other_protocols_port_says_so(kind: str, other: str) -> None:
         started = time.monotonic()
         with RewardClient(f"{kind}://{address}") as client, pytest.raises(Unreachable, match=f"{other}://host:port"):
             client.score(texts=["a"])
-    assert time.monotonic() - started < 7.0
+    assert time.monotonic() - started < 25.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +183,7 @@ def test_a_port_that_never_answers_says_so_after_the_connect_time_out(kind: str)
             started = time.monotonic()
             with pytest.raises(Unreachable, match=r"within 0.5 s|cannot connect"):
                 client.score(texts=["a"])
-            assert time.monotonic() - started < 3.0
+            assert time.monotonic() - started < 20.0
 
 
 def test_a_host_that_drops_packets_says_so_after_the_connect_time_out() -> None:
@@ -192,7 +201,7 @@ def test_a_host_that_drops_packets_says_so_after_the_connect_time_out() -> None:
             pytest.raises(Unreachable, match=r"cannot connect.*timed out"),
         ):
             client.score(texts=["a"])
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 20.0
         for filler in fillers:
             filler.close()
 
@@ -219,11 +228,11 @@ def test_waiting_for_a_server_that_starts_late_and_one_that_never_does(
     caplog.set_level(logging.WARNING, "guerdon")
     processes: list[EchoProcess] = []
     timer = threading.Timer(0.5, lambda: processes.append(EchoProcess(free_port)))
-    timer.start()
     with RewardClient(f"127.0.0.1:{free_port}") as client:
         with pytest.raises(DeadlineExceeded, match=r"within 0.2 s: cannot connect.*refused"):
             client.wait_ready(0.2)
-        client.wait_ready(20.0)
+        timer.start()
+        client.wait_ready(60.0)
         assert list(client.score(texts=["ab"])) == [2.0]
     timer.join()
     processes[0].kill()
@@ -260,7 +269,7 @@ print("end", time.time())
 """
     with silent:
         done = run_python(code)
-    assert time.time() - float(done.stdout.split()[1]) < 5.0  # what is under way would take a minute or two
+    assert time.time() - float(done.stdout.split()[1]) < 30.0  # what is under way would take a minute or two
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -276,7 +285,7 @@ async def main(url):
 for url in ({server.http_url!r}, {server.grpc_url!r}):
     asyncio.run(main(url))
 """
-    done = run_python(code, timeout_s=30.0)
+    done = run_python(code, timeout_s=60.0)
     assert done.returncode == 0, done.stderr
 
 
@@ -288,7 +297,7 @@ client = RewardClient({server.http_url!r}, max_in_flight=1)
 assert list(client.submit(texts=["abc"]).result()) == [3.0]
 child = os.fork()
 if child == 0:
-    ok = list(client.submit(texts=["ab"]).result(timeout=10)) == [2.0] and list(client.score(texts=["a"])) == [1.0]
+    ok = list(client.submit(texts=["ab"]).result(timeout=60)) == [2.0] and list(client.score(texts=["a"])) == [1.0]
     os._exit(0 if ok else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert list(client.score(texts=["abcd"])) == [4.0]

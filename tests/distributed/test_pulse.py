@@ -33,8 +33,8 @@ def test_a_rank_that_is_lost_is_seen_in_time(how: str, number: int | None, lost:
         if number is not None:
             time.sleep(0.5)
             launch.rank(1).send_signal(number)
-        launch.torchrun.wait(20)
-        assert time.monotonic() - started < 10
+        launch.torchrun.wait(60)
+        assert time.monotonic() - started < 25
         output = launch.output()
         assert re.search(f"LOST AT 0: .*{lost}", output), output
         assert re.search(rf"exitcode *: {EXIT_STATUS} ", output), output
@@ -51,8 +51,8 @@ def test_two_of_four_ranks_are_stopped() -> None:
             launch.rank(rank).send_signal(signal.SIGSTOP)
         started = time.monotonic()
         # torchrun itself would kill the one that nobody has killed only after 30 s.
-        launch.torchrun.wait(20)
-        assert time.monotonic() - started < 10
+        launch.torchrun.wait(60)
+        assert time.monotonic() - started < 25
         output = launch.output()
         assert re.search(r"LOST AT 0: rank 1 \(.*has not been heard of in time", output), output
         assert "rank 0 (" not in output, output

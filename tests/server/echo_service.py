@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -49,6 +51,7 @@ class EchoScorer:
         self.info = info
         self.encoder = self
         self.slow_s = 1.0
+        self._go = threading.Event()
 
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
@@ -69,8 +72,18 @@ class EchoScorer:
 
     def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
         if any(s.tokens[0] == SLOW_TOKEN for s in sequences):
-            time.sleep(self.slow_s)
+            self._go.wait(self.slow_s)
         return [self._score(s) for s in sequences]
+
+    @contextmanager
+    def held(self) -> Iterator[threading.Event]:
+        """Within it what is slow waits for the event that it gives, and for its end."""
+        slow_s, self.slow_s = self.slow_s, 120.0
+        try:
+            yield self._go
+        finally:
+            self._go.set()
+            self._go, self.slow_s = threading.Event(), slow_s
 
     def _score(self, s: Sequence) -> Score | GuerdonError:
         row = s.tokens
@@ -105,6 +118,7 @@ class EchoService(Service):
         scorers = {info.name: EchoScorer(info) for info in infos}
         self.scorer = scorers["reward_model"]
         self.cancelled = 0
+        self.num_open = 0
         self.requests: list[ScoreRequest] = []
         models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
         super().__init__(Group(Worker(scorers)), models, config or ServerConfig())
@@ -117,8 +131,11 @@ class EchoService(Service):
             raise RuntimeError("a secret of the server")
         if BUSY_TOKEN in marks:
             raise Overloaded("the queue is full", 2.5)
+        self.num_open += 1
         try:
             return await super().score(name, request, client)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            self.num_open -= 1

@@ -23,7 +23,7 @@ class RawClient:
         self._num_calls = 0
         self._windows: Counter[int] = Counter()
         self._changed = threading.Condition()
-        self._socket = socket.create_connection(("127.0.0.1", port), 10)
+        self._socket = socket.create_connection(("127.0.0.1", port), 30)
         self._socket.settimeout(None)
         self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0)))
         threading.Thread(target=self._read, daemon=True).start()
@@ -43,7 +43,7 @@ class RawClient:
             piece = body[at : at + PIECE_BYTES]
             with self._changed:
                 enough = self._changed.wait_for(
-                    lambda: all(65_535 + self._windows[i] >= PIECE_BYTES for i in (0, call)), 10
+                    lambda: all(65_535 + self._windows[i] >= PIECE_BYTES for i in (0, call)), 30
                 )
                 assert enough, "the server takes no more"
                 self._windows.subtract({0: len(piece), call: len(piece)})
@@ -52,7 +52,7 @@ class RawClient:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self.is_closed.wait(5)
+        self.is_closed.wait(30)
         self._socket.close()
 
     def _send(self, data: bytes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+import scorers
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
@@ -25,24 +26,28 @@ BATCH_S = 0.1
 
 
 def slowly(tokens: list[np.ndarray]) -> list[float]:
-    """A user's function: the first ids, after a while."""
+    """A user's function: the first ids, after a while, and not before `scorers.hold` is set."""
+    scorers.calls.append(len(tokens))
+    scorers.hold.wait(60)
     time.sleep(BATCH_S)
     return [float(t[0]) for t in tokens]
 
 
-async def ask(client: httpx.AsyncClient, key: str, num_rows: int) -> tuple[int, float, float | None]:
-    """The status of one request, its seconds, and when to come again."""
-    started = time.monotonic()
+async def ask(client: httpx.AsyncClient, key: str, num_rows: int) -> tuple[int, int, float | None]:
+    """The status of one request, how many batches began until its answer came, and when to come again."""
+    before = len(scorers.calls)
     reply = await client.post(INFER, content=body_of([ROW] * num_rows), headers={"Authorization": f"Bearer {key}"})
     again = reply.headers.get("retry-after")
-    return reply.status_code, time.monotonic() - started, again and float(again)
+    return reply.status_code, len(scorers.calls) - before, again and float(again)
 
 
 async def both(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         flood = [asyncio.create_task(ask(client, KEYS["flood"], 4)) for _ in range(60)]
-        await asyncio.sleep(2 * BATCH_S)
+        await asyncio.to_thread(wait_until, lambda: sum(task.done() for task in flood) >= 10)  # they are refused
+        scorers.hold.set()
+        await asyncio.to_thread(wait_until, lambda: len(scorers.calls) > 2)
         mine = [await ask(client, KEYS["small"], 4) for _ in range(3)]
         told = await asyncio.gather(*flood)
     statuses = Counter(status for status, *_ in told)
@@ -50,8 +55,8 @@ async def both(url: str) -> None:
     assert [status for status, *_ in mine] == [200] * 3
     assert all(again and again >= 1 for status, _, again in told if status == 503)
     # It waits for what runs and has half of the next batches; the flood's last waits for all before it.
-    longest = max(seconds for status, seconds, _ in told if status == 200)
-    assert max(seconds for _, seconds, _ in mine) < longest / 2
+    longest = max(count for status, count, _ in told if status == 200)
+    assert longest > 10 and max(count for _, count, _ in mine) < longest / 2
 
 
 def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) -> None:
@@ -59,13 +64,18 @@ def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) ->
     keys.write_text("".join(f"score {name} {key}\n" for name, key in KEYS.items()))
     model = ModelConfig(model="server.test_fair_over_http:slowly", max_batch_tokens=400, max_queue_sequences=160)
     config = ServerConfig(port=0, grpc_port=None, models=[model], api_keys_file=str(keys))
+    scorers.hold.clear()
+    scorers.calls.clear()
     with RunningServer(build_service(config), config) as server:
-        asyncio.run(both(server.http_url))
+        try:
+            asyncio.run(both(server.http_url))
+        finally:
+            scorers.hold.set()
 
 
 async def behind_a_train(url: str, service: ArithmeticService) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=20, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
 
         async def asked(model: str, key: str, body: bytes, json_length: int) -> int:
             headers = bearer(key) | {"Inference-Header-Content-Length": str(json_length)}
@@ -79,9 +89,9 @@ async def behind_a_train(url: str, service: ArithmeticService) -> None:
         await asyncio.to_thread(wait_until, lambda: bool(service.trainer.trained))
         rows = body_of([[1, 2]])
         flood = [asyncio.create_task(asked("critic_infer", SCORE, rows, len(rows))) for _ in range(40)]
-        await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)  # refused
+        await asyncio.to_thread(wait_until, lambda: sum(task.done() for task in flood) == 18)  # they are refused
         trains += [trained(f"waits {i}") for i in range(4)]
-        await asyncio.wait(trains, timeout=0.3)
+        await asyncio.to_thread(wait_until, lambda: service._loop.depth()["critic_infer"][0] >= 22 + 4)
         service.trainer.go.set()
         assert await asyncio.gather(*trains) == [200] * 5
         assert Counter(await asyncio.gather(*flood)) == {200: 22, 503: 18}

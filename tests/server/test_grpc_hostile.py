@@ -28,7 +28,7 @@ from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from server.echo_service import SLOW_TOKEN, EchoService
-from server.helpers import INFER, body_of, echo_process, outcomes, wait_until
+from server.helpers import INFER, body_of, echo_process, outcomes, tried_again, wait_until
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 from server.raw_grpc import RawClient
 
@@ -80,22 +80,24 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def code_of(call: Any, request: Any, key: str | None = None) -> str:
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     try:
-        call(request, metadata=metadata, timeout=5)
+        call(request, metadata=metadata, timeout=30)
     except grpc.RpcError as e:
         return e.code().name
     return "OK"
 
 
+@tried_again
 def test_messages_that_do_not_come_end_and_give_their_places_back():
     """They have all the places in which messages come; who waits is served once they have had their time."""
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=4, read_timeout_s=0.6)
     with RunningServer(EchoService(), config) as server, channel_to(server) as channel, channel_to(server) as other:
         unsent = Unsent(channel, 4)
         time.sleep(0.2)
-        assert stub_of(other).ServerReady(pb.ServerReadyRequest(), timeout=0.3).ready
+        assert stub_of(other).ServerReady(pb.ServerReadyRequest(), timeout=30).ready
+        assert not any(call.done() for call in unsent.calls)
         began = time.monotonic()
-        assert stub_of(other).ModelInfer(message([5]), timeout=10).outputs[0].shape == [1]
-        assert 0.1 < time.monotonic() - began < 3
+        assert stub_of(other).ModelInfer(message([5]), timeout=30).outputs[0].shape == [1]
+        assert time.monotonic() - began > 0.1
         for call in unsent.calls:
             assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "did not come within 0.6 s" in call.details()
@@ -104,7 +106,7 @@ def test_messages_that_do_not_come_end_and_give_their_places_back():
 
 
 def test_one_client_cannot_have_all_the_places_in_which_messages_come(keys):
-    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=4, read_timeout_s=20)
+    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=4, read_timeout_s=120)
     with RunningServer(EchoService(), config) as server, channel_to(server) as channel, channel_to(server) as other:
         unsent = Unsent(channel, 20, KEYS["s"])
         time.sleep(0.2)
@@ -121,23 +123,22 @@ def raw_client(server: RunningServer, **options: Any) -> RawClient:
 
 def test_half_open_calls_of_two_clients_do_not_keep_a_third_waiting(tmp_path):
     """Each client has a place of its own in which a message may come, however few there are."""
-    config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4)
+    config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4, header_timeout_s=120.0, read_timeout_s=120.0)
     with RunningServer(EchoService(config), config) as server, channel_to(server) as channel:
         raw = raw_client(server)
         for method in ("ModelReady", "ModelInfer", "ModelReady", "ModelInfer"):
             raw.ask(method, key=SCORE)
             raw.ask(method, key=TRAIN)
         time.sleep(0.2)
-        began = time.monotonic()
         for _ in range(3):
             assert code_of(stub_of(channel).ModelReady, pb.ModelReadyRequest(name="reward_model"), ADMIN) == "OK"
             assert code_of(stub_of(channel).ModelInfer, message([5]), ADMIN) == "OK"
-        assert time.monotonic() - began < 2
         raw.close()
 
 
+@tried_again
 def test_half_open_calls_of_any_method_are_bounded_and_small_ones_end_soon():
-    config = ServerConfig(port=0, grpc_port=0, max_requests=6, header_timeout_s=0.6)
+    config = ServerConfig(port=0, grpc_port=0, max_requests=6, header_timeout_s=0.6, read_timeout_s=120.0)
     with RunningServer(EchoService(), config) as server, channel_to(server) as channel:
         raw, stub = raw_client(server), stub_of(channel)
         for _ in range(3):
@@ -146,9 +147,9 @@ def test_half_open_calls_of_any_method_are_bounded_and_small_ones_end_soon():
         time.sleep(0.2)
         for method, request in (("ModelReady", pb.ModelReadyRequest()), ("ModelInfer", message([5]))):
             assert code_of(getattr(stub, method), request) == "RESOURCE_EXHAUSTED"
-        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=0.5).ready
+        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=30).ready
         assert httpx.post(server.http_url + INFER, content=body_of([[5]])).status_code == 200
-        wait_until(lambda: code_of(stub.ModelInfer, message([5])) == "OK", 3)
+        wait_until(lambda: code_of(stub.ModelInfer, message([5])) == "OK")
         raw.close()
 
 
@@ -160,6 +161,7 @@ def large_answers_call() -> bytes:
     return request.SerializeToString()
 
 
+@tried_again
 def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
     """Until then they hold the room of bodies that they had; their client answers pings, and stays."""
     monkeypatch.setattr(server_grpc, "_LEAST_BYTES_PER_S", 1 << 30)
@@ -171,7 +173,7 @@ def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
         wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 2)
         large = body_of([[5] * 200_000])
         assert httpx.post(server.http_url + INFER, content=large).status_code == 503
-        wait_until(lambda: httpx.post(server.http_url + INFER, content=large).status_code == 400, 3)  # it is too long
+        wait_until(lambda: httpx.post(server.http_url + INFER, content=large).status_code == 400)  # it is too long
         wait_until(lambda: not [task for task in asyncio.all_tasks(server._loop) if task.get_name() == "rpc_task"])
         assert not raw.is_closed.is_set()
         raw.close()
@@ -179,7 +181,7 @@ def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
 
 def test_a_stop_does_not_wait_for_what_is_half_open_or_not_read():
     config = ServerConfig(port=0, grpc_port=0)
-    with RunningServer(EchoService(), config, grace_s=20) as server:
+    with RunningServer(EchoService(), config, grace_s=60) as server:
         raw = raw_client(server)
         raw.ask("ModelInfer", large_answers_call())
         wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
@@ -187,10 +189,11 @@ def test_a_stop_does_not_wait_for_what_is_half_open_or_not_read():
             raw.ask(method)
         time.sleep(0.1)
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     raw.close()
 
 
+@tried_again
 def test_connections_have_bounds():
     """Of number, of time without a call and for its first word; none of them is looked at by a ping for its speed."""
     config = ServerConfig(
@@ -204,13 +207,13 @@ def test_connections_have_bounds():
         wait_until(lambda: 3 in busy.settings)
         assert busy.settings[3] == 107  # calls at once
         beyond = raw_client(server)
-        assert beyond.is_closed.wait(1)
+        assert beyond.is_closed.wait(30)
         with contextlib.suppress(ConnectionError):
             while silent.recv(4096):  # its time is up, which recv would not survive either
                 pass
         assert 0.3 < time.monotonic() - began < 1.4
         silent.close()
-        assert idle.is_closed.wait(4)
+        assert idle.is_closed.wait(30)
         assert not busy.is_closed.is_set()
         busy.ask("ModelReady", pb.ModelReadyRequest(name="x" * 60_000).SerializeToString())
         time.sleep(0.1)
@@ -219,12 +222,13 @@ def test_connections_have_bounds():
             raw.close()
 
 
+@tried_again
 def test_a_client_that_answers_no_ping_is_left(monkeypatch):
     monkeypatch.setattr(server_grpc, "_PING_AFTER_MS", 300)
     monkeypatch.setattr(server_grpc, "_PING_ANSWER_MS", 300)
     with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
         vanished, other = raw_client(server, answers_pings=False), raw_client(server)
-        assert vanished.is_closed.wait(4)
+        assert vanished.is_closed.wait(30)
         assert other.num_pings
         assert not other.is_closed.is_set()
         other.close()
@@ -233,14 +237,16 @@ def test_a_client_that_answers_no_ping_is_left(monkeypatch):
 def test_health_answers_also_when_the_gate_is_full():
     config = ServerConfig(port=0, grpc_port=0, max_requests=1)
     service = EchoService()
-    with RunningServer(service, config) as server, channel_to(server) as channel:
+    with RunningServer(service, config) as server, channel_to(server) as channel, service.scorer.held() as go:
         stub = stub_of(channel)
         slow = stub.ModelInfer.future(message([SLOW_TOKEN]))
         wait_until(lambda: bool(service.requests))
-        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=0.5).live
-        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=0.5).ready
-        assert stub.ModelReady(pb.ModelReadyRequest(name="reward_model"), timeout=0.5).ready
+        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=30).live
+        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=30).ready
+        assert stub.ModelReady(pb.ModelReadyRequest(name="reward_model"), timeout=30).ready
         assert code_of(stub.ModelInfer, message([5])) == "RESOURCE_EXHAUSTED"
+        assert not slow.done()
+        go.set()
         slow.result()
 
 

@@ -57,7 +57,7 @@ async def lost_amid_a_train(tmp_path: Path) -> None:
     await lose(service)
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, RanksLost) and str(outcome) == LOST
-    assert 1.0 < time.monotonic() - started < 4.0  # what runs may come to its own end meanwhile
+    assert 1.0 < time.monotonic() - started < 20.0  # what runs may come to its own end meanwhile
     assert not service.is_ready() and service.ending.is_set()
     for call in (service.call("critic_train", B), service.call("critic_state", ControlRequest(Operation.STATE))):
         with pytest.raises(Exception, match="stopping"):
@@ -111,11 +111,12 @@ async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> N
     running = asyncio.create_task(service.call("critic_train", WAITS))
     await begun(service)
     waiting = asyncio.create_task(service.call("critic_train", LATER))
-    await asyncio.sleep(0.05)
+    while not service._loop.depth()["critic_infer"][0]:
+        await asyncio.sleep(0.01)
     with disk:
         losing = asyncio.create_task(lose(service))
         with pytest.raises(RanksLost, match="process 7"):
-            await asyncio.wait_for(waiting, 1.0)
+            await asyncio.wait_for(waiting, 20.0)
         assert not running.done() and not losing.done()
     await losing
     with pytest.raises(RanksLost, match="process 7"):
@@ -161,7 +162,7 @@ async def late(service: ArithmeticService, error: RanksLost) -> None:
 
     def ask() -> None:
         with CriticClient(url, policy=RetryPolicy(tries=1)) as client:
-            told.append(client.train(WAITS.tokens, WAITS.returns, WAITS.prev_values, WAITS.mask).exception(10))
+            told.append(client.train(WAITS.tokens, WAITS.returns, WAITS.prev_values, WAITS.mask).exception(60))
 
     told: list[BaseException | None] = []
     asking = asyncio.create_task(asyncio.to_thread(ask))
@@ -217,14 +218,14 @@ def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest
     url = running.http_url
 
     def ask(path: str, body: bytes) -> None:
-        told.append(httpx.post(url + path, content=body, timeout=10))
+        told.append(httpx.post(url + path, content=body, timeout=60))
 
     openai = b'{"model": "reward_model", "input": "x"}'
     slow = body_of([[5, 1]])
     threads = [threading.Thread(target=ask, args=(INFER, slow)) for _ in range(3)]
     for thread in threads:
         thread.start()
-        assert begun.wait(5)  # the others are in no batch with the first
+        assert begun.wait(30)  # the others are in no batch with the first
     wait_until(lambda: sum(n for n, _ in service._loop.depth().values()) == 2)
     with httpx.Client() as kept, InferenceServerClient(str(running.grpc_url).removeprefix("grpc://")) as client:
         kept.get(url + "/v2/health/live")

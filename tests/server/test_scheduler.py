@@ -167,13 +167,13 @@ def test_a_huge_request_of_many_prompts_is_taken_apart_quickly() -> None:
     s = scheduler(max_batch_tokens=4096, max_queue_sequences=100_000, max_queue_tokens=10**9)
     prompts = [np.arange(40) + 100 * p for p in range(2_000)]
     s.add(Job([Sequence(np.concatenate([p, [7, r]])) for p in prompts for r in range(8)]))
-    started = time.perf_counter()
+    started = time.process_time()
     sizes = []
     while (batch := s.take(0.0)) is not None:
         sizes.append(len(batch.entries))
     assert sum(sizes) == 16_000
     assert min(sizes[:-1]) % 8 == 0  # no prompt's group was cut
-    assert time.perf_counter() - started < 5  # it takes half a second; scanning the rest for each prompt takes minutes
+    assert time.process_time() - started < 20  # it takes half a second; scanning the rest for each prompt takes minutes
 
 
 def test_groups_of_the_same_number_from_two_senders_keep_apart() -> None:

@@ -52,7 +52,7 @@ def request(*rows: list[int], **kw: object) -> ScoreRequest:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -180,7 +180,7 @@ async def test_a_full_queue_refuses_at_once_and_answers_what_it_accepted() -> No
         running_now = asyncio.create_task(service.score("reward_model", request([77])))
         await until(lambda: bool(scorers.calls))
         waiting = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
-        await asyncio.sleep(0)
+        await until(lambda: service._loop.depth()["reward_model"][0] == 3)
         with pytest.raises(Overloaded) as refused:
             await service.score("reward_model", request([4]))
         assert refused.value.retry_after_s == 1.0
@@ -193,7 +193,7 @@ async def test_a_client_that_leaves_costs_nothing_more() -> None:
         first = asyncio.create_task(service.score("reward_model", request([77])))
         await until(lambda: bool(scorers.calls))
         gone = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
-        await asyncio.sleep(0.01)
+        await until(lambda: service._loop.depth()["reward_model"][0] == 3)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
@@ -225,7 +225,7 @@ async def test_higher_priority_is_answered_first() -> None:
             done.append(name)
 
         tasks = [asyncio.create_task(ask("low", 0)), asyncio.create_task(ask("high", 5))]
-        await asyncio.sleep(0.01)
+        await until(lambda: service._loop.depth()["reward_model"][0] == 4)
         scorers.hold.set()
         await asyncio.gather(first, *tasks)
     assert done == ["high", "low"]
@@ -236,7 +236,7 @@ async def test_stopping_answers_what_was_accepted_and_refuses_the_rest() -> None
         accepted = asyncio.create_task(service.score("reward_model", request([77], [1], [2])))
         await until(lambda: bool(scorers.calls))
         stopping = asyncio.create_task(asyncio.to_thread(service.stop))
-        await asyncio.sleep(0.05)
+        await until(lambda: not service.ready)
         with pytest.raises(Unavailable):
             await service.score("reward_model", request([3]))
         scorers.hold.set()

@@ -21,7 +21,7 @@ from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer, check_addresses
 from server.echo_service import EchoService
-from server.helpers import INFER, body_of, wait_until
+from server.helpers import INFER, body_of, tried_again, wait_until
 
 
 @dataclass
@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def config_of(files: Files, *, mutual: bool = False) -> ServerConfig:
-    config = ServerConfig(port=0, grpc_port=0, tls_cert=files.cert, tls_key=files.key, header_timeout_s=1.5)
+    config = ServerConfig(port=0, grpc_port=0, tls_cert=files.cert, tls_key=files.key, header_timeout_s=60)
     config.tls_client_ca = files.ca if mutual else None
     return config
 
@@ -84,7 +84,7 @@ def is_live(server: RunningServer, files: Files, client: str | None = None) -> b
     with grpc.secure_channel(server.grpc_url.removeprefix("grpcs://"), credentials) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            return stub.ServerLive(pb.ServerLiveRequest(), timeout=5).live
+            return stub.ServerLive(pb.ServerLiveRequest(), timeout=30).live
         except grpc.RpcError:
             return False
 
@@ -105,7 +105,7 @@ def test_what_is_not_tls_gets_nothing(server):
         httpx.get(plain + "/v2/health/live")
     with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpcs://")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=5)
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=30)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -115,7 +115,7 @@ def test_only_versions_that_hold_are_spoken(server, files, version):
     context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     address = httpx.URL(server.http_url)
-    with socket.create_connection((address.host, address.port), 5) as raw:
+    with socket.create_connection((address.host, address.port), 30) as raw:
         if version == "TLSv1_1":
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 context.wrap_socket(raw, server_hostname="127.0.0.1")
@@ -153,16 +153,27 @@ def test_the_core_of_grpc_tells_errors_alone(files, monkeypatch):
         assert os.environ["GRPC_VERBOSITY"] == "ERROR"
 
 
-def test_handshakes_that_do_not_go_on_end(server, files):
-    address, process = httpx.URL(server.http_url), psutil.Process()
+@pytest.fixture(scope="module")
+def hasty(files: Files) -> Iterator[RunningServer]:
+    config = config_of(files)
+    config.header_timeout_s = 1.5
+    with RunningServer(EchoService(), config) as running:
+        yield running
+
+
+@tried_again
+def test_handshakes_that_do_not_go_on_end(hasty, files):
+    address, process = httpx.URL(hasty.http_url), psutil.Process()
+    with httpx.Client(verify=context_of(files)) as client:  # what it opens with the first request stays
+        assert client.get(hasty.http_url + "/v2/health/live").status_code == 200
     before = process.num_fds()
-    held = [socket.create_connection((address.host, address.port), 5) for _ in range(50)]
+    held = [socket.create_connection((address.host, address.port), 30) for _ in range(50)]
     for i, connection in enumerate(held):
         connection.sendall((b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n")[i % 3])
     with httpx.Client(verify=context_of(files)) as client:
-        assert client.get(server.http_url + "/v2/health/live").status_code == 200
+        assert client.get(hasty.http_url + "/v2/health/live").status_code == 200
     for connection in held:
-        connection.settimeout(5)
+        connection.settimeout(30)
         try:
             while connection.recv(4096):
                 pass
@@ -174,10 +185,10 @@ def test_handshakes_that_do_not_go_on_end(server, files):
 
 def test_connections_beyond_the_limit_end_before_their_tls(files):
     config = config_of(files)
-    config.max_connections, config.header_timeout_s = 4, 20.0
+    config.max_connections, config.header_timeout_s = 4, 120.0
     with RunningServer(EchoService(), config) as server:
         address = httpx.URL(server.http_url)
-        held = [socket.create_connection((address.host, address.port), 5) for _ in range(4)]
+        held = [socket.create_connection((address.host, address.port), 30) for _ in range(4)]
         with pytest.raises(httpx.TransportError), httpx.Client(verify=context_of(files)) as client:
             client.get(server.http_url + "/v2/health/live")
         for connection in held:

@@ -274,10 +274,10 @@ def test_score_joins_pairs(path, names):
 def test_a_prompt_that_many_responses_would_make_too_much_of_is_refused_at_once():
     """A hundred kilobytes that would make a gigabyte."""
     body = {"text_1": "p" * 60_000, "text_2": ["a"] * 16_000}
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest, match="makes 960,016,000 characters, at most 16,777,216 are taken; send fewer"):
         FORMS["/score"].read(body, {})
-    assert time.monotonic() - started < 0.1
+    assert time.thread_time() - started < 0.1
     most = samples.MAX_JOINED // 60_001
     assert len(FORMS["/score"].read(body | {"text_2": ["a"] * most}, {}).request) == most
     one_each = {"text_1": ["p" * (samples.MAX_JOINED // 2)] * 3, "text_2": ["a"] * 3}
