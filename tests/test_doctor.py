@@ -192,14 +192,14 @@ def test_without_torch_this_is_the_client(monkeypatch):
 def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(monkeypatch):
     from transformers import AttentionInterface
 
-    from guerdon.engine import attention
+    from guerdon.engine.attention import registry
 
     def refuse() -> None:
         raise NotImplementedError("no registry")
 
-    monkeypatch.setattr(attention, "register", refuse)
+    monkeypatch.setattr(registry, "register", refuse)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", AttentionInterface._global_mapping.copy())
-    AttentionInterface._global_mapping.pop(attention.NAME, None)
+    AttentionInterface._global_mapping.pop(registry.NAME, None)
     found = devices._attention("cpu")
     assert found.level == "note" and found.text.startswith("single: ") and "no registry" in found.text
     assert devices._attention("meta").level == "problem"

@@ -12,7 +12,7 @@ import zoo
 from guerdon.assembly import build_scorer
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine import cascade
+from guerdon.engine.attention import cascade
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, SampleFailed
 
@@ -64,7 +64,10 @@ def test_rewards_equal_transformers_one_by_one_whatever_the_batch(name: str, tmp
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "gpt2"])
-def test_rows_of_several_query_blocks_and_long_prompts(name: str, tmp_path: Path) -> None:
+def test_rows_of_several_query_blocks_and_long_prompts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade, "QUERY_BLOCK", 128)  # of the models' 256 positions
     folder = zoo.checkpoint(name, tmp_path / name)
     rows = zoo.rows(5, groups=((cascade.QUERY_BLOCK + 60, 4), (2 * cascade.QUERY_BLOCK - 31, 2)))
     assert_close(rewards(build(folder), rows), zoo.reference(folder, rows))

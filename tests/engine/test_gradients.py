@@ -13,8 +13,8 @@ from transformers import AutoModel
 import zoo
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine import cascade
-from guerdon.engine.attention import by_segment
+from guerdon.engine.attention import cascade
+from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.critics import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.engine.loading import load

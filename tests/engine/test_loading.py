@@ -34,13 +34,13 @@ def score(loaded: LoadedModel, rows: list[np.ndarray], **more: Any) -> list[Scor
     sequences = [Sequence(row, **more) for row in rows]
     states = [loaded.trunk(input_ids=torch.from_numpy(row)[None]).last_hidden_state[0] for row in rows]
     if loaded.head.per_token:
-        return to_scores(loaded.head, None, [loaded.head(h) for h in states], sequences)
+        return to_scores(loaded.head, torch.cat([loaded.head(h) for h in states]), sequences)
     if loaded.head.pooling == "mean":
         pooled = torch.stack([h.float().mean(0) for h in states])
     else:
         positions = pool_positions(loaded.head.pooling, sequences, loaded.head.eos_token_id)
         pooled = torch.stack([h[i] for h, i in zip(states, positions, strict=True)])
-    return to_scores(loaded.head, loaded.head(pooled), None, sequences)
+    return to_scores(loaded.head, loaded.head(pooled), sequences)
 
 
 def assert_equals_reference(scores: list[Score], reference: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from guerdon.core import ModelInfo
-from guerdon.engine import attention
+from guerdon.engine.attention import forms, registry
 from guerdon.engine.layout import alike
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
             reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
         else:
             also = "" if slopes is None else f", its gradients within {slopes:.1e}"
+            reasons += [f"attention without {form}: {why}" for form, why in forms.LEFT_OUT.items()]
             return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
     return "single", "; ".join(reasons)
 
@@ -70,9 +71,9 @@ class _Probe:
         engine = self._engine
         states, slopes, refusal = 0.0, None, ""
         try:
-            attention.register()
+            registry.register()
             engine.use(path)
-            if path.startswith("packed") and engine.trunk.config._attn_implementation != attention.NAME:
+            if path.startswith("packed") and engine.trunk.config._attn_implementation != registry.NAME:
                 raise NotImplementedError("its attention is not in transformers' registry")
             states, slopes = self.differences(path)
         except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:

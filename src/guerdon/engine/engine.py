@@ -6,6 +6,7 @@ Legend: T tokens, H hidden size, A attributes, B sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,21 +85,23 @@ class Engine(Forward):
                 rows.append(s.tokens)
                 limits.append(s.prompt_length)
             where.append(slot)
-        outputs: dict[int, torch.Tensor] = {}
+        per_token = self.head.per_token
+        outputs: list[torch.Tensor] = []
+        places: list[Any] = [None] * len(rows)  # where in all outputs a row has its own: index, or those of its tokens
+        size = 0
         for layout in self.layouts(rows, limits, path=path):
-            if not layout.rows:
-                continue
-            if self.head.per_token:
-                logits = self.head(layout.hidden)
-                for i, row in enumerate(layout.rows):
-                    outputs[row] = logits[self.index(layout.gather(i))]
-            else:
-                outputs.update(zip(layout.rows, self.head(self.pool(layout, rows)), strict=True))
+            for i, row in enumerate(layout.rows):
+                places[row] = size + (layout.gather(i) if per_token else i)
+            if layout.rows:
+                outputs.append(self.head(layout.hidden if per_token else self.pool(layout, rows)))
+                size += len(outputs[-1])
         if not sequences:
             return []
-        if self.head.per_token:
-            return to_scores(self.head, None, [outputs[i] for i in where], sequences)
-        return to_scores(self.head, torch.stack([outputs[i] for i in where]), None, sequences)
+        own = [places[slot] for slot in where]
+        at = torch.from_numpy(np.concatenate(own) if per_token else np.array(own))
+        # Nothing before this has waited for the device.
+        logits = torch.cat(outputs).cpu()[at]
+        return to_scores(self.head, logits, sequences)
 
     def values(self, rows: list[np.ndarray]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
         """Micro-batch by micro-batch: row numbers, and for each of them its values, float32 `[T_i]` on the device.
@@ -137,9 +140,9 @@ class Engine(Forward):
     def pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
         """The hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
         if self.head.pooling == "mean":
-            own = (layout.hidden[self.index(layout.gather(i))] for i in range(len(layout.rows)))
+            own = (torch.cat([layout.hidden[a:b] for a, b in spans]) for spans in layout.spans)
             return torch.stack([hidden.float().mean(0) for hidden in own])
-        return layout.hidden[self.index(self._places(layout, rows))]
+        return layout.hidden[self.index(self._places(layout, rows)) if layout.read is None else layout.read]
 
     def readable(self, layout: Layout, rows: list[np.ndarray]) -> list[torch.Tensor]:
         """Of each row the hidden states that its reward or values are made from."""

@@ -5,14 +5,18 @@ Legend: T tokens of one forward, H hidden size, B sequences.
 There are four ways to run a trunk, best first: `packed+shared` and `packed` go through `attention`, `padded` and
 `single` are the model as transformers runs it. Each ends in a `Layout`: the hidden states of all tokens in one
 table, and where each sequence lies in it, so that heads are applied in one place.
+
+On a GPU a forward is only launched here: nothing on the way from tokens to hidden states waits for the device, and
+while it computes a micro-batch the next is packed and copied. Whoever reads a number of the result waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +27,14 @@ import torch
 from guerdon.config import ForwardConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine import attention
+from guerdon.engine.attention import registry
 from guerdon.engine.choosing import choose
 from guerdon.engine.gathering import WHOLE, Gathering
 from guerdon.engine.last_layer import LastLayer
 from guerdon.engine.layout import layers
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
 from guerdon.engine.rope import LengthClasses
+from guerdon.engine.transfers import all_to_device, to_device
 from guerdon.errors import CheckpointError
 
 MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -62,6 +67,7 @@ class LoadedTrunk:
 class Layout:
     """Hidden states `[T,H]`; rows' numbers, the spans where each lies, and the index of each row's last token.
 
+    `read` are the indices of the only states that are read, one a row, where there are such and the device knows them.
     A filler has no rows, and hidden states of which nothing counts.
     """
 
@@ -69,10 +75,17 @@ class Layout:
     rows: list[int]
     spans: list[tuple[Span, ...]]
     last: np.ndarray
+    read: torch.Tensor | None = None
 
     def gather(self, i: int) -> np.ndarray:
         """Indices into `hidden` of every token of the i-th row."""
         return indices(self.spans[i])
+
+
+Launch = Callable[[], Layout]
+"""Runs the trunk on inputs that are on the device already."""
+Prepare = Callable[[], Launch]
+"""Makes these inputs of what was planned."""
 
 
 class Forward:
@@ -132,23 +145,21 @@ class Forward:
         """
         limits = limits or [None] * len(rows)
         path = path or self.path
-        forwards = self._forwards(rows, limits, path)
+        plan = self._whole_plan(rows, limits, path)
         if not self.ranks.in_step:
-            for forward in forwards:
-                yield forward()
+            yield from _one_ahead(plan)
             return
-        planned = list(forwards)
+        planned = list(plan)
         missing = self.ranks.most(len(planned)) - len(planned)
-        for forward in planned:
-            yield forward()
+        yield from _one_ahead(planned)
         for _ in range(missing):
             yield self._filler(path)
 
-    def _forwards(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[Callable[[], Layout]]:
+    def _whole_plan(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[Prepare]:
         for members in self._classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for forward in self._plan(path, some, bounds):
-                yield functools.partial(_numbered, forward, members)
+            for prepare in self._plan(path, some, bounds):
+                yield functools.partial(_numbered, prepare, members)
 
     def _filler(self, path: str) -> Layout:
         """A layout of one token and no rows, by way of the same layers."""
@@ -188,7 +199,7 @@ class Forward:
 
     def index(self, indices: np.ndarray) -> torch.Tensor:
         """Indices into a layout's hidden states, where these are."""
-        return torch.from_numpy(indices).to(self.device)
+        return to_device(indices, self.device)
 
     def _read(self, batch: PackedBatch, rows: list[np.ndarray]) -> np.ndarray | None:
         """Indices of the only tokens whose hidden states are read; None for all."""
@@ -198,7 +209,7 @@ class Forward:
 
     def use(self, path: str) -> None:
         """Gives the trunk the attention that `path` runs on."""
-        self.trunk.set_attn_implementation(attention.NAME if path.startswith("packed") else self._plain_attention)
+        self.trunk.set_attn_implementation(registry.NAME if path.startswith("packed") else self._plain_attention)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
@@ -211,11 +222,10 @@ class Forward:
 
     def run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
         """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use."""
-        for forward in self._plan(path, rows, limits):
-            yield forward()
+        yield from _one_ahead(self._plan(path, rows, limits))
 
-    def _plan(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Callable[[], Layout]]:
-        """The forwards that `run` makes, not yet run."""
+    def _plan(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Prepare]:
+        """The forwards that `run` makes, of which nothing is on the device yet."""
         if path in ("packed+shared", "packed"):
             budget = min(self.max_batch_tokens, self._most_tokens)
             for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
@@ -237,40 +247,49 @@ class Forward:
             for i, row in enumerate(rows):
                 yield functools.partial(self._single, i, row)
 
-    def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Layout:
-        read = self._read(batch, rows)
-        only = self._last_layer.only(None if read is None else self.index(read))
-        with attention.attending(batch), only:
-            # A mask of ones: with none, transformers takes restarting positions for packing of its own kind.
-            hidden = self._forward(batch.tokens[None], np.ones((1, batch.num_tokens)), self._positions(batch)[None])[0]
-        return Layout(hidden, batch.rows, batch.spans, batch.last)
+    def _packed(self, batch: PackedBatch, rows: list[np.ndarray]) -> Launch:
+        where = self._read(batch, rows)
+        inputs = [batch.tokens, self._positions(batch), *([] if where is None else [where])]
+        tokens, positions, *rest = all_to_device(inputs, self.device)
+        read = rest[0] if rest else None
+        # With no mask, transformers takes restarting positions for packing of its own kind.
+        mask = torch.ones_like(tokens)
 
-    def _padded(self, members: list[int], rows: list[np.ndarray]) -> Layout:
+        def launch() -> Layout:
+            with registry.attending(batch), self._last_layer.only(read):
+                hidden = self._forward(tokens[None], mask[None], positions[None])[0]
+            return Layout(hidden, batch.rows, batch.spans, batch.last, read)
+
+        return launch
+
+    def _padded(self, members: list[int], rows: list[np.ndarray]) -> Launch:
         """A right-padded batch of the rows of these numbers, the longest last."""
         width = len(rows[members[-1]])
         tokens = np.full((len(members), width), self.pad_token_id)
-        mask = np.zeros((len(members), width))
+        mask = np.zeros_like(tokens)
         for i, row in enumerate(members):
             tokens[i, : len(rows[row])] = rows[row]
             mask[i, : len(rows[row])] = 1
-        hidden = self._forward(tokens, mask).flatten(0, 1)
+        inputs = to_device(np.stack([tokens, mask]), self.device)
         spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
-        return Layout(hidden, members, spans, np.array([s[0][1] - 1 for s in spans]))
+        last = np.array([s[0][1] - 1 for s in spans])
+        return lambda: Layout(self._forward(inputs[0], inputs[1]).flatten(0, 1), members, spans, last)
 
-    def _single(self, number: int, row: np.ndarray) -> Layout:
-        hidden = self._forward(row[None], None)[0]
-        return Layout(hidden, [number], [((0, len(row)),)], np.array([len(row) - 1]))
+    def _single(self, number: int, row: np.ndarray) -> Launch:
+        tokens = to_device(np.array(row)[None], self.device)
+        spans: list[tuple[Span, ...]] = [((0, len(row)),)]
+        return lambda: Layout(self._forward(tokens, None)[0], [number], spans, np.array([len(row) - 1]))
 
     def _forward(
-        self, tokens: np.ndarray, mask: np.ndarray | None, positions: np.ndarray | None = None
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The trunk's last hidden states `[B,T,H]`."""
         self._classes.prepare()
-        inputs: dict[str, Any] = {"input_ids": torch.tensor(tokens, device=self.device)}
+        inputs: dict[str, Any] = {"input_ids": tokens}
         if mask is not None:
-            inputs["attention_mask"] = torch.from_numpy(mask).to(self.device, torch.long)
+            inputs["attention_mask"] = mask
         if positions is not None:
-            inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
+            inputs["position_ids"] = positions
         if self.causal:
             inputs["use_cache"] = False
         return self.run_trunk(**inputs).last_hidden_state
@@ -289,11 +308,27 @@ class Forward:
         return positions
 
 
-def _numbered(forward: Callable[[], Layout], members: list[int]) -> Layout:
-    """The forward's layout with the callers' numbers of its rows."""
-    layout = forward()
-    layout.rows = [members[i] for i in layout.rows]
-    return layout
+def _numbered(prepare: Prepare, members: list[int]) -> Launch:
+    """The forward, whose layout will have the callers' numbers of its rows."""
+    launch = prepare()
+
+    def launch_numbered() -> Layout:
+        layout = launch()
+        layout.rows = [members[i] for i in layout.rows]
+        return layout
+
+    return launch_numbered
+
+
+def _one_ahead(plan: Iterable[Prepare]) -> Iterator[Layout]:
+    """Runs each; before anyone can wait for one's result, the next has been packed and its inputs are on their way."""
+    prepared = map(operator.call, plan)
+    launch = next(prepared, None)
+    while launch is not None:
+        layout = launch()
+        launch = next(prepared, None)
+        yield layout
+        del layout  # its states are not to stay while the next are computed
 
 
 def _most_tokens(config: Any) -> int:

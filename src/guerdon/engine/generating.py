@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from guerdon.engine import attention
+from guerdon.engine.attention import registry
 from guerdon.engine.choosing import TOLERANCE
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.language import LanguageEngine
@@ -69,7 +69,7 @@ class PackedDecoder:
         self._decoding = Decoding()
 
     def running(self) -> AbstractContextManager[None]:
-        return attention.attending(self._decoding)
+        return registry.attending(self._decoding)
 
     def together(self, lengths: list[int]) -> int:
         return len(lengths)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guerdon.core import Score, Sequence
+from guerdon.engine.transfers import to_device
 from guerdon.errors import SampleFailed
 
 Pooling = Literal["last", "first", "mean", "first_eos"]
@@ -85,7 +86,7 @@ class Head(nn.Module):
 
     def merged(self, outputs: Tensor) -> Tensor:
         """Values float32 `[N]` of raw outputs `[N, A]`: merged and standardised as `to_scores` does, differentiable."""
-        weights = torch.from_numpy(self.weights).to(outputs.device)
+        weights = to_device(self.weights, outputs.device)
         return (((outputs.double() * weights).sum(1) - self.mean) / self.std).float()
 
 
@@ -105,23 +106,19 @@ def pool_positions(pooling: Pooling, sequences: list[Sequence], eos_token_id: in
     return last
 
 
-def to_scores(
-    head: Head, pooled_logits: Tensor | None, token_logits: list[Tensor] | None, sequences: list[Sequence]
-) -> list[Score | SampleFailed]:
-    """One result a sequence, from `pooled_logits` `[B, A]`, or of a per-token head from `token_logits` `B x [T, A]`.
+def to_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    """One result a sequence, from the head's outputs on the host: `[B,A]`, or of a per-token head `[T,A]`, the tokens
+    of one sequence behind those of the one before.
 
     A sample with a number that is not finite, or without a step to reward, is a SampleFailed; the others stand.
     """
-    if head.per_token:
-        assert token_logits is not None
-        logits = torch.cat(token_logits).float()
-        return _step_scores(head, logits, sequences) if head.steps else _value_scores(head, logits, sequences)
-    assert pooled_logits is not None
-    return _reward_scores(head, pooled_logits, sequences)
+    if not head.per_token:
+        return _reward_scores(head, logits, sequences)
+    return _step_scores(head, logits, sequences) if head.steps else _value_scores(head, logits, sequences)
 
 
 def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-    attributes = logits.float().cpu().numpy()
+    attributes = logits.numpy()
     rewards = _standardise(head, (attributes * head.weights).sum(axis=1))
     is_fine = np.isfinite(attributes).all(axis=1) & _fits(rewards)
     several = head.num_outputs > 1
@@ -132,7 +129,7 @@ def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> lis
 
 
 def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-    values = _standardise(head, (logits.cpu().numpy() * head.weights).sum(axis=1)).astype(np.float32)
+    values = _standardise(head, (logits.numpy() * head.weights).sum(axis=1)).astype(np.float32)
     lengths = np.array([len(s.tokens) for s in sequences])
     starts = np.cumsum(lengths) - lengths
     if head.pooling == "mean":
@@ -152,8 +149,8 @@ def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[
     lengths = np.array([len(s.tokens) for s in sequences])
     starts = np.cumsum(lengths) - lengths
     flat = np.concatenate([start + p for start, p in zip(starts, positions, strict=True)])
-    chosen = logits[torch.from_numpy(flat).to(logits.device)]
-    is_right = torch.softmax(chosen, dim=-1)[:, 1].cpu().numpy()
+    chosen = logits[torch.from_numpy(flat)]
+    is_right = torch.softmax(chosen, dim=-1)[:, 1].numpy()
     results: list[Score | SampleFailed] = []
     for steps in np.split(is_right, np.cumsum([len(p) for p in positions])[:-1]):
         if len(steps) == 0:

@@ -18,6 +18,7 @@ from guerdon.engine.describe import describe, find_eos, find_pad
 from guerdon.engine.forward import LoadedTrunk
 from guerdon.engine.gathering import gathering
 from guerdon.engine.heads import Head, StepRule
+from guerdon.engine.host_memory import keep_freed
 from guerdon.engine.layout import Alike, alike, place
 from guerdon.engine.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.text import TextEncoder
@@ -65,6 +66,7 @@ def _load(
     config: ModelConfig, device: torch.device | None, moment_bytes: int | None, ranks: Ranks, others: Alike
 ) -> LoadedModel:
     device = device or ranks.device or pick_device(config.device)
+    keep_freed(device)
     dtype = pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = read_config(checkpoint)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
 from guerdon.errors import ConfigError, TooLarge
@@ -69,7 +70,11 @@ def check_memory(
     copy_bytes = own_bytes if with_copy else 0
     on_gpu = device.type == "cuda"
     host_bytes = own_bytes + (0 if on_gpu else training_bytes + copy_bytes)
-    places = [("this machine", _host_bytes(), host_bytes * neighbours)]
+    free_here = _host_bytes()
+    if free_here is not None and host_bytes * neighbours > free_here:
+        computing.release()  # what malloc keeps for the next batch counts as taken
+        free_here = _host_bytes()
+    places = [("this machine", free_here, host_bytes * neighbours)]
     if on_gpu:
         places.append((str(device), torch.cuda.mem_get_info(device)[0], own_bytes + training_bytes))
     for place, free_bytes, needed_bytes in places:

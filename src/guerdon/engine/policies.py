@@ -18,6 +18,7 @@ from guerdon.engine.checkpoints import open_checkpoint
 from guerdon.engine.describe import find_max_length, find_pad
 from guerdon.engine.forward import LoadedTrunk
 from guerdon.engine.gathering import gathering
+from guerdon.engine.host_memory import keep_freed
 from guerdon.engine.language import OutputHead
 from guerdon.engine.layout import alike, place
 from guerdon.engine.loading import read_config
@@ -75,6 +76,7 @@ def load_policy(
     """
     with alike(ranks) as others:
         device = device or ranks.device or pick_device(config.device)
+        keep_freed(device)
         dtype = pick_dtype(config.dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision)
         model_config = read_config(checkpoint)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from guerdon.engine import attention
+from guerdon.engine.attention import registry
 from guerdon.engine.layout import layers
 
 
@@ -29,11 +29,11 @@ def _recompute(layer: Any) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        batch = attention.attended()
+        batch = registry.attended()
 
         def again(*args: Any, **kwargs: Any) -> Any:
             # On a GPU the second time is in autograd's own thread, and always after the batch was left.
-            with attention.attending(batch) if batch is not None else contextlib.nullcontext():
+            with registry.attending(batch) if batch is not None else contextlib.nullcontext():
                 return plain(*args, **kwargs)
 
         # No dropout, so nothing random that would have to come out the same.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from guerdon.engine.packing import PackedBatch
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 192
 """Queries of one kernel call: the kernel computes what a causal mask hides within 512 keys, too."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -69,7 +69,10 @@ def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scal
         before = lse[:, :, below]
         both = torch.logaddexp(before, weight)
         share = torch.exp(weight - both)[..., None]
-        out[:, :, below] = torch.lerp(out[:, :, below].float(), o.float(), share).to(out.dtype)
+        merged = out[:, :, below]
+        mean = merged.float().lerp_(o.float(), share)
+        if mean is not merged:  # of float32 it is the same tensor
+            merged.copy_(mean)
         lse[:, :, below] = both
     return out, lse
 

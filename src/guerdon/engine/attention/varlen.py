@@ -1,0 +1,266 @@
+"""Attention over a packed batch in few calls of a kernel for sequences of various lengths; for GPUs.
+
+Legend: H query heads, K key/value heads, T packed tokens, D head size, S sequences of a part.
+
+A part is one call of the kernel: S runs of queries, each on a run of keys. There are two divisions of a batch:
+`gathered` is one part, in which every segment attends to a copy of its ancestors' keys with its own behind them, and
+handles windows; `levels` is one part for all segments on themselves and one for each level of the tree, in which all
+descendants of a segment attend to it, so that nothing shared is copied. Parts are merged by their log-sum-exp.
+
+The backward pass needs no trace of the merging, nor of the division: given the *merged* output and log-sum-exp, the
+kernel computes exp(logits - lse), the weights that attention over all keys has, and with them each part's exact share
+of the gradients, which add up. So the keys that were gathered are not kept for it, and it may be divided otherwise.
+An attention sink is one more logit in the log-sum-exp, with a value of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.engine.attention.by_segment import visible
+from guerdon.engine.attention.patterns import CAUSAL, FULL, Span
+from guerdon.engine.packing import PackedBatch, indices
+from guerdon.engine.packing import Span as Run
+from guerdon.engine.transfers import to_device
+
+Rows = slice | Tensor
+"""Which tokens of the packed row, in order: all of a run, or those of these indices (int64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One call: of the rows `queries` the runs `cu_queries[i]:cu_queries[i+1]`, of the rows `keys` likewise.
+
+    `cu_queries` and `cu_keys` are int32 `[S+1]`, `max_queries` and `max_keys` their longest runs. `span` counts
+    positions as if the last query and the last key of a run were the same token.
+    """
+
+    queries: Rows
+    keys: Rows
+    cu_queries: Tensor
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
+    span: Span
+
+
+class Kernel(Protocol):
+    """A kernel on the tokens of one part; queries `[Tq,H,D]`, keys and values `[Tk,K,D]`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        """The output `[Tq,H,D]` and the log-sum-exp of all logits, float32 `[H,Tq]`."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value; `out` and `lse` may be those of a softmax over more than the part."""
+
+
+class Flash:
+    """FlashAttention as PyTorch has it: half precision, head sizes to 256 in steps of 8.
+
+    `torch.nn.attention.varlen` calls the same operators, but with its own backward pass; here that is given the merged
+    output and log-sum-exp. Where another FlashAttention is installed and activated (`torch.nn.attention.
+    activate_flash_attention_impl`) these operators are that one's.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+        """As `Kernel` has it."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0, part.span == CAUSAL,
+            False, scale=scale, window_size_left=part.span[0], window_size_right=part.span[1],
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        part: Part,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Kernel` has it."""
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
+            part.span == CAUSAL, no_dropout, torch.empty(0, device=query.device), scale=scale,
+            window_size_left=part.span[0], window_size_right=part.span[1],
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+FLASH = Flash()
+
+
+def varlen(
+    batch: PackedBatch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    span: Span,
+    sinks: Tensor | None = None,
+    *,
+    gathers: bool = True,
+    kernel: Kernel = FLASH,
+) -> Tensor:
+    """Attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`, sinks `[H]`; differentiable.
+
+    Without `gathers` the keys of ancestors are not copied for the forward pass, which only a causal span allows.
+    """
+    divisions = (
+        gathered(batch, span, query.device) if gathers else levels(batch, query.device),
+        # Keys of one part are all different there, and no copies of gradients are summed.
+        levels(batch, query.device) if span == CAUSAL else gathered(batch, span, query.device),
+    )
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks) if x is not None):
+        out: Tensor = _Varlen.apply(query, key, value, sinks, scale, divisions, kernel)
+    else:
+        out = _forward(query, key, value, sinks, scale, divisions[0], kernel)[0]
+    return out.transpose(0, 1)[None]
+
+
+def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[Part]:
+    """One part: every segment on its ancestors and itself, as far back as the span goes."""
+    known: list[Part] | None = batch.cache.get(("gathered", span, device))
+    if known is None:
+        window = span[0] + 1 if span[0] >= 0 and span[1] == 0 else None
+        seen = [visible(s, window)[0] for s in batch.segments]
+        own = [[(s.start, s.stop)] for s in batch.segments]
+        known = batch.cache["gathered", span, device] = [_part(own, seen, span, device)]
+    return known
+
+
+def levels(batch: PackedBatch, device: torch.device) -> list[Part]:
+    """One part of all segments on themselves, and for each level of the tree one of all that is below it."""
+    known: list[Part] | None = batch.cache.get(("levels", device))
+    if known is None:
+        own = [[(s.start, s.stop)] for s in batch.segments]
+        known = [_part(own, own, CAUSAL, device)]
+        parents = [s for s in batch.segments if s.end > s.stop]
+        for depth in range(1 + max((len(s.ancestors) for s in parents), default=-1)):
+            at = [s for s in parents if len(s.ancestors) == depth]
+            known.append(_part([[(s.stop, s.end)] for s in at], [[(s.start, s.stop)] for s in at], FULL, device))
+        batch.cache["levels", device] = known
+    return known
+
+
+def _part(queries: Sequence[list[Run]], keys: Sequence[list[Run]], span: Span, device: torch.device) -> Part:
+    """The part of these sequences, each the runs of its queries and those of its keys."""
+    lengths = [np.array([sum(b - a for a, b in runs) for runs in some]) for some in (queries, keys)]
+    sums = [np.concatenate([[0], np.cumsum(some)]).astype(np.int32) for some in lengths]
+    cu_queries, cu_keys = (to_device(x, device) for x in sums)
+    most = [int(some.max()) for some in lengths]
+    return Part(_rows(queries, device), _rows(keys, device), cu_queries, cu_keys, most[0], most[1], span)
+
+
+def _rows(sequences: Sequence[list[Run]], device: torch.device) -> Rows:
+    runs = [run for some in sequences for run in some]
+    if all(before[1] == after[0] for before, after in pairwise(runs)):
+        return slice(runs[0][0], runs[-1][1])
+    return to_device(indices(tuple(runs)), device)
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float,
+        divisions: tuple[list[Part], list[Part]], kernel: Kernel,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _forward(query, key, value, sinks, scale, divisions[0], kernel)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.scale, ctx.parts, ctx.kernel = scale, divisions[1], kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        slopes = _backward(grad, query, key, value, sinks, out, lse, ctx.scale, ctx.parts, ctx.kernel)
+        return *slopes, None, None, None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, parts: list[Part], kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """The output `[T,H,D]` and the log-sum-exp of all logits and the sink, float32 `[H,T]`; part by part."""
+    first, *others = parts
+    out, lse = kernel.forward(query, _taken(key, first.keys), _taken(value, first.keys), first, scale)
+    for part in others:
+        rows = part.queries
+        some, of_part = kernel.forward(
+            _taken(query, rows), _taken(key, part.keys), _taken(value, part.keys), part, scale
+        )  # fmt: skip
+        both = torch.logaddexp(_taken(lse, rows, 1), of_part)
+        _put(out, rows, _mixed(_taken(out, rows), some, _share(of_part, both)))
+        _put(lse, rows, both, 1)
+    if sinks is not None:
+        both = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+        out, lse = (out * _share(lse, both)).to(out.dtype), both
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    scale: float, parts: list[Part], kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of query, key, value and sinks, given that of the output; parts are summed in float32."""
+    sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+    for part in parts:
+        queries, keys = part.queries, part.keys
+        slopes = kernel.backward(
+            _taken(grad, queries), _taken(query, queries), _taken(key, keys), _taken(value, keys), _taken(out, queries),
+            _taken(lse, queries, 1).contiguous(), part, scale,
+        )  # fmt: skip
+        for total, of_part, rows in zip(sums, slopes, (queries, keys, keys), strict=True):
+            if isinstance(rows, slice):
+                _taken(total, rows).add_(of_part)
+            else:
+                total.index_add_(0, rows, of_part.to(total.dtype))
+    slope = None
+    if sinks is not None:
+        # The sink's weight times what its value, zero, lacks of the output.
+        lost = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse) * (grad.to(lse.dtype) * out).sum(-1).T
+        slope = -lost.sum(1).to(sinks.dtype)
+    dq, dk, dv = (total.to(query.dtype) for total in sums)
+    return dq, dk, dv, slope
+
+
+def _taken(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+    return x.narrow(dim, rows.start, rows.stop - rows.start) if isinstance(rows, slice) else x.index_select(dim, rows)
+
+
+def _put(x: Tensor, rows: Rows, values: Tensor, dim: int = 0) -> None:
+    if isinstance(rows, slice):
+        x.narrow(dim, rows.start, rows.stop - rows.start).copy_(values)
+    else:
+        x.index_copy_(dim, rows, values)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """The share `[T,H,1]` of the weights that lies in a part, from log-sum-exps `[H,T]`."""
+    return torch.exp(part - whole).T.unsqueeze(2)
+
+
+def _mixed(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """The mean of both with `share` of the other, computed as precisely as that is, in the dtype of `one`."""
+    return torch.lerp(one.to(share.dtype), other.to(share.dtype), share).to(one.dtype)

@@ -1,0 +1,245 @@
+"""Every form of attention over packed trees against attention written out over all pairs, in float64.
+
+The kernels of `varlen` run on GPUs only: a written-out one stands in for them here, to which the parts, their merging
+and their gradients are the same. That the real operators take these arguments is tried on tensors without data.
+`test_attention_gpu.py` has the same cases with the real kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils as masks
+
+from attended import CASES, CHUNKED, SCALE, WINDOW, Case, WrittenOut, tensors, tree, visible, written_out
+from guerdon.engine.attention import varlen
+from guerdon.engine.attention.by_segment import by_segment
+from guerdon.engine.attention.cascade import cascade
+from guerdon.engine.attention.flex import BLOCK, block_mask, flex
+from guerdon.engine.attention.patterns import CAUSAL, FULL, Span, cut, span_of
+from guerdon.engine.packing import PackedBatch
+
+Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, Tensor, Case], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def span(batch: PackedBatch, case: Case) -> Span:
+    found = cut(case.pattern, case.causal, batch.max_length)[1]
+    assert found is not None
+    return found
+
+
+def sinks_of(case: Case, sinks: Tensor) -> Tensor | None:
+    return sinks if case.sinks else None
+
+
+FORMS: dict[str, tuple[Compute, list[str]]] = {
+    "by_segment": (
+        lambda batch, q, k, v, sinks, case: by_segment(
+            batch, q, k, v, SCALE, case.causal, case.pattern, case.softcap, sinks_of(case, sinks)
+        ),
+        list(CASES),
+    ),
+    "by_segment in blocks": (
+        lambda batch, q, k, v, sinks, case: by_segment(
+            batch, q, k, v, SCALE, case.causal, case.pattern, case.softcap, sinks_of(case, sinks)
+        ),
+        list(CASES),
+    ),
+    "cascade": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
+    "cascade in blocks": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
+    "varlen": (
+        lambda batch, q, k, v, sinks, case: varlen.varlen(
+            batch, q, k, v, SCALE, span(batch, case), sinks_of(case, sinks), kernel=WrittenOut()
+        ),
+        ["plain", "window", "sinks", "window and sinks", "encoder", "encoder, window"],
+    ),
+    "varlen by levels": (
+        lambda batch, q, k, v, sinks, case: varlen.varlen(
+            batch, q, k, v, SCALE, CAUSAL, sinks_of(case, sinks), gathers=False, kernel=WrittenOut()
+        ),
+        ["plain", "sinks"],
+    ),
+}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form, (_, names) in FORMS.items() for name in names])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("share", [True, False])
+def test_outputs_and_gradients_equal_attention_written_out(
+    form: str, name: str, seed: int, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "in blocks" in form:
+        monkeypatch.setattr("guerdon.engine.attention.cascade.QUERY_BLOCK", 16)
+    case = CASES[name]
+    batch = tree(seed, share=share and case.causal)
+    assert max(len(s.ancestors) for s in batch.segments) == (3 if share and case.causal else 0)
+    assert 1 in {s.stop - s.start for s in batch.segments} and batch.max_length > 2 * WINDOW
+    # PyTorch's own calls sum in float32 whatever they are given.
+    for dtype, most in ((torch.float32, 2e-6), *([(torch.float64, 1e-12)] if "varlen" in form else [])):
+        *inputs, grad = tensors(batch, dtype=dtype)
+        some = [x.clone().requires_grad_() for x in inputs]
+        exact = [x.double().requires_grad_() for x in inputs]
+        got = FORMS[form][0](batch, some[0], some[1], some[2], some[3], case)
+        want = written_out(batch, exact[0], exact[1], exact[2], exact[3], case)
+        count = 4 if case.sinks else 3
+        slopes = torch.autograd.grad(got, some[:count], grad), torch.autograd.grad(want, exact[:count], grad.double())
+        for x, y in [(got, want), *zip(*slopes, strict=True)]:
+            assert x.dtype == dtype and relative(x, y) <= most
+        with torch.no_grad():
+            again = FORMS[form][0](batch, *inputs[:4], case)
+        assert torch.equal(again, got)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "softcap", "window and softcap", "chunks", "encoder", "encoder, window"]
+)
+@pytest.mark.parametrize("share", [True, False])
+def test_flex_equals_attention_written_out(name: str, share: bool) -> None:
+    case = CASES[name]
+    batch = tree(1, share=share and case.causal)
+    query, key, value, sinks, _ = tensors(batch)
+    pattern, known = cut(case.pattern, case.causal, batch.max_length)
+    got = flex(batch, query, key, value, SCALE, case.causal, pattern, known, case.softcap)
+    assert relative(got, written_out(batch, query, key, value, sinks, case)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "chunks", "encoder", "encoder, window"])
+@pytest.mark.parametrize("share", [True, False])
+def test_blocks_that_flex_leaves_out_are_seen_by_nobody_and_whole_ones_by_all(name: str, share: bool) -> None:
+    case = CASES[name]
+    batch = tree(2, share=share and case.causal, longest=400 if case.causal else 200)
+    pattern, known = cut(case.pattern, case.causal, batch.max_length)
+    mask = block_mask(batch, case.causal, pattern, known, torch.device("cpu"))
+    side = -(-batch.num_tokens // BLOCK)
+    seen = torch.zeros(side * BLOCK, side * BLOCK, dtype=torch.bool)
+    seen[: batch.num_tokens, : batch.num_tokens] = visible(batch, case)
+    blocks = seen.view(side, BLOCK, side, BLOCK).transpose(1, 2).flatten(2)
+    tables = []
+    for count, at in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        assert count is not None and at is not None
+        table = torch.zeros(side, side, dtype=torch.bool)
+        for row in range(side):
+            table[row, at[0, 0, row, : count[0, 0, row]].long()] = True
+        tables.append(table)
+    partial, whole = tables
+    assert not (partial & whole).any()
+    assert not blocks[~(partial | whole)].any()
+    assert blocks[whole].all()
+    if pattern is None:
+        assert torch.equal(partial | whole, blocks.any(2)) and torch.equal(whole, blocks.all(2)) and whole.any()
+    elif known is not None:
+        # Some that nobody sees are left in, where sequences meet, but not all that there are without the window.
+        plain = block_mask(batch, case.causal, None, None, torch.device("cpu"))
+        assert plain.full_kv_num_blocks is not None
+        assert (partial | whole).sum() < (plain.kv_num_blocks.sum() + plain.full_kv_num_blocks.sum())
+
+
+def test_windows_take_no_more_keys_than_they_reach() -> None:
+    batch, kernel = tree(0), WrittenOut()
+    query, key, value, *_ = tensors(batch)
+    varlen.varlen(batch, query, key, value, SCALE, (WINDOW - 1, 0), kernel=kernel)
+    (part,) = kernel.parts
+    assert part.max_keys <= part.max_queries + WINDOW - 1
+    assert (part.cu_keys.diff() <= part.cu_queries.diff() + WINDOW - 1).all()
+
+
+def test_a_level_is_one_call_and_nothing_shared_is_copied() -> None:
+    batch, kernel = tree(0), WrittenOut()
+    query, key, value, *_ = tensors(batch)
+    varlen.varlen(batch, query, key, value, SCALE, CAUSAL, gathers=False, kernel=kernel)
+    assert [p.span for p in kernel.parts] == [CAUSAL, FULL, FULL, FULL]
+    assert all(int(p.cu_keys[-1]) <= batch.num_tokens for p in kernel.parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers"), [*((n, True) for n in FORMS["varlen"][1]), *((n, False) for n in FORMS["varlen by levels"][1])]
+)
+def test_the_operators_take_what_they_are_given(name: str, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    batch = tree(0, share=case.causal)
+    reach = span(batch, case)
+    monkeypatch.setattr(
+        varlen, "to_device", lambda x, device: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=device)
+    )
+    device = torch.device("cuda")
+    with FakeTensorMode():
+        query, key, value, grad = (
+            torch.empty(batch.num_tokens, n, 64, dtype=torch.bfloat16, device=device) for n in (8, 2, 2, 8)
+        )
+        sinks = torch.empty(8, dtype=torch.bfloat16, device=device) if case.sinks else None
+        parts = varlen.gathered(batch, reach, device) if gathers else varlen.levels(batch, device)
+        out, lse = varlen._forward(query, key, value, sinks, SCALE, parts, varlen.FLASH)
+        slopes = varlen._backward(grad, query, key, value, sinks, out, lse, SCALE, parts, varlen.FLASH)
+    assert lse.shape == (8, batch.num_tokens) and lse.dtype == torch.float32
+    for x, y in [(out, query), *zip(slopes, (query, key, value, sinks), strict=True)]:
+        assert x is y is None or (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+
+
+# ------------------------------------------------------------------------------------------------ patterns
+
+
+def positions() -> tuple[Tensor, Tensor]:
+    at = torch.arange(80)
+    return at[:, None], at[None]
+
+
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        (masks.causal_mask_function, CAUSAL),
+        (masks.bidirectional_mask_function, FULL),
+        (masks.sliding_window_causal_mask_function(7), (6, 0)),
+        (masks.sliding_window_bidirectional_mask_function(7), (7, 7)),
+        (masks.sliding_window_overlay(7), (6, -1)),
+        (masks.and_masks(masks.sliding_window_causal_mask_function(9), masks.sliding_window_overlay(5)), (4, 0)),
+    ],
+)
+def test_masks_of_known_functions_are_spans(function: Any, known: Span) -> None:
+    q, k = positions()
+    before, after = (x if x >= 0 else 1000 for x in known)
+    assert span_of(function) == known
+    assert torch.equal(function(0, 0, q, k).expand(80, 80), (k >= q - before) & (k <= q + after))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        CHUNKED,
+        masks.or_masks(masks.sliding_window_causal_mask_function(7), masks.causal_mask_function),
+        masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(torch.ones(1, 80, dtype=torch.bool))),
+        lambda b, h, q, k: k <= q,
+        np.less_equal,
+    ],
+)
+def test_other_masks_are_no_spans(function: Any) -> None:
+    assert span_of(function) is None
+
+
+@pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, CHUNKED and 24, 25])
+@pytest.mark.parametrize("name", CASES)
+def test_a_pattern_is_dropped_only_where_it_hides_nothing(name: str, length: int) -> None:
+    case = CASES[name]
+    pattern, found = cut(case.pattern, case.causal, length)
+    q, k = (x[:length, :length] for x in (positions()[0].expand(80, 80), positions()[1].expand(80, 80)))
+    plain = k <= q if case.causal else k >= 0
+    seen = case.mask(0, 0, q, k) if case.mask is not None else plain
+    if pattern is None:
+        assert torch.equal(seen, plain) and found == (CAUSAL if case.causal else FULL)
+    if found is not None:
+        before, after = (x if x >= 0 else 1000 for x in found)
+        assert torch.equal(seen, (k >= q - before) & (k <= q + after))

@@ -1,0 +1,220 @@
+"""The table of attention's forms: which there are for what is asked, their trials, and models that run by them.
+
+A written-out kernel stands in for FlashAttention, so that models go by the forms of a GPU on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from attended import WrittenOut
+from guerdon.assembly import build_scorer
+from guerdon.config import ModelConfig
+from guerdon.core import Sequence
+from guerdon.engine.attention import forms as attention_forms
+from guerdon.engine.attention import varlen
+from guerdon.engine.attention.forms import BY_SEGMENT, Asked, Form, candidates, chosen, trial
+from guerdon.engine.attention.patterns import CAUSAL, FULL
+from guerdon.engine.critics import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.recompute import recompute_activations
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def asked(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Asked:
+    """What a plain causal layer of an 8B model asks, and `others`."""
+    plain: dict[str, Any] = {
+        "heads": 32, "kv_heads": 8, "size": 128, "value_size": 128, "causal": True, "span": CAUSAL, "softcap": None,
+        "sinks": False, "shared": True, "copies": False, "gradients": False, "with_flash": device == "cuda",
+    }  # fmt: skip
+    return Asked(device=torch.device(device), dtype=dtype, **plain | others)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (asked(), ["varlen", "cascade", "flex"]),
+        (asked(gradients=True), ["varlen", "cascade", "flex"]),
+        (asked(copies=True), ["cascade", "varlen", "flex"]),
+        (asked(shared=False), ["varlen", "flex"]),
+        (asked(shared=False, causal=False, span=FULL), ["varlen", "flex"]),
+        (asked(span=(4095, 0)), ["varlen", "flex"]),
+        (asked(span=None), ["flex"]),
+        (asked(softcap=50.0), ["flex"]),
+        (asked(sinks=True, span=(127, 0)), ["varlen"]),
+        (asked(sinks=True, dtype=torch.float32), []),
+        (asked(dtype=torch.float32), ["flex"]),
+        (asked(with_flash=False), ["flex"]),
+        (asked(size=512, value_size=512), ["flex"]),
+        (asked(size=192), ["flex"]),
+        (asked(size=8, value_size=8), ["varlen", "cascade"]),
+        (asked("cpu"), ["cascade"]),
+        (asked("cpu", torch.float32, shared=False), ["cascade"]),
+        (asked("cpu", causal=False, span=FULL), []),
+        (asked("cpu", span=(4095, 0)), []),
+        (asked("cpu", softcap=50.0), []),
+        (asked("cpu", sinks=True), []),
+        (asked("cpu", size=192), []),
+        (asked("mps", with_flash=False), []),
+    ],
+)
+def test_which_forms_there_are_for_what_is_asked(what: Asked, names: list[str]) -> None:
+    assert [form.name for form in candidates(what)] == [*names, "by_segment"]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing chosen yet, and nothing left out."""
+    chosen.cache_clear()
+    monkeypatch.setattr(attention_forms, "LEFT_OUT", {})
+    yield
+    chosen.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they may pass")
+@pytest.mark.usefixtures("fresh")
+def test_forms_that_raise_are_left_out_and_say_why() -> None:
+    assert chosen(asked()) is BY_SEGMENT
+    assert list(attention_forms.LEFT_OUT) == ["varlen", "cascade", "flex"]
+    assert all(why and "\n" not in why for why in attention_forms.LEFT_OUT.values())
+
+
+def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = None) -> Form:
+    """`varlen` with a kernel for CPUs, its arguments changed."""
+
+    def compute(batch: Any, q: Any, k: Any, v: Any, scale: Any, asked: Asked, pattern: Any, sinks: Any) -> Tensor:
+        given = change({"scale": scale, "span": asked.span, "sinks": sinks})
+        return varlen.varlen(batch, q, k, v, **given, kernel=kernel or WrittenOut())
+
+    return Form("varlen", lambda asked: asked.span is not None and not asked.softcap, compute)
+
+
+class LosesKeys(WrittenOut):
+    """Its output is right, its gradients of keys are not."""
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().backward(*args)
+        return dq, torch.zeros_like(dk), dv
+
+
+SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "size": 16, "value_size": 16}
+TRIED = [
+    asked("cpu", torch.float32, gradients=gradients, **SMALL, **others)
+    for gradients in (False, True)
+    for others in (
+        {}, {"span": (4095, 0)}, {"sinks": True}, {"shared": False}, {"shared": False, "causal": False, "span": FULL},
+        {"shared": False, "causal": False, "span": (64, 64)},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TRIED)
+def test_a_form_that_agrees_passes_its_trial(what: Asked) -> None:
+    assert trial(stand_in(), what) is None
+
+
+@pytest.mark.parametrize("others", [{}, {"span": None}, {"span": (4095, 0)}, {"softcap": 50.0}])
+def test_flex_passes_its_trial(others: dict[str, Any]) -> None:
+    assert trial(attention_forms.FLEX, asked("cpu", torch.float32, **SMALL, **others)) is None
+
+
+def test_a_form_that_is_wrong_fails_its_trial() -> None:
+    plain, windowed, _, alone, *_ = TRIED
+    longer = stand_in(lambda given: given | {"span": (given["span"][0] + 1, 0)})
+    assert "differs" in str(trial(longer, windowed))
+    assert "differs" in str(trial(stand_in(lambda given: given | {"scale": 1.1 * given["scale"]}), plain))
+    assert "differs" in str(trial(stand_in(lambda given: given | {"span": FULL}), alone))
+    wrong = stand_in(kernel=LosesKeys())
+    assert trial(wrong, plain) is None
+    assert "differs" in str(trial(wrong, asked("cpu", torch.float32, gradients=True, **SMALL)))
+
+
+def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:
+    tried = []
+
+    def layer(x: Tensor) -> Tensor:
+        if not tried:  # the layer computes again what it did then, without the trial
+            tried.append(trial(stand_in(), asked("cpu", torch.float32, gradients=True, **SMALL)))
+        return x * x
+
+    x = torch.ones(3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert tried == [None] and x.grad is not None and x.grad.tolist() == [2, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------ in models
+
+FLEX_ON_CPU = Form("flex", lambda asked: not asked.sinks and not asked.gradients, attention_forms.FLEX.compute)
+LIKE_A_GPU = {
+    "llama": "varlen", "mistral-sliding": "varlen", "gemma3": "varlen", "gpt-oss": "varlen", "gpt2": "varlen",
+    "bert": "varlen", "modernbert": "varlen", "gemma2": "flex", "llama4": "flex",
+}  # fmt: skip
+
+
+def make_rows() -> list[np.ndarray]:
+    rows = zoo.rows(2, groups=((40, 4), (25, 3), (60, 1)))
+    return [*rows, rows[0][:1].copy()]
+
+
+@pytest.fixture
+def like_a_gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The forms of a GPU in a CPU's place, as far as they go; the names of those that run are in the list."""
+    ran: list[str] = []
+
+    def noted(form: Form) -> Form:
+        def compute(*args: Any) -> Tensor:
+            ran.append(form.name)
+            return form.compute(*args)
+
+        return Form(form.name, form.can, compute)
+
+    forms = [noted(form) for form in (stand_in(), FLEX_ON_CPU, BY_SEGMENT)]
+    monkeypatch.setattr(attention_forms, "candidates", lambda what: [form for form in forms if form.can(what)])
+    return ran
+
+
+@pytest.mark.parametrize("name", LIKE_A_GPU)
+def test_models_score_the_same_by_the_forms_of_a_gpu(name: str, tmp_path: Path, like_a_gpu: list[str]) -> None:
+    folder = zoo.checkpoint(name, tmp_path / name)
+    rows = make_rows()
+    engine = build_scorer(ModelConfig(model=str(folder)))
+    assert engine.info.path == ("packed" if name in zoo.ENCODERS else "packed+shared"), engine.info.why
+    like_a_gpu.clear()
+    got = np.array([r.reward for r in engine.score([Sequence(row) for row in rows])])  # type: ignore[union-attr]
+    assert LIKE_A_GPU[name] in like_a_gpu and "by_segment" not in like_a_gpu
+    want = zoo.reference(folder, rows)
+    assert np.abs(got - want).max() <= 1e-4 * want.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gpt-oss"])
+def test_models_train_the_same_by_the_forms_of_a_gpu(name: str, tmp_path: Path, like_a_gpu: list[str]) -> None:
+    folder = zoo.checkpoint(name, tmp_path / name)
+    loaded = load_critic(ModelConfig(model=str(folder)))
+    recompute_activations(loaded.trunk)
+    engine = Engine(loaded)
+    like_a_gpu.clear()
+    rows = make_rows()
+    slopes = []
+    for path in ("packed+shared", "single"):
+        engine.path = path
+        engine.use(path)
+        engine.trunk.zero_grad()
+        for _, values in engine.values(rows):
+            torch.cat(values).square().sum().backward()
+        slopes.append({n: p.grad.clone() for n, p in engine.trunk.named_parameters() if p.grad is not None})
+    assert set(like_a_gpu) == {"varlen"}
+    least = 1e-3 * max(x.norm() for x in slopes[1].values())
+    for n, want in slopes[1].items():
+        assert (slopes[0][n] - want).norm() <= 1e-4 * max(want.norm(), least), n
