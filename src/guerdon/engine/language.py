@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guerdon.engine.forward import Forward, Layout
 from guerdon.engine.gathering import WHOLE, Gathering, shallow_copy
+from guerdon.engine.token_logprobs import token_logprobs
 from guerdon.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -173,9 +174,4 @@ class LanguageEngine(Forward):
     def _part(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits = self.head(hidden).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        table = torch.log_softmax(logits, dim=-1)
-        chosen = table.gather(1, targets[:, None])[:, 0]
-        return chosen, -(table.exp() * table).sum(-1) if with_entropies else None
+        return token_logprobs(self.head(hidden), targets, temperature, with_entropies=with_entropies)

@@ -1,0 +1,58 @@
+"""Log-probs and entropies in parts, and their gradients, against autograd over whole tables in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from guerdon.engine import token_logprobs as module
+from guerdon.engine.token_logprobs import token_logprobs
+
+N, V = 23, 40
+
+
+def tables(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits with one that stands out and one that is impossible, targets, and what each result counts in a loss."""
+    random = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(N, V, generator=random)
+    logits[3, 5], logits[4, 7] = 60.0, -60.0
+    targets = torch.randint(0, V, (N,), generator=random)
+    return logits.to(dtype), targets, torch.randn(N, generator=random), torch.randn(N, generator=random)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("size", [1, 5 * V, 1000 * V])
+def test_they_and_their_gradients_are_those_of_whole_tables(
+    size: int, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.PART, "cpu", size)
+    logits, targets, counts, entropy_counts = tables(dtype)
+    exact = logits.double().requires_grad_()
+    table = torch.log_softmax(exact / temperature, -1)
+    wanted = table[torch.arange(N), targets], -(table.exp() * table).sum(-1)
+    for with_entropies in (False, True):
+        own = logits.clone().requires_grad_()
+        logprobs, entropies = token_logprobs(own, targets, temperature, with_entropies=with_entropies)
+        assert logprobs.dtype == torch.float32 and (entropies is not None) == with_entropies
+        loss, want = (logprobs * counts).sum(), (wanted[0] * counts).sum()
+        torch.testing.assert_close(logprobs.double(), wanted[0], rtol=1e-5, atol=1e-5)
+        if entropies is not None:
+            torch.testing.assert_close(entropies.double(), wanted[1], rtol=1e-5, atol=1e-5)
+            loss, want = loss + (entropies * entropy_counts).sum(), want + (wanted[1] * entropy_counts).sum()
+        (slope,) = torch.autograd.grad(want, exact, retain_graph=True)
+        loss.backward()
+        assert own.grad is not None and own.grad.dtype == dtype
+        near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+        torch.testing.assert_close(own.grad.double(), slope, **near)
+
+
+def test_entropies_that_nothing_is_made_of_change_no_gradient() -> None:
+    logits, targets, counts, _ = tables(torch.float32)
+    slopes = []
+    for with_entropies in (False, True):
+        own = logits.clone().requires_grad_()
+        logprobs, _ = token_logprobs(own, targets, with_entropies=with_entropies)
+        slopes += torch.autograd.grad((logprobs * counts).sum(), own)
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-7)
