@@ -72,8 +72,8 @@ format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## measure against other servers (ARGS="..." are passed on)
-	$(BIN)/python benchmarks/serve.py $(ARGS)
+bench: $(VENV)/.dev  ## measure against other servers (gigabytes of them, once; DATA=FILE.jsonl[.gz], ARGS="--quick": minutes)
+	$(BIN)/python benchmarks/bench.py --setup $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 clean:  ## remove .venv and everything that was made
 	rm -rf $(VENV) .venvs out build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,39 +15,53 @@ from guerdon.wire import kserve
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from load import Answer, post
-from workload import MAX_LENGTH, Group
+from loads import Group
+from workload import MAX_LENGTH
 
 HERE = Path(__file__).parent
 REQUIREMENTS = {
-    "pytriton": ["nvidia-pytriton==0.7.0", "transformers"],
-    "litserve": ["litserve", "transformers"],
-    "infinity": ["infinity-emb[torch,server]", "typer==0.12.5", "click==8.1.8", "transformers==4.57.*"],
-    "ray": ["ray[serve]", "transformers"],
+    "pytriton": ["nvidia-pytriton==0.7.0", "transformers==5.23.0"],
+    "litserve": ["litserve==0.2.19", "transformers==5.23.0"],
+    "infinity": ["infinity-emb[torch,server]==0.0.78", "typer==0.12.5", "click==8.1.8", "transformers==4.57.6"],
+    "ray": ["ray[serve]==2.60.0", "transformers==5.23.0"],
 }
 """What each peer's own environment holds besides torch."""
+ON_CUDA = {"vllm": ["vllm>=0.11,<1"]}
+"""As above for peers that are tried only where there is a GPU; they bring a torch of their own."""
 
 NULL_ROW = np.arange(3, 515)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One row of the table. `server` names the environment and the way it is started in `COMMANDS`."""
+    """One row of the table. `server` names the environment and the way it is started in `command`.
+
+    A request has a prompt's responses, or one sequence where not `by_prompt`. `pads` is whether rows of unlike lengths
+    are computed as one rectangle. `most` bounds the sequences of a measurement, where each costs the same.
+    """
 
     name: str
     server: str
     write: Callable[[list[np.ndarray], list[str]], bytes]
     read: Callable[[Answer], list[float]]
     by_prompt: bool
+    pads: bool
+    most: int | None = None
 
-    def requests(self, groups: list[Group]) -> tuple[list[bytes], list[np.ndarray]]:
-        """The requests and the reference scores that each should be answered with."""
-        requests, wanted = [], []
+    @property
+    def in_flight(self) -> int:
+        """Requests that are under way at once."""
+        return 16 if self.by_prompt else 64
+
+    def requests(self, groups: list[Group]) -> Iterator[tuple[bytes, list[int]]]:
+        """The requests, each with the numbers of its sequences."""
+        left = self.most or sum(len(g.rows) for g in groups)
         for g in groups:
-            cuts = [range(len(g.rows))] if self.by_prompt else [[i] for i in range(len(g.rows))]
-            for cut in cuts:
-                requests.append(self.write([g.rows[i] for i in cut], [g.texts[i] for i in cut]))
-                wanted.append(g.reference[list(cut)])
-        return requests, wanted
+            each = min(left, len(g.rows)) if self.by_prompt else 1
+            for i in range(0, min(left, len(g.rows)), each or 1):
+                rows, some = g.rows[i : i + each], g.texts[i : i + each]
+                yield self.write(rows, some), list(range(g.first + i, g.first + i + len(rows)))
+            left -= min(left, len(g.rows))
 
 
 def tensors(width: int | None = None) -> Callable[[list[np.ndarray], list[str]], bytes]:
@@ -77,6 +91,11 @@ def texts(_: list[np.ndarray], some: list[str]) -> bytes:
     return post("/classify", json.dumps({"model": "m", "input": some, "raw_scores": True}).encode())
 
 
+def pooled(rows: list[np.ndarray], _: list[str]) -> bytes:
+    body = {"model": "m", "input": [row.tolist() for row in rows], "use_activation": False}
+    return post("/classify", json.dumps(body).encode())
+
+
 def read_scores(answer: Answer) -> list[float]:
     return json.loads(answer.body)["scores"]
 
@@ -87,23 +106,29 @@ def read_labels(answer: Answer) -> list[float]:
     return [0.5 * math.log(p / (1 - p)) for p in first]
 
 
+def read_pooled(answer: Answer) -> list[float]:
+    return [row["probs"][0] for row in json.loads(answer.body)["data"]]
+
+
 PADDED_TO_MAXIMUM = "PyTriton, all padded to the maximum (NeMo-Aligner's default)"
 FORMS = [
-    Form("guerdon, a request a prompt", "guerdon", tensors(), read_tensors, True),
-    Form("guerdon, a request a sequence", "guerdon", tensors(), read_tensors, False),
-    Form(PADDED_TO_MAXIMUM, "pytriton", tensors(MAX_LENGTH), read_tensors, True),
-    Form("PyTriton, a request a prompt, padded to its longest", "pytriton", tensors(), read_tensors, True),
-    Form("PyTriton, a request a sequence", "pytriton", tensors(), read_tensors, False),
-    Form("LitServe, a request a prompt, one at a time", "litserve-1", ids("/predict"), read_scores, True),
-    Form("LitServe, a request a sequence, joined", "litserve", ids("/predict"), read_scores, False),
-    Form("LitServe, a request a sequence, one at a time", "litserve-1", ids("/predict"), read_scores, False),
-    Form("infinity, a request a prompt", "infinity", texts, read_labels, True),
-    Form("infinity, a request a sequence", "infinity", texts, read_labels, False),
-    Form("Ray Serve, a request a prompt", "ray", ids("/"), read_scores, True),
-    Form("Ray Serve, a request a sequence", "ray", ids("/"), read_scores, False),
+    Form("guerdon, a request a prompt", "guerdon", tensors(), read_tensors, True, False),
+    Form("guerdon, a request a sequence", "guerdon", tensors(), read_tensors, False, False),
+    Form(PADDED_TO_MAXIMUM, "pytriton", tensors(MAX_LENGTH), read_tensors, True, True, most=8),
+    Form("PyTriton, a request a prompt, padded to its longest", "pytriton", tensors(), read_tensors, True, True),
+    Form("PyTriton, a request a sequence", "pytriton", tensors(), read_tensors, False, False),
+    Form("LitServe, a request a prompt, one at a time", "litserve-1", ids("/predict"), read_scores, True, True),
+    Form("LitServe, a request a sequence, joined", "litserve", ids("/predict"), read_scores, False, True),
+    Form("LitServe, a request a sequence, one at a time", "litserve-1", ids("/predict"), read_scores, False, False),
+    Form("infinity, a request a prompt", "infinity", texts, read_labels, True, True),
+    Form("infinity, a request a sequence", "infinity", texts, read_labels, False, True),
+    Form("Ray Serve, a request a prompt", "ray", ids("/"), read_scores, True, True),
+    Form("Ray Serve, a request a sequence", "ray", ids("/"), read_scores, False, True),
+    Form("vLLM, a request a prompt", "vllm", pooled, read_pooled, True, False),
+    Form("vLLM, a request a sequence", "vllm", pooled, read_pooled, False, False),
 ]
-NULL_FORMS = [form for form in FORMS if not form.by_prompt and form.server != "infinity"]
-"""infinity cannot serve a function; its own overhead is not measured."""
+NULL_FORMS = [form for form in FORMS if not form.by_prompt and form.server not in ("infinity", "vllm")]
+"""infinity and vLLM cannot serve a function; their own overhead is not measured."""
 
 
 def command(server: str, environments: Path, folder: Path, port: int, *, null: bool) -> list[str]:
@@ -114,12 +139,18 @@ def command(server: str, environments: Path, folder: Path, port: int, *, null: b
         return [sys.executable, "-m", "guerdon", "serve", model, "--port", str(port), "--no-grpc"]
     name, _, batch = server.partition("-")
     python = environments / name / "bin" / "python"
+    address = ["--host", "127.0.0.1", "--port", str(port)]
     if name == "infinity":
         return [
-            str(python.parent / "infinity_emb"), "v2", "--host", "127.0.0.1", "--port", str(port),
-            "--model-id", str(folder / "model2"), "--served-model-name", "m", "--engine", "torch", "--device", "cpu",
+            str(python.parent / "infinity_emb"), "v2", *address,
+            "--model-id", str(folder / "model2"), "--served-model-name", "m", "--engine", "torch", "--device", "auto",
             "--dtype", "float32", "--batch-size", "16", "--no-bettertransformer", "--no-compile",
             "--no-model-warmup", "--log-level", "warning",
+        ]  # fmt: skip
+    if name == "vllm":
+        return [
+            str(python.parent / "vllm"), "serve", model, *address, "--served-model-name", "m",
+            "--runner", "pooling", "--convert", "classify", "--dtype", "float32", "--enable-prefix-caching",
         ]  # fmt: skip
     more = ["--batch", batch] if batch else []
     return [str(python), str(HERE / "peers" / f"{name}_server.py"), "--model", model, "--port", str(port), *more]

@@ -1,39 +1,98 @@
-"""Sequences/s without a server, printed: `engine` (guerdon's) or `transformers` (one sequence at a time)."""
+"""What is measured without a server: guerdon's engine, and transformers padded, sorted and one by one."""
 
 from __future__ import annotations
 
-import argparse
+import multiprocessing
 import time
-from importlib.resources import files
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+import numpy as np
 
-from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
-from guerdon.core import Sequence
-from workload import MAX_LENGTH, read_groups
+from loads import Group
 
-parser = argparse.ArgumentParser()
-parser.add_argument("what", choices=["engine", "transformers"])
-parser.add_argument("folder", type=Path)
-parser.add_argument("prompts", type=int)
-parser.add_argument("--data", type=Path, default=Path(str(files("guerdon.demo") / "heldout.jsonl")))
-args = parser.parse_args()
-folder = str(args.folder / "model")
-tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-texts = [text for group in read_groups(args.data, args.prompts) for text in group]
-rows = [torch.tensor(tokenizer(text)["input_ids"][:MAX_LENGTH]) for text in texts]
-if args.what == "engine":
-    engine = build_scorer(ModelConfig(model=folder))
-    sequences = [Sequence(row.numpy()) for row in rows]
-    run = lambda count: engine.score(sequences[:count])  # noqa: E731
-else:
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    run = lambda count: [model(input_ids=row[None]) for row in rows[:count]]  # noqa: E731
-with torch.inference_mode():
-    run(8)
-    started = time.perf_counter()
-    run(len(rows))
-    print(len(rows) / (time.perf_counter() - started))
+Score = Callable[[str, list[np.ndarray]], list[float]]
+"""Scores of rows of ids, by a way."""
+
+BATCH = 16
+"""Rows that transformers pads into one rectangle, as many as the servers join."""
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """One row of the table; `way` is one of `Worker`'s."""
+
+    name: str
+    way: str
+    pads: bool
+
+
+ENGINE = InProcess("in process: guerdon's engine", "engine", False)
+ONE_BY_ONE = InProcess("in process: transformers, one by one", "one by one", False)
+SORTED = InProcess("in process: transformers, sorted by length and padded", "sorted", True)
+IN_PROCESS = [
+    ENGINE,
+    InProcess("in process: transformers, padded as they come", "padded", True),
+    SORTED,
+    ONE_BY_ONE,
+]
+
+
+class Worker:
+    """A process that has loaded the model, as guerdon's engine or as transformers', and scores when it is asked.
+
+    The two are never in one process: what guerdon sets for its own (the allocator, say) must not serve the other.
+    """
+
+    def __init__(self, model: Path, *, engine: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._mine, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, str(model), engine), daemon=True)
+        self._process.start()
+        self._mine.recv()
+
+    def run(self, way: str, groups: list[Group]) -> tuple[float, list[float]]:
+        """Seconds, and the scores in the groups' order."""
+        self._mine.send((way, [row for group in groups for row in group.rows]))
+        return self._mine.recv()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._mine.send(None)
+        self._process.join()
+
+
+def _work(asked: Connection, model: str, engine: bool) -> None:
+    score = _engine(model) if engine else _transformers(model)
+    score("padded", [np.arange(3, 99)] * 4)
+    asked.send("ready")
+    while (job := asked.recv()) is not None:
+        started = time.perf_counter()
+        scores = score(*job)
+        asked.send((time.perf_counter() - started, scores))
+
+
+def _engine(model: str) -> Score:
+    from guerdon.assembly import build_scorer
+    from guerdon.config import ModelConfig
+    from guerdon.core import Sequence
+
+    engine = build_scorer(ModelConfig(model=model, dtype="float32"))
+    return lambda _, rows: [score.reward for score in engine.score([Sequence(row) for row in rows])]
+
+
+def _transformers(model: str) -> Score:
+    from peers.scorer import Scorer
+
+    scorer = Scorer(model, BATCH)
+
+    def score(way: str, rows: list[np.ndarray]) -> list[float]:
+        if way == "one by one":
+            return [scorer.alone(row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i])) if way == "sorted" else list(range(len(rows)))
+        found = scorer.score([rows[i].tolist() for i in order])
+        return [score for _, score in sorted(zip(order, found, strict=True))]
+
+    return score

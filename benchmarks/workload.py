@@ -5,25 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 VOCAB_SIZE, MAX_LENGTH = 8192, 2048
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024}
-
-
-@dataclass
-class Group:
-    """One prompt with its responses, as text and as ids, and the score of each by plain transformers."""
-
-    texts: list[str]
-    rows: list[np.ndarray]
-    reference: np.ndarray
 
 
 def read_groups(data: Path, count: int, seed: int = 0) -> list[list[str]]:
@@ -77,16 +66,3 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def _edit(path: Path, **settings: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=1))
-
-
-@torch.inference_mode()
-def make_groups(model_folder: Path, groups: list[list[str]]) -> list[Group]:
-    """Ids, cut to the model's maximum, and the score of each text by transformers, one at a time in float32."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder, dtype=torch.float32).eval()
-    made = []
-    for texts in groups:
-        rows = [np.array(tokenizer(text)["input_ids"][:MAX_LENGTH], dtype=np.int64) for text in texts]
-        scores = [model(input_ids=torch.from_numpy(row)[None]).logits[0, 0].item() for row in rows]
-        made.append(Group(texts, rows, np.array(scores)))
-    return made

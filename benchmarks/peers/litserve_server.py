@@ -36,5 +36,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
-    server = litserve.LitServer(RewardAPI(args.model, args.batch), accelerator="cpu", timeout=600)
+    server = litserve.LitServer(RewardAPI(args.model, args.batch), accelerator="auto", timeout=600)
     server.run(host="127.0.0.1", port=args.port, generate_client_file=False, log_level="warning")

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 import ray
+import torch
 from ray import serve
 
 
-@serve.deployment(max_ongoing_requests=4096, ray_actor_options={"num_cpus": 1})
+@serve.deployment(
+    max_ongoing_requests=4096,
+    ray_actor_options={"num_cpus": 1, "num_gpus": int(torch.cuda.is_available())},
+)
 class Reward:
     def __init__(self, folder: str, path: str) -> None:
         import sys
 
-        import torch
-
         sys.path.insert(0, path)
         from scorer import Scorer
 
-        torch.set_num_threads(2)  # Ray would give an actor of one processor a single thread
+        torch.set_num_threads(os.cpu_count() or 1)  # Ray would give an actor of one processor a single thread
         self.scorer = None if folder == "null" else Scorer(folder)
 
     @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
@@ -37,7 +40,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True, help="folder, or `null`")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+    ray.init(
+        num_cpus=os.cpu_count(), include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=200 << 20
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
     from pathlib import Path
 

@@ -1,0 +1,183 @@
+"""guerdon beside every other server that installs, in one run: what `make bench` is.
+
+  python benchmarks/bench.py --setup --data FILE.jsonl[.gz]   all of it; about half an hour on two cores
+  python benchmarks/bench.py --quick --data FILE.jsonl[.gz]   eight responses a prompt, the best forms; some minutes
+
+One random model, real chat text: prompts bare, short (with an earlier turn, about 180 tokens) and long (a conversation
+of about 1,000 tokens), with 1 to 32 responses each. The forms score one cell after another, in turn, in rounds. Then
+the servers without a model, the forward's share of the machine's limit (rates.py) and the cost by responses a prompt
+(growth.py). Results, tables and pictures lie under --out; a part that is measured anew takes its old place there.
+Peers without an environment are left out and named; --setup makes those that are missing (gigabytes, once).
+Ends with 1 where a promise does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+import bench_plots
+import claims
+import contest
+import load
+from bench_report import report
+from forms import FORMS, HERE, NULL_FORMS, NULL_ROW, ON_CUDA, Form
+from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, SORTED
+from loads import MOST_RESPONSE, PROMPTS, make_cell, read_chats
+from report import machine
+from servers import Server, is_here, set_up
+from workload import make_models
+
+RESPONSES = (1, 4, 8, 16, 32)
+PARTS = ("peers", "null", "rates", "growth")
+QUICK = [
+    "guerdon, a request a prompt", "guerdon, a request a sequence",
+    "PyTriton, a request a prompt, padded to its longest", "PyTriton, a request a sequence",
+    "LitServe, a request a sequence, one at a time", "infinity, a request a prompt",
+    ENGINE.name, SORTED.name, ONE_BY_ONE.name,
+]  # fmt: skip
+"""The forms that may be the best of their kind."""
+
+
+def main() -> int:
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers, too
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.setup:
+        set_up(args.environments)
+    path = args.out / "bench.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for part in args.parts:
+        results[part] = {**machine(), **MEASURES[part](args)}
+        path.write_text(json.dumps(results, indent=1))
+    told = claims.claims_of(results)
+    text = report(results) + "\n\n" + claims.verdict(told) + "\n"
+    (args.out / "bench.md").write_text(text)
+    bench_plots.draw(results, args.out)
+    print(text)
+    return 0 if all(claim.holds for claim in told) else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(str(files("guerdon.demo") / "heldout.jsonl")),
+                        help='JSONL of {"prompt", "responses"}; default: the demo\'s prompts')  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of models, results and pictures")
+    parser.add_argument("--environments", type=Path, default=Path(".bench"), help="folder of the peers' environments")
+    parser.add_argument("--setup", action="store_true", help="first make the peers' environments that are missing")
+    parser.add_argument("--quick", action="store_true", help="only 8 responses, short and long, the best forms")
+    parser.add_argument("--parts", type=listed(PARTS), default=None, help=f"of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--loads", type=listed(PROMPTS), default=None,
+                        help=f"of {','.join(PROMPTS)} (default: all)")  # fmt: skip
+    parser.add_argument("--responses", type=listed(map(str, RESPONSES)), default=None, help="(default: 1,4,8,16,32)")
+    parser.add_argument("--response-tokens", type=int, default=MOST_RESPONSE,
+                        help=f"responses are cut after so many (default: {MOST_RESPONSE})")  # fmt: skip
+    parser.add_argument("--only", default="", help="of the peers' servers those whose forms' names contain this text")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds over all forms; medians are shown (default: 5)")
+    parser.add_argument("--minutes", type=float, default=float("inf"),
+                        help="no round over the peers begins that would end later")  # fmt: skip
+    parser.add_argument("--null-seconds", type=float, default=2.0, help="time of one null measurement (default: 2)")
+    args = parser.parse_args()
+    args.parts = args.parts or (["peers"] if args.quick else list(PARTS))
+    args.loads = args.loads or (["short", "long"] if args.quick else list(PROMPTS))
+    args.responses = args.responses or (["8"] if args.quick else list(map(str, RESPONSES)))
+    args.end = time.monotonic() + 60 * args.minutes
+    return args
+
+
+def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of the known words, with commas between."""
+    words = tuple(known)
+
+    def read(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(words):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not of {', '.join(words)}")
+        return found
+
+    return read
+
+
+def measure_peers(args: argparse.Namespace) -> dict:
+    """Every form in every cell."""
+    chats = read_chats(args.data)
+    sample = [f"Human: {c['prompt']}\n\nAssistant: {r}" for c in chats[:100] for r in c["responses"]]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(make_models(args.out, [sample]))
+    cells = [
+        make_cell(chats, tokenizer, name, int(responses), args.rounds, args.response_tokens)
+        for name in args.loads
+        for responses in args.responses
+    ]
+    known = QUICK if args.quick else [f.name for f in (*FORMS, *IN_PROCESS)]
+    without = {} if torch.cuda.is_available() else {f.name: "no GPU" for f in FORMS if f.server in ON_CUDA}
+    names = [name for name in known if wanted(name, args.only) and name not in without]
+    found = contest.measure(cells, names, args.environments, args.out, rounds=args.rounds, end=args.end)
+    found["missing"] |= {name: why for name, why in without.items() if name in known}
+    return {"data": args.data.name, "rounds": args.rounds, "response_tokens": args.response_tokens, **found}
+
+
+def wanted(name: str, only: str) -> bool:
+    """Whether a form is measured where only those with a text in their names are, beside what all are held against."""
+    return only in name or name.startswith(("guerdon", "in process"))
+
+
+def measure_null(args: argparse.Namespace) -> dict:
+    """By form and concurrency: the rounds' requests/s and latencies of one request of 512 tokens, without a model."""
+    found: dict = defaultdict(lambda: defaultdict(list))
+    forms = [f for f in NULL_FORMS if is_here(f.server, args.environments) and wanted(f.name, args.only)]
+    with ExitStack() as stack:
+        servers = {f.name: Server(f.server, args.environments, args.out, null=True) for f in forms}
+        for form in forms:
+            stack.callback(servers[form.name].stop)
+        for form in forms:
+            servers[form.name].wait(form.write([NULL_ROW], [""]))
+        for server in servers.values():
+            server.pause()
+        for _ in tqdm(range(args.rounds), desc="rounds over no model", file=sys.stderr):
+            for form in forms:
+                servers[form.name].resume()
+                for name, value in one_null(form, servers[form.name].port, args.null_seconds).items():
+                    found[form.name][name].append(value)
+                servers[form.name].pause()
+    return {"forms": {name: dict(row) for name, row in found.items()}}
+
+
+def one_null(form: Form, port: int, seconds: float) -> dict[str, float]:
+    """Requests/s and median latency at 1, 8 and 64 requests in flight."""
+    request = form.write([NULL_ROW], [""])
+    told = {}
+    for concurrency in (1, 8, 64):
+        load.run(port, [request], concurrency, seconds=0.5)
+        result = load.run(port, [request], concurrency, seconds=seconds)
+        told[f"rps_{concurrency}"], told[f"p50_ms_{concurrency}"] = result.per_s, result.latency_ms(50)
+    return told
+
+
+def by_script(name: str, args: argparse.Namespace) -> dict:
+    """What a script of this folder finds, in a process of its own."""
+    subprocess.run([sys.executable, HERE / f"{name}.py", "--out", args.out], check=True, stdout=subprocess.DEVNULL)
+    return json.loads((args.out / f"{name}.json").read_text())
+
+
+MEASURES = {
+    "peers": measure_peers,
+    "null": measure_null,
+    "rates": lambda args: by_script("rates", args),
+    "growth": lambda args: by_script("growth", args),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The rounds of bench.py: every form that is there scores the same cells, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import load
+from forms import FORMS, PADDED_TO_MAXIMUM, Form
+from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, InProcess, Worker
+from loads import Cell, Group
+from servers import Server, is_here
+
+MARGIN = 1.4
+"""A form that is so many times slower than the best of its kind in the first round is not measured again."""
+
+
+class PeerFailed(Exception):
+    """A peer's server did not answer a request with scores; it is left out from then on, and named."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One form with its process up: `run` gives the seconds, each sequence's score by its number, and latencies."""
+
+    name: str
+    pads: bool
+    is_ours: bool
+    run: Callable[[list[Group]], tuple[float, dict[int, float], list[float]]]
+    by_prompt: bool = False
+
+
+def measure(cells: list[Cell], names: list[str], environments: Path, folder: Path, *, rounds: int, end: float) -> dict:
+    """The forms of these names over all cells, `rounds` times or until one more round would pass the time `end`.
+
+    guerdon scores the whole of a cell in each round, every other form another part of it, so that the rounds' parts
+    make up the whole. What does not start, or fails, is left out from then on and told under "missing".
+    """
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        entrants = _entrants([f for f in FORMS if f.name in names], environments, folder, missing, stack)
+        entrants += _workers([f for f in IN_PROCESS if f.name in names], folder, stack)
+        found = [_about(cell) for cell in cells]
+        scores: list[dict[str, dict[int, float]]] = [defaultdict(dict) for _ in cells]
+        for number in range(rounds):
+            began = time.monotonic()
+            for cell, row, told in zip(cells, found, scores, strict=True):
+                there = [e for e in entrants if takes_part(e, cell.responses, row["forms"])]
+                turn = number % len(there)
+                bar = tqdm(there[turn:] + there[:turn], file=sys.stderr, leave=False)
+                bar.set_description(f"round {number + 1}: {cell.load}, {cell.responses} responses")
+                for entrant in bar:
+                    groups = cell.groups if entrant.is_ours else cell.parts[number % len(cell.parts)]
+                    try:
+                        seconds, got, latencies = entrant.run(groups)
+                    except PeerFailed as e:
+                        missing[entrant.name] = f"{cell.load}, {cell.responses} responses: {e}"
+                        entrants.remove(entrant)
+                        continue
+                    told[entrant.name] |= got
+                    _add(row["forms"], entrant, len(got), seconds, latencies)
+            if time.monotonic() + (time.monotonic() - began) * (0.7 if number == 0 else 1.0) > end:
+                break
+    for row, told in zip(found, scores, strict=True):
+        _compare(row["forms"], told)
+    return {"cells": found, "missing": missing}
+
+
+def takes_part(entrant: Entrant, responses: int, found: dict[str, dict]) -> bool:
+    """Whether a form is measured in this cell's next round, by what the rounds before have found.
+
+    With one response a request a prompt is a request a sequence, and measured once. The reference, transformers one by
+    one, is measured in every round.
+    """
+    if responses == 1 and entrant.by_prompt:
+        return False
+    if entrant.is_ours or entrant.name == ONE_BY_ONE.name or entrant.name not in found:
+        return True
+    rates = {name: statistics.median(row["seq_s"]) for name, row in found.items() if not row["ours"]}
+    kind = [rate for name, rate in rates.items() if found[name]["pads"] or not entrant.pads]
+    return rates[entrant.name] * MARGIN >= max(kind)
+
+
+def _entrants(
+    forms: list[Form], environments: Path, folder: Path, missing: dict[str, str], stack: ExitStack
+) -> list[Entrant]:
+    """The forms' servers, started together, warm, and standing still."""
+    missing |= {f.name: "no environment" for f in forms if not is_here(f.server, environments)}
+    forms = [f for f in forms if f.name not in missing]
+    servers: dict[str, Server] = {}
+    for form in forms:
+        if form.server not in servers:
+            servers[form.server] = Server(form.server, environments, folder, null=False)
+            stack.callback(servers[form.server].stop)
+    ready = []
+    warm = np.arange(3, 515)
+    for form in tqdm(forms, desc="starting the servers", file=sys.stderr, leave=False):
+        try:
+            servers[form.server].resume()
+            servers[form.server].wait(form.write([warm[:32]], ["a few words"]))
+            load.run(servers[form.server].port, [form.write([warm] * 4, ["a few words " * 99] * 4)], 1, count=2)
+            servers[form.server].pause()
+        except RuntimeError as e:
+            missing[form.name] = str(e)
+            continue
+        ready.append(form)
+    return [_served(form, servers[form.server]) for form in ready]
+
+
+def _served(form: Form, server: Server) -> Entrant:
+    def run(groups: list[Group]) -> tuple[float, dict[int, float], list[float]]:
+        asked = list(form.requests(groups))
+        server.resume()
+        result = load.run(server.port, [body for body, _ in asked], form.in_flight, count=len(asked))
+        server.pause()
+        wrong = [(a.status, a.body[:200]) for a in result.answers if a.status != 200]
+        if wrong:
+            kind = RuntimeError if form.server == "guerdon" else PeerFailed
+            raise kind(f"{len(wrong)} of {len(asked)} requests failed, the first: {wrong[0]}")
+        scores = {n: s for a in result.answers for n, s in zip(asked[a.index][1], form.read(a), strict=True)}
+        return result.seconds, scores, [a.seconds for a in result.answers]
+
+    by_prompt = form.by_prompt and form.name != PADDED_TO_MAXIMUM
+    return Entrant(form.name, form.pads, form.server == "guerdon", run, by_prompt)
+
+
+def _workers(forms: list[InProcess], folder: Path, stack: ExitStack) -> list[Entrant]:
+    workers: dict[bool, Worker] = {}
+
+    def entrant(form: InProcess) -> Entrant:
+        engine = form == ENGINE
+        if engine not in workers:
+            workers[engine] = Worker(folder / "model", engine=engine)
+            stack.callback(workers[engine].stop)
+
+        def run(groups: list[Group]) -> tuple[float, dict[int, float], list[float]]:
+            seconds, scores = workers[engine].run(form.way, groups)
+            numbers = [g.first + i for g in groups for i in range(len(g.rows))]
+            return seconds, dict(zip(numbers, scores, strict=True)), []
+
+        return Entrant(form.name, form.pads, engine, run)
+
+    return [entrant(form) for form in forms]
+
+
+def _about(cell: Cell) -> dict:
+    rows = cell.rows
+    groups = cell.groups
+    return {
+        "load": cell.load,
+        "responses": cell.responses,
+        "prompts": len(groups),
+        "sequences": len(rows),
+        "tokens": sum(map(len, rows)),
+        "prompt_tokens": int(statistics.median(group.prompt_tokens for group in groups)),
+        "median_tokens": int(statistics.median(map(len, rows))),
+        "forms": {},
+    }
+
+
+def _add(forms: dict, entrant: Entrant, num_sequences: int, seconds: float, latencies: list[float]) -> None:
+    row = forms.setdefault(
+        entrant.name,
+        {"pads": entrant.pads, "ours": entrant.is_ours, "seq_s": [], "seconds": [], "p50_ms": [], "p99_ms": []},
+    )
+    row["seq_s"].append(num_sequences / seconds)
+    row["seconds"].append(seconds)
+    if latencies:
+        row["p50_ms"].append(1e3 * float(np.percentile(latencies, 50)))
+        row["p99_ms"].append(1e3 * float(np.percentile(latencies, 99)))
+
+
+def _compare(forms: dict, scores: dict[str, dict[int, float]]) -> None:
+    """Adds the largest difference from transformers, one sequence at a time, over the sequences that both scored."""
+    reference = scores.get(ONE_BY_ONE.name, {})
+    for name, row in forms.items():
+        both = scores[name].keys() & reference.keys()
+        if both and name != ONE_BY_ONE.name:
+            row["max_diff"] = max(abs(scores[name][n] - reference[n]) for n in both)

@@ -1,0 +1,114 @@
+"""The servers that bench.py measures: their environments, and how they are started and ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+import load
+from forms import HERE, ON_CUDA, REQUIREMENTS, command
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "INFINITY_ANONYMOUS_USAGE_STATS": "0",
+}
+"""Every server's: no hub, no reports home."""
+START_S = 240.0
+"""What a server may take to answer for the first time."""
+
+
+def set_up(environments: Path) -> None:
+    """One virtual environment a peer, where there is none; what cannot be installed is told and left out."""
+    for name, requirements in {**REQUIREMENTS, **(ON_CUDA if torch.cuda.is_available() else {})}.items():
+        folder = environments / name
+        if folder.exists():
+            continue
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        # torch first and exact, so that no later requirement brings a build with a GPU's libraries.
+        steps = [["torch==2.13.0"], requirements] if name in REQUIREMENTS else [requirements]
+        print(f"Installing {name} into {folder} (once)", file=sys.stderr)
+        try:
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            for step in steps:
+                subprocess.run([*pip, *step], check=True)
+        except BaseException as e:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(e, subprocess.CalledProcessError):
+                raise
+            print(f"{name} does not install here and is left out", file=sys.stderr)
+
+
+def is_here(server: str, environments: Path) -> bool:
+    """Whether the server can be started."""
+    return server == "guerdon" or (environments / server.partition("-")[0]).exists()
+
+
+class Server:
+    """One server in a process group of its own, started at once; `wait` for it before it is asked."""
+
+    def __init__(self, name: str, environments: Path, folder: Path, *, null: bool) -> None:
+        """`folder` has the models; what the servers print is appended to `server.log` there."""
+        self.name, self._environments, self._folder = name, environments, folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        path = os.pathsep.join([str(HERE), str(HERE / "peers"), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+        if name == "pytriton":
+            # The Triton inside looks for libpython where the loader does not.
+            python = environments / "pytriton" / "bin" / "python"
+            where = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+            found = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True)
+            environment["LD_LIBRARY_PATH"] = found.stdout.strip()
+        with open(folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command(name, environments.absolute(), folder.absolute(), self.port, null=null),
+                env=environment, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, probe: bytes) -> None:
+        """Until it answers `probe`; RuntimeError where it ends before, or takes too long."""
+        end = time.monotonic() + START_S
+        while load.run(self.port, [probe], 1, count=1).answers[0].status != 200:
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise RuntimeError(f"{self.name} did not start; see {self._folder / 'server.log'}")
+            time.sleep(0.2)
+
+    def pause(self) -> None:
+        """Stands still, with all its processes: some servers poll while they wait, at a tenth of a core."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, kind: signal.Signals) -> None:
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self._process.pid)
+            for process in (server, *server.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(kind)
+
+    def stop(self) -> None:
+        """Ends its whole process group."""
+        self.resume()
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(8)
+        if self.name == "ray":
+            stop = [self._environments / "ray/bin/ray", "stop", "--force"]
+            subprocess.run(stop, capture_output=True, check=False)

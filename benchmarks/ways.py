@@ -1,0 +1,105 @@
+"""The protocols in which the server is asked the same: how a request is written, sent, and its answer read."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
+import numpy as np
+
+import load
+from guerdon.wire import kserve, kserve_grpc
+from guerdon.wire.kserve import InferRequest
+from guerdon.wire.tensors import Tensor
+
+INFER = "/v2/models/reward_model/infer"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One protocol: the bytes of a request for rows and their texts, and the scores in the bytes of an answer."""
+
+    name: str
+    write: Callable[[list[np.ndarray], list[str]], bytes]
+    read: Callable[[load.Answer], np.ndarray]
+
+
+def tensors(rows: list[np.ndarray]) -> dict[str, Tensor]:
+    """The rows in one padded tensor, and their lengths."""
+    tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    lengths = np.array([[len(row)] for row in rows], dtype=np.int64)
+    return {t.name: t for t in (Tensor.of("tokens", tokens), Tensor.of("sequence_lengths", lengths))}
+
+
+def binary(rows: list[np.ndarray], _: list[str]) -> bytes:
+    return load.post(INFER, *kserve.encode_request(InferRequest(tensors(rows), outputs={"rewards": True})))
+
+
+def json_ids(rows: list[np.ndarray], _: list[str]) -> bytes:
+    inputs = [
+        {"name": t.name, "datatype": "INT64", "shape": list(t.shape), "data": t.data.tolist()}
+        for t in tensors(rows).values()
+    ]
+    return load.post(INFER, json.dumps({"inputs": inputs}).encode())
+
+
+def json_texts(_: list[np.ndarray], texts: list[str]) -> bytes:
+    inputs = [{"name": "sentences", "datatype": "BYTES", "shape": [len(texts), 1], "data": texts}]
+    return load.post(INFER, json.dumps({"inputs": inputs}).encode())
+
+
+def message(rows: list[np.ndarray], _: list[str]) -> bytes:
+    return kserve_grpc.encode_request(InferRequest(tensors(rows)), "reward_model").SerializeToString()
+
+
+def of_json(answer: load.Answer) -> np.ndarray:
+    return np.array(next(o["data"] for o in json.loads(answer.body)["outputs"] if o["name"] == "rewards")).reshape(-1)
+
+
+def of_binary(answer: load.Answer) -> np.ndarray:
+    return kserve.decode_reply(answer.body, answer.json_length).outputs[0].data.reshape(-1)
+
+
+def of_message(answer: load.Answer) -> np.ndarray:
+    reply = kserve_grpc.decode_reply(kserve_grpc.pb.ModelInferResponse.FromString(answer.body))
+    return next(t.data for t in reply.outputs if t.name == "rewards").reshape(-1)
+
+
+GRPC = Way("gRPC", message, of_message)
+WAYS = [Way("HTTP, binary", binary, of_binary), Way("HTTP, JSON ids", json_ids, of_json), GRPC]
+TEXTS = Way("HTTP, texts", json_texts, of_json)
+
+
+def ask_grpc(
+    port: int, requests: list[bytes], concurrency: int, *, count: int | None = None, seconds: float | None = None
+) -> load.Result:
+    """As `load.run`, over one channel."""
+    return asyncio.run(_ask_grpc(port, requests, concurrency, count, seconds))
+
+
+async def _ask_grpc(
+    port: int, requests: list[bytes], concurrency: int, count: int | None, seconds: float | None
+) -> load.Result:
+    result, numbers, started = load.Result(), itertools.count(), time.perf_counter()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+        async def one() -> None:
+            while (seconds is None or time.perf_counter() - started < seconds) and (
+                count is None or (index := next(numbers)) < count
+            ):
+                index = index if count is not None else next(numbers)
+                sent = time.perf_counter()
+                body = await infer(requests[index % len(requests)])
+                result.answers.append(load.Answer(index, 200, body, None, time.perf_counter() - sent))
+
+        await asyncio.gather(*(one() for _ in range(concurrency)))
+        result.seconds = time.perf_counter() - started
+    return result
