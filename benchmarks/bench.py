@@ -54,10 +54,12 @@ QUICK = [
 
 def main() -> int:
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers, too
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, lambda number, _: sys.exit(128 + number))  # ends the servers, too
     args.out.mkdir(parents=True, exist_ok=True)
     if args.setup:
         set_up(args.environments)
+    args.end = time.monotonic() + 60 * args.minutes
     path = args.out / "bench.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for part in args.parts:
@@ -94,7 +96,6 @@ def arguments() -> argparse.Namespace:
     args.parts = args.parts or (["peers"] if args.quick else list(PARTS))
     args.loads = args.loads or (["short", "long"] if args.quick else list(PROMPTS))
     args.responses = args.responses or (["8"] if args.quick else list(map(str, RESPONSES)))
-    args.end = time.monotonic() + 60 * args.minutes
     return args
 
 
@@ -139,13 +140,18 @@ def measure_null(args: argparse.Namespace) -> dict:
     found: dict = defaultdict(lambda: defaultdict(list))
     forms = [f for f in NULL_FORMS if is_here(f.server, args.environments) and wanted(f.name, args.only)]
     with ExitStack() as stack:
-        servers = {f.name: Server(f.server, args.environments, args.out, null=True) for f in forms}
-        for form in forms:
-            stack.callback(servers[form.name].stop)
-        for form in forms:
-            servers[form.name].wait(form.write([NULL_ROW], [""]))
-        for server in servers.values():
+        servers: dict[str, Server] = {}
+        for form in list(forms):
+            server = Server(form.server, args.environments, args.out, null=True)
+            stack.callback(server.stop)
+            try:
+                server.wait(form.write([NULL_ROW], [""]))
+            except RuntimeError as e:
+                print(f"{form.name} is left out: {e}", file=sys.stderr)
+                forms.remove(form)
+                continue
             server.pause()
+            servers[form.name] = server
         for _ in tqdm(range(args.rounds), desc="rounds over no model", file=sys.stderr):
             for form in forms:
                 servers[form.name].resume()

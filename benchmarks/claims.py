@@ -78,7 +78,7 @@ def claims_of(results: dict) -> list[Claim]:
         told.append(Claim(text, share, rates.LEAST[results["rates"]["device"]], percent=True))
     if "growth" in results:
         off = max(map(abs, growth.deviations(results["growth"])["tokens"]))
-        text = "the cost of 1 to 32 responses a prompt, off c·(P + N·R)"
+        text = "the cost of 1 to 32 responses a prompt, off c·(P + N·R) with the best c"
         told.append(Claim(text, off, growth.MOST_OFF, at_most=True, percent=True))
     return told
 

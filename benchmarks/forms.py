@@ -136,7 +136,8 @@ def command(server: str, environments: Path, folder: Path, port: int, *, null: b
     model = "null" if null else str(folder / "model")
     if server == "guerdon":
         model = "null_scorer:score" if null else model
-        return [sys.executable, "-m", "guerdon", "serve", model, "--port", str(port), "--no-grpc"]
+        dtype = [] if null else ["--dtype", "float32"]
+        return [sys.executable, "-m", "guerdon", "serve", model, "--port", str(port), "--no-grpc", *dtype]
     name, _, batch = server.partition("-")
     python = environments / name / "bin" / "python"
     address = ["--host", "127.0.0.1", "--port", str(port)]

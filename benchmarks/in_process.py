@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,6 +52,7 @@ class Worker:
         self._mine, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, str(model), engine), daemon=True)
         self._process.start()
+        theirs.close()  # so that a process that ends while it loads is seen to have ended
         self._mine.recv()
 
     def run(self, way: str, groups: list[Group]) -> tuple[float, list[float]]:
@@ -60,7 +62,8 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process."""
-        self._mine.send(None)
+        with suppress(OSError):
+            self._mine.send(None)
         self._process.join()
 
 

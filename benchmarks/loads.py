@@ -100,8 +100,9 @@ def responses_of(chats: list[Chat], number: int, count: int) -> list[str]:
     """`count` responses to the question of that number: its own, then, of the chats after it, one of each in turn."""
     found = list(chats[number]["responses"][:count])
     for step in range(count - len(found)):
-        other = chats[(number + 1 + step) % len(chats)]["responses"]
-        found.append(other[step // len(chats) % len(other)])
+        lap, place = divmod(step, len(chats) - 1)
+        other = chats[(number + 1 + place) % len(chats)]["responses"]
+        found.append(other[lap % len(other)])
     return found
 
 

@@ -61,7 +61,7 @@ class Server:
 
     def __init__(self, name: str, environments: Path, folder: Path, *, null: bool) -> None:
         """`folder` has the models; what the servers print is appended to `server.log` there."""
-        self.name, self._environments, self._folder = name, environments, folder
+        self.name, self._folder = name, folder
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         path = os.pathsep.join([str(HERE), str(HERE / "peers"), os.environ.get("PYTHONPATH", "")])
@@ -102,13 +102,16 @@ class Server:
                     process.send_signal(kind)
 
     def stop(self) -> None:
-        """Ends its whole process group."""
+        """Ends it with all its processes."""
+        elsewhere: list[psutil.Process] = []
         self.resume()
+        with suppress(psutil.NoSuchProcess):
+            elsewhere = psutil.Process(self._process.pid).children(recursive=True)
         for kind in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, kind)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(8)
-        if self.name == "ray":
-            stop = [self._environments / "ray/bin/ray", "stop", "--force"]
-            subprocess.run(stop, capture_output=True, check=False)
+        for process in elsewhere:  # Ray's are in groups of their own
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -14,6 +14,7 @@ class Scorer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
         self.model = model.to(self.device).eval()
+        self.model.config.use_cache = False  # which nobody reads
         self.micro_batch = micro_batch
 
     @torch.inference_mode()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.language import LanguageEngine
 from guerdon.engine.loading import load
-from guerdon.engine.policies import load_policy
+from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
 
 BUDGET = 80
@@ -59,6 +61,16 @@ def values(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> tuple[
     return made, found
 
 
+@contextmanager
+def logits_at_once(count: int) -> Iterator[None]:
+    """Within it so many logits are computed at a time; some tests call this in a process that has others to run."""
+    before, language.TABLE = language.TABLE, count
+    try:
+        yield
+    finally:
+        language.TABLE = before
+
+
 def logprobs(
     folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE, *, frugal: bool = False
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -68,9 +80,13 @@ def logprobs(
     """
     loaded = load_policy(LanguageModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks)
     loaded.trains = True
-    language.TABLE = (7 if frugal else 1000) * loaded.vocab_size
     if frugal:
         recompute_activations(loaded.trunk)
+    with logits_at_once((7 if frugal else 1000) * loaded.vocab_size):
+        return _logprobs(loaded, rows)
+
+
+def _logprobs(loaded: LoadedPolicy, rows: list[np.ndarray]) -> tuple[list[np.ndarray], dict[str, Any]]:
     engine = LanguageEngine(loaded)
     starts = np.array([len(row) // 2 for row in rows], dtype=np.int64)
     made: list[Any] = [None] * len(rows)

@@ -56,3 +56,15 @@ def test_entropies_that_nothing_is_made_of_change_no_gradient() -> None:
         logprobs, _ = token_logprobs(own, targets, with_entropies=with_entropies)
         slopes += torch.autograd.grad((logprobs * counts).sum(), own)
     torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-7)
+
+
+def test_a_target_that_is_masked_out_spoils_no_other() -> None:
+    """Its own log-prob is -inf, and the gradient of it what `log_softmax` gives."""
+    logits, targets, _, _ = tables(torch.float32)
+    logits[2, targets[2]] = -torch.inf
+    own, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logprobs, _ = token_logprobs(own, targets)
+    assert logprobs[2] == -torch.inf and logprobs.isfinite().sum() == N - 1
+    logprobs.backward(torch.ones(N))
+    torch.log_softmax(other, -1)[torch.arange(N), targets].backward(torch.ones(N))
+    torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import socket
@@ -23,6 +24,10 @@ JOIN_S = 300.0
 """How long the processes of a launch may take to come; they join before they load anything."""
 FOREVER = timedelta(days=365)
 """Between two commands a rank waits as long as nobody asks; that others live, the pulse tells."""
+LETS_GO_S = 0.3
+"""How long the end of a process waits for gloo's threads to drop what they have sent. They do so after whoever waits
+for it goes on, and need the interpreter's lock for it: a thread that asks for that while the interpreter ends is ended
+by it, inside gloo, and the process by abort."""
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
@@ -35,6 +40,7 @@ def join(backend: str) -> None:
     own = distributed.PrefixStore(f"guerdon/{_agreed(store, rank, size)}", store)
     distributed.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
     _set_pg_timeout(FOREVER)
+    atexit.register(time.sleep, LETS_GO_S)
 
 
 def new_group() -> ProcessGroup:

@@ -17,8 +17,8 @@ import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """mallopt's names of them, as malloc.h has them."""
-_NEVER = (1 << 31) - 1
-"""The highest number that mallopt takes: of free memory at the end of the heap nothing goes back by itself."""
+_NEVER = -1
+"""Tells mallopt that of free memory at the end of the heap nothing goes back by itself."""
 _LARGEST_BLOCKS = (1 << 30, 1 << 25)
 """From this size on a block lies outside the heap, and goes back when it is free; older ones take 32 MiB at most."""
 _SETTLED = {

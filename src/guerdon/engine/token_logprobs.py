@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PART = {"cpu": 1 << 18, "cuda": 1 << 24}
+PART = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that are worked on at a time: on a CPU as many as its caches hold, on a GPU enough to keep it busy."""
 
 
@@ -37,12 +37,15 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         entropies = torch.empty_like(logprobs) if with_entropies else None
+        normalisers = torch.empty_like(logprobs)
         for rows in _parts(logits):
-            table = torch.log_softmax(_scaled(logits[rows], temperature), -1)
+            part = _scaled(logits[rows], temperature)
+            table = torch.log_softmax(part, -1)
+            # By the largest logit: the target's own may be -inf.
+            normalisers[rows] = part.amax(-1) - table.amax(-1)
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropies is not None:
                 entropies[rows] = -(table.exp().mul_(table)).sum(-1)
-        normalisers = _scaled(logits.gather(1, targets[:, None]), temperature)[:, 0] - logprobs
         ctx.save_for_backward(logits, targets, normalisers, entropies)
         ctx.temperature = temperature
         return logprobs, entropies

@@ -248,14 +248,15 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
+    on_gpu = masters[0].device.type == "cuda"
     adamw = torch.optim.AdamW(
         masters,
         lr=config.learning_rate,
         betas=(config.betas[0], config.betas[1]),
         eps=EPS,
         weight_decay=config.weight_decay,
-        # In one kernel memory is passed over once, and nothing allocated: a step cannot run out of memory halfway.
-        fused=True,
+        # In one kernel nothing is allocated, so a step cannot run out of memory halfway.
+        fused=on_gpu,
     )
     for master in masters:
         adamw.state[master] = {
