@@ -91,6 +91,7 @@ def plot(results: dict, path: Path) -> None:
         ]
         axis.barh(list(rows), values, color="#2a6f97", xerr=spread, ecolor="#555555", capsize=2)
         axis.axvline(bound, color="#e07a5f", linestyle="--")
+        axis.set_xlim(0, 1.3 * max([*values, bound]))  # a round in which the machine stood still may lie beyond
         axis.set_title(title, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

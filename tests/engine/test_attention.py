@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import masking_utils as masks
 
-from attended import CASES, CHUNKED, SCALE, WINDOW, Case, WrittenOut, tensors, tree, visible, written_out
+from attended import CASES, CHUNK, CHUNKED, SCALE, WINDOW, Case, WrittenOut, tensors, tree, visible, written_out
+from guerdon.engine.attention import flex as flex_module
 from guerdon.engine.attention import varlen
 from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.cascade import cascade
@@ -149,6 +152,39 @@ def test_blocks_that_flex_leaves_out_are_seen_by_nobody_and_whole_ones_by_all(na
         assert (partial | whole).sum() < (plain.kv_num_blocks.sum() + plain.full_kv_num_blocks.sum())
 
 
+def test_flex_is_compiled_by_kind_and_not_by_batch_and_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(name: str, batch: PackedBatch) -> None:
+        case = CASES[name]
+        # No number of heads is a batch's number of blocks, which the compiler would take for the same.
+        query, key, value, *_ = tensors(batch, heads=2, kv_heads=2, dtype=torch.float32)
+        pattern, known = cut(case.pattern, case.causal, batch.max_length)
+        flex(batch, query, key, value, SCALE, case.causal, pattern, known, case.softcap)
+
+    kinds = ["plain", "window", "softcap"]
+    as_on_a_gpu = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    monkeypatch.setattr(flex_module, "flex_attention", as_on_a_gpu)
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=len(kinds) - 1):
+            for share, longest in ((True, 30), (True, 50), (False, 30), (True, 40)):
+                batch = tree(longest, share=share, longest=longest)
+                for name in kinds:
+                    run(name, batch)
+        assert len(graphs) == len(kinds)
+        monkeypatch.setattr(flex_module, "VARIANTS", len(kinds))
+        run("plain", batch)
+        with pytest.raises(FailOnRecompileLimitHit):
+            run("window and softcap", batch)
+    finally:
+        torch._dynamo.reset()
+
+
 def test_windows_take_no_more_keys_than_they_reach() -> None:
     batch, kernel = tree(0), WrittenOut()
     query, key, value, *_ = tensors(batch)
@@ -164,6 +200,28 @@ def test_a_level_is_one_call_and_nothing_shared_is_copied() -> None:
     varlen.varlen(batch, query, key, value, SCALE, CAUSAL, gathers=False, kernel=kernel)
     assert [p.span for p in kernel.parts] == [CAUSAL, FULL, FULL, FULL]
     assert all(int(p.cu_keys[-1]) <= batch.num_tokens for p in kernel.parts)
+
+
+def test_parts_for_the_backward_pass_are_made_for_it_alone() -> None:
+    batch = tree(0)
+    query, key, value, *_ = tensors(batch)
+    device = query.device
+    varlen.varlen(batch, query, key, value, SCALE, CAUSAL, kernel=WrittenOut())
+    with torch.no_grad():
+        varlen.varlen(batch, query.requires_grad_(), key, value, SCALE, CAUSAL, kernel=WrittenOut())
+    assert ("gathered", CAUSAL, device) in batch.cache and ("levels", device) not in batch.cache
+    varlen.varlen(batch, query, key, value, SCALE, CAUSAL, kernel=WrittenOut())
+    assert ("levels", device) in batch.cache
+
+
+@pytest.mark.parametrize("form", ["cascade", "varlen"])
+def test_a_gradient_of_the_gradient_is_refused_and_not_wrong(form: str) -> None:
+    batch = tree(0)
+    query, key, value, sinks, _ = tensors(batch, dtype=torch.float32)
+    out = FORMS[form][0](batch, query.requires_grad_(), key, value, sinks, CASES["plain"])
+    (slope,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +288,7 @@ def test_other_masks_are_no_spans(function: Any) -> None:
     assert span_of(function) is None
 
 
-@pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, CHUNKED and 24, 25])
+@pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, CHUNK, CHUNK + 1])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pattern_is_dropped_only_where_it_hides_nothing(name: str, length: int) -> None:
     case = CASES[name]

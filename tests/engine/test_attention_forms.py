@@ -15,16 +15,26 @@ import torch
 from torch import Tensor
 
 import zoo
-from attended import WrittenOut
+from attended import CASES, WrittenOut
 from guerdon.assembly import build_scorer
 from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.attention import forms as attention_forms
-from guerdon.engine.attention import varlen
-from guerdon.engine.attention.forms import BY_SEGMENT, Asked, Form, candidates, chosen, trial
+from guerdon.engine.attention import registry, varlen
+from guerdon.engine.attention.forms import (
+    BY_SEGMENT,
+    Asked,
+    Form,
+    asking,
+    candidates,
+    chosen,
+    noting_left_out,
+    trial,
+)
 from guerdon.engine.attention.patterns import CAUSAL, FULL
 from guerdon.engine.critics import load_critic
 from guerdon.engine.engine import Engine
+from guerdon.engine.packing import pack
 from guerdon.engine.recompute import recompute_activations
 
 
@@ -47,10 +57,12 @@ def asked(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: A
     [
         (asked(), ["varlen", "cascade", "flex"]),
         (asked(gradients=True), ["varlen", "cascade", "flex"]),
-        (asked(copies=True), ["cascade", "varlen", "flex"]),
+        (asked(copies=True), ["cascade", "flex", "varlen"]),
+        (asked(copies=True, sinks=True), ["cascade", "varlen"]),
         (asked(shared=False), ["varlen", "flex"]),
         (asked(shared=False, causal=False, span=FULL), ["varlen", "flex"]),
         (asked(span=(4095, 0)), ["varlen", "flex"]),
+        (asked(span=(4095, 0), copies=True), ["flex", "varlen"]),
         (asked(span=None), ["flex"]),
         (asked(softcap=50.0), ["flex"]),
         (asked(sinks=True, span=(127, 0)), ["varlen"]),
@@ -63,6 +75,7 @@ def asked(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: A
         (asked("cpu"), ["cascade"]),
         (asked("cpu", torch.float32, shared=False), ["cascade"]),
         (asked("cpu", causal=False, span=FULL), []),
+        (asked("cpu", span=FULL), []),
         (asked("cpu", span=(4095, 0)), []),
         (asked("cpu", softcap=50.0), []),
         (asked("cpu", sinks=True), []),
@@ -75,20 +88,77 @@ def test_which_forms_there_are_for_what_is_asked(what: Asked, names: list[str]) 
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing chosen yet, and nothing left out."""
-    chosen.cache_clear()
-    monkeypatch.setattr(attention_forms, "LEFT_OUT", {})
+def fresh() -> Iterator[None]:
+    """Nothing chosen yet, and nothing tried."""
+    forget()
     yield
-    chosen.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    attention_forms._chosen.cache_clear()
+    attention_forms._tried.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they may pass")
 @pytest.mark.usefixtures("fresh")
 def test_forms_that_raise_are_left_out_and_say_why() -> None:
-    assert chosen(asked()) is BY_SEGMENT
-    assert list(attention_forms.LEFT_OUT) == ["varlen", "cascade", "flex"]
-    assert all(why and "\n" not in why for why in attention_forms.LEFT_OUT.values())
+    for _ in range(2):  # the second time they are known
+        with noting_left_out() as left_out:
+            assert chosen(asked()) is BY_SEGMENT
+        assert list(left_out) == ["varlen", "cascade", "flex"]
+        assert all(why and "\n" not in why for why in left_out.values())
+    with noting_left_out() as left_out:
+        assert chosen(asked("cpu")).name == "cascade"
+    assert not left_out
+
+
+@pytest.fixture
+def tried(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Asked]]:
+    """Every form passes; what was tried is in the list."""
+    told: list[tuple[str, Asked]] = []
+    monkeypatch.setattr(attention_forms, "trial", lambda form, what: told.append((form.name, what)))
+    return told
+
+
+def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str, Asked]]) -> None:
+    for shared, copies in ((False, False), (True, False)):
+        for span in ((4095, 0), (511, 0)):
+            assert chosen(asked(shared=shared, copies=copies, span=span)).name == "varlen"
+    assert [name for name, _ in tried] == ["varlen"]
+    assert tried[0][1].shared
+    assert chosen(asked()).name == chosen(asked(shared=False)).name == "varlen"
+    assert chosen(asked(gradients=True)).name == "varlen"
+    assert chosen(asked(shared=False, causal=False, span=FULL)).name == "varlen"
+    assert [(name, what.span, what.gradients) for name, what in tried[1:]] == [
+        ("varlen", CAUSAL, False), ("varlen", CAUSAL, True), ("varlen", FULL, False),
+    ]  # fmt: skip
+
+
+def test_a_window_is_tried_when_rows_are_too_short_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch,) = pack([np.arange(10), np.arange(7)], budget=99, share=False)
+    told: list[Asked] = []
+    monkeypatch.setattr(registry, "chosen", lambda what: told.append(what) or chosen(what))  # type: ignore[func-returns-value]
+    pattern = CASES["window"].pattern
+    assert pattern is not None and pattern.window is not None and pattern.window > batch.max_length
+    for device, spans in (("meta", [pattern.span, CAUSAL]), ("cpu", [CAUSAL])):
+        q, k, v = (torch.zeros(1, n, batch.num_tokens, 16, device=device) for n in (4, 1, 1))
+        told.clear()
+        with registry.attending(batch):
+            out, _ = registry.packed_attention(torch.nn.Module(), q, k, v, pattern)
+        assert out.shape == (1, batch.num_tokens, 4, 16)
+        assert [what.span for what in told] == spans
+
+
+def test_copies_are_counted_as_far_as_the_window_reaches() -> None:
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 99, 400)
+    rows = [np.concatenate([prompt, random.integers(0, 99, 4)]) for _ in range(20)]
+    (batch,) = pack(rows, budget=9999, share=True)
+    q, k, v = (torch.zeros(1, n, batch.num_tokens, 16) for n in (4, 1, 1))
+    for span, copies in ((CAUSAL, True), ((399, 0), True), ((20, 0), False), (None, True), (CAUSAL, True)):
+        what = asking(batch, q, k, v, True, span)
+        assert what.shared and what.copies is copies
 
 
 def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = None) -> Form:
@@ -139,6 +209,22 @@ def test_a_form_that_is_wrong_fails_its_trial() -> None:
     wrong = stand_in(kernel=LosesKeys())
     assert trial(wrong, plain) is None
     assert "differs" in str(trial(wrong, asked("cpu", torch.float32, gradients=True, **SMALL)))
+
+
+def test_no_memory_says_nothing_about_a_form(fresh: None) -> None:
+    tries = []
+
+    def compute(*args: Any) -> Tensor:
+        tries.append(args)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return stand_in().compute(*args)
+
+    form, what = Form("varlen", lambda _: True, compute), TRIED[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        attention_forms._tried(form, what)
+    assert attention_forms._tried(form, what) is None is attention_forms._tried(form, what)
+    assert len(tries) == 2
 
 
 def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:

@@ -121,6 +121,12 @@ def test_arrays_travel_together_and_share_no_memory() -> None:
     assert to_device(np.array([[True, False]]), CPU).tolist() == [[True, False]]
 
 
+def test_arrays_go_to_whatever_device_there_is() -> None:
+    meta = torch.device("meta")
+    assert to_device(np.arange(3), meta).device == meta
+    assert [x.device for x in all_to_device([np.arange(3), np.arange(2)], meta)] == [meta, meta]
+
+
 @needs_cuda
 @pytest.mark.parametrize("kind", ["seqcls", "tokcls"])
 def test_on_a_gpu_a_score_waits_once(kind: str, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
         probe = _Probe(engine, rows, gradients)
     reasons = []
     for path in candidates:
-        states, slopes, refusal = probe.verdict(path)
+        with forms.noting_left_out() as left_out:
+            states, slopes, refusal = probe.verdict(path)
         if refusal:
             reasons.append(f"{path}: {refusal}")
         elif states > TOLERANCE.get(engine.dtype, 5e-2):
@@ -48,7 +49,7 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
             reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
         else:
             also = "" if slopes is None else f", its gradients within {slopes:.1e}"
-            reasons += [f"attention without {form}: {why}" for form, why in forms.LEFT_OUT.items()]
+            reasons += [f"attention without {form}: {why}" for form, why in left_out.items()]
             return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
     return "single", "; ".join(reasons)
 

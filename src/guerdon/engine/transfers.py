@@ -14,7 +14,9 @@ from torch import Tensor
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on the device; on a CPU it is the array's own memory, which must be writable."""
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def all_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from guerdon.engine.packing import PackedBatch
 
@@ -44,6 +45,7 @@ class _Cascade(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, lse = ctx.saved_tensors
         return *_backward(ctx.batch, grad, query, key, value, out, lse, ctx.scale), None, None

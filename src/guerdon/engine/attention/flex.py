@@ -4,7 +4,8 @@ Legend: H query heads, K key/value heads, T packed tokens, D and E sizes of a qu
 
 The descendants of a segment lie right behind it, so that the queries that see a key are one run, from the key itself to
 the end of its segment's descendants: the tree is one number a key, and what a layer's pattern says is added to it. On
-a GPU the call is compiled, which takes seconds once for each kind of layer, and has gradients.
+a GPU the call is compiled, which takes seconds once for each kind of layer, and has gradients. Uncompiled it would
+write the whole table of [H,T,T].
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ from guerdon.engine.transfers import to_device
 
 BLOCK = 128
 """Tokens of a block, of queries and of keys."""
+VARIANTS = 64
+"""Kinds of layers and batches that may be compiled in one process, all models together.
+
+PyTorch's own limit is 8, and one layer can need as many: with gradients and without, with its window and without, and
+again for a batch of as many blocks as it has heads, which the compiler takes for the same number. Beyond the limit a
+call raises, where without `fullgraph` it would run uncompiled from then on.
+"""
 
 
 def flex(
@@ -42,16 +50,23 @@ def flex(
     `span` is the pattern's, where it has one. On a CPU it is PyTorch's written-out form, without gradients, for tests.
     """
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled()
-    mask = block_mask(batch, causal, pattern, span, query.device)
+    gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    mask = block_mask(batch, causal, pattern, span, query.device, gradients=gradients)
     cap = _cap(softcap, query.device) if softcap else None
     gqa = query.shape[1] != key.shape[1]
-    out: Tensor = attend(query, key, value, score_mod=cap, block_mask=mask, scale=scale, enable_gqa=gqa)
+    # For fewer than 128 tokens the compiler would take another kernel, which no trial has tried.
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if query.device.type == "cuda" else None
+    # It is a thread's own setting, and what is checkpointed is computed again on a thread of autograd's.
+    with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+        out: Tensor = attend(
+            query, key, value, score_mod=cap, block_mask=mask, scale=scale, enable_gqa=gqa, kernel_options=options
+        )
     return out
 
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 # Numbers are tensors in these functions: plain ones are symbols to the compiler, which it does not take everywhere.
@@ -63,8 +78,13 @@ def _cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _within(span: Span, device: torch.device) -> Callable[..., Tensor]:
-    before, after = to_device(np.array(_unbounded(span), dtype=np.int32), device)
+    before, after = _apart(to_device(np.array(_unbounded(span), dtype=np.int32), device))
     return lambda _, __, q, k: (q - k <= before) & (k - q <= after)
+
+
+def _apart(table: Tensor) -> tuple[Tensor, ...]:
+    """The rows as tensors of their own: the compiler takes a table of n rows and a batch of n blocks for alike."""
+    return tuple(row.clone() for row in table)
 
 
 def _unbounded(span: Span) -> tuple[int, int]:
@@ -73,28 +93,34 @@ def _unbounded(span: Span) -> tuple[int, int]:
 
 
 def block_mask(
-    batch: PackedBatch, causal: bool, pattern: Pattern | None, span: Span | None, device: torch.device
+    batch: PackedBatch,
+    causal: bool,
+    pattern: Pattern | None,
+    span: Span | None,
+    device: torch.device,
+    *,
+    gradients: bool = True,
 ) -> BlockMask:
     """Which blocks are seen whole, in part, or not at all; made once a batch for all layers of a pattern.
 
     It counts, for each key and block of queries, who sees the key: PyTorch's own `create_block_mask` would ask for each
-    of the T x T pairs.
+    of the T x T pairs. Without `gradients` it lacks the same by keys, which only the backward pass reads.
     """
-    name = ("block mask", causal, None if pattern is None else id(pattern.allows), device)
+    name = ("block mask", causal, None if pattern is None else id(pattern.allows), device, gradients)
     known = batch.cache.get(name)
     if known is None:
         # The pattern is kept, so that no other can get its id.
-        known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, span, device)
+        known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, span, device, gradients)
     return known[1]
 
 
 def _block_mask(
-    batch: PackedBatch, causal: bool, pattern: Pattern | None, span: Span | None, device: torch.device
+    batch: PackedBatch, causal: bool, pattern: Pattern | None, span: Span | None, device: torch.device, gradients: bool
 ) -> BlockMask:
     lengths = np.array([s.stop - s.start for s in batch.segments])
-    begin = np.arange(batch.num_tokens) if causal else np.repeat([s.start for s in batch.segments], lengths)
-    table = np.stack([begin, np.repeat([s.end for s in batch.segments], lengths), batch.positions])
-    begin, end, at = to_device(table.astype(np.int32), device)
+    first_seeing = np.arange(batch.num_tokens) if causal else np.repeat([s.start for s in batch.segments], lengths)
+    table = np.stack([first_seeing, np.repeat([s.end for s in batch.segments], lengths), batch.positions])
+    begin, end, at = _apart(to_device(table.astype(np.int32), device))
 
     def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= begin[k]) & (q < end[k])
@@ -118,7 +144,9 @@ def _block_mask(
     parts = [_ordered(x[None, None]) for x in (some & ~whole, whole)]
     size = (batch.num_tokens, batch.num_tokens)
     mask = tree if allows is None else patterned
-    return BlockMask.from_kv_blocks(*parts[0], *parts[1], BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=size)
+    return BlockMask.from_kv_blocks(
+        *parts[0], *parts[1], BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=size, compute_q_blocks=gradients
+    )
 
 
 def _reach(at: Tensor, missing: int, span: Span | None) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,14 @@
 """Which form computes a layer's attention over a packed batch: one table, by what the layer asks and where it runs.
 
 On a GPU a form is tried before its first use, on a small tree, against the reference: one that raises there or differs
-is left out, and the next takes its place.
+is left out, and the next takes its place. It is tried once for each kind of layer, whatever batches come.
 
 The order on a CPU is measured (`benchmarks/attention.py`). That on a GPU is reasoned and not measured: attention takes
 about a twentieth of an 8B model's forward, whichever way. `varlen` is one call of FlashAttention and one copy of what
 is shared for each sequence, while `cascade` calls it once more for each level and merges in several passes over the
 output; copies of many times the batch cost more than that. flex attention's kernel is slower than FlashAttention's and
-has to be compiled, but takes float32, soft caps and any mask. `by_segment` is dozens of calls a layer.
+has to be compiled, but copies nothing and takes float32, soft caps and any mask. `by_segment` is dozens of calls a
+layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +42,7 @@ COPIES = 8
 WINDOW = 20
 """The window that a form is tried with: shorter than the sequences it is tried on."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest accepted difference from the reference in float32, root mean square, relative."""
+"""Largest accepted norm of the difference from the reference in float32, of a whole tensor, relative to its norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class Asked:
     """What a layer asks of attention, where, and of what batch.
 
     `span` tells whether its mask is causal, full or a window (which `span` it is), None for any other. `copies` tells
-    that the shared keys, copied for each sequence, would be more than COPIES times the batch. `with_flash` tells of a
-    GPU that FlashAttention runs on.
+    that the shared keys in reach, copied for each sequence, would be more than COPIES times the batch. `with_flash`
+    tells of a GPU that FlashAttention runs on.
     """
 
     device: torch.device
@@ -66,11 +69,6 @@ class Asked:
     gradients: bool
     with_flash: bool
 
-    @property
-    def plain(self) -> bool:
-        """Causal or full, with nothing added."""
-        return self.span in (CAUSAL, FULL) and not self.softcap and not self.sinks
-
 
 def asking(
     batch: PackedBatch,
@@ -83,10 +81,12 @@ def asking(
     sinks: Tensor | None = None,
 ) -> Asked:
     """What a layer asks with these tensors, as `Compute` has them, of this batch."""
-    sharing: tuple[bool, bool] | None = batch.cache.get("sharing")
+    sharing: tuple[bool, bool] | None = batch.cache.get(("sharing", span))
     if sharing is None:
-        copied = sum(b - a for s in batch.segments for a, b in s.ancestors)
-        sharing = batch.cache["sharing"] = copied > 0, copied > COPIES * batch.num_tokens
+        reach = span[0] if span is not None and span[0] >= 0 and span[1] == 0 else batch.max_length
+        shared = [s.position for s in batch.segments]  # a segment continues as many tokens as are before it
+        copied = sum(min(length, reach) for length in shared)
+        sharing = batch.cache["sharing", span] = any(shared), copied > COPIES * batch.num_tokens
     differentiated = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     return Asked(
         query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3], causal, span, softcap,
@@ -135,9 +135,14 @@ def _can_flex(asked: Asked) -> bool:
     return asked.device.type == "cuda" and min(asked.size, asked.value_size) >= 16 and not asked.sinks
 
 
+def _can_cascade_on_cpu(asked: Asked) -> bool:
+    plain = asked.span == CAUSAL and not asked.softcap and not asked.sinks
+    return asked.device.type == "cpu" and plain and asked.size == asked.value_size
+
+
 CASCADE_ON_CPU = Form(
     "cascade",
-    lambda asked: asked.device.type == "cpu" and asked.plain and asked.causal and asked.size == asked.value_size,
+    _can_cascade_on_cpu,
     lambda batch, query, key, value, scale, asked, pattern, sinks: cascade(batch, query, key, value, scale),
 )
 VARLEN = Form(
@@ -175,27 +180,59 @@ def candidates(asked: Asked) -> list[Form]:
     if asked.device.type == "cpu":
         order = [CASCADE_ON_CPU, BY_SEGMENT]
     elif asked.copies:
-        order = [CASCADE, VARLEN, FLEX, BY_SEGMENT]
+        order = [CASCADE, FLEX, VARLEN, BY_SEGMENT]
     else:
         order = [VARLEN, CASCADE, FLEX, BY_SEGMENT]
     return [form for form in order if form.can(asked)]
 
 
-LEFT_OUT: dict[str, str] = {}
-"""Names of forms that did not pass their trial in this process, and why."""
+_left_out: ContextVar[dict[str, str] | None] = ContextVar("guerdon_left_out", default=None)
+
+
+@contextmanager
+def noting_left_out() -> Iterator[dict[str, str]]:
+    """Names of forms that failed the trials of what is asked within, whenever those were, and why."""
+    noted: dict[str, str] = {}
+    token = _left_out.set(noted)
+    try:
+        yield noted
+    finally:
+        _left_out.reset(token)
+
+
+def chosen(asked: Asked) -> Form:
+    """The first form that can compute it and, on a GPU, has passed its trial."""
+    form, failures = _chosen(asked)
+    noted = _left_out.get()
+    if noted is not None:
+        noted.update(failures)
+    return form
 
 
 @functools.cache
-def chosen(asked: Asked) -> Form:
-    """The first form that can compute it and, on a GPU, has passed its trial."""
+def _chosen(asked: Asked) -> tuple[Form, dict[str, str]]:
+    """The form, and why those before it are left out."""
     *others, reference = candidates(asked)
+    failures: dict[str, str] = {}
     for form in others:
-        failure = None if asked.device.type == "cpu" else trial(form, asked)
+        failure = None if asked.device.type == "cpu" else _tried(form, _kind(asked))
         if failure is None:
-            return form
+            return form, failures
+        failures[form.name] = failure
+    return reference, failures
+
+
+def _kind(asked: Asked) -> Asked:
+    """What a trial depends on: a tree that shares tries what one that does not would, one window stands for all."""
+    return dataclasses.replace(_smaller(asked)[1], shared=asked.causal, copies=False)
+
+
+@functools.cache
+def _tried(form: Form, kind: Asked) -> str | None:
+    failure = trial(form, kind)
+    if failure is not None:
         log.warning("attention by %s is left out: %s", form.name, failure)
-        LEFT_OUT[form.name] = failure
-    return reference
+    return failure
 
 
 def trial(form: Form, asked: Asked) -> str | None:
@@ -204,6 +241,8 @@ def trial(form: Form, asked: Asked) -> str | None:
         # What encloses this, such as activation checkpointing, must not count or keep what is saved here.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             difference = differences(form, asked)
+    except torch.OutOfMemoryError:  # it says nothing about the form
+        raise
     except Exception as e:  # a kernel that is missing, or a compiler, raises what it likes
         return (str(e).splitlines() or [type(e).__name__])[0][:120]
     most = TOLERANCE.get(asked.dtype, 2e-2)
@@ -211,7 +250,7 @@ def trial(form: Form, asked: Asked) -> str | None:
 
 
 def differences(form: Form, asked: Asked) -> float:
-    """The largest relative root-mean-square difference of output and gradients from the reference in float32."""
+    """The largest difference of output or a gradient from the reference in float32, as TOLERANCE counts it."""
     batch = _tree(asked.shared)
     random = torch.Generator().manual_seed(0)
     heads = [(asked.heads, asked.size), (asked.kv_heads, asked.size), (asked.kv_heads, asked.value_size)]

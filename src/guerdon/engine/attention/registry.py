@@ -71,6 +71,9 @@ def packed_attention(
         batch.store(module, key, value)
         batch = batch.prompts
     pattern, span = cut(attention_mask, causal, batch.max_length)
+    if pattern is None and attention_mask is not None and query.device.type != "cpu":
+        # Rows this short need no window: its forms are tried now, at the start, and not when a long one is waited for.
+        chosen(asking(batch, query, key, value, causal, attention_mask.span, softcap, s_aux))
     asked = asking(batch, query, key, value, causal, span, softcap, s_aux)
     out = chosen(asked).compute(batch, query, key, value, scale, asked, pattern, s_aux)
     return out.transpose(1, 2), None

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from guerdon.engine.attention.by_segment import visible
 from guerdon.engine.attention.patterns import CAUSAL, FULL, Span
@@ -127,16 +128,15 @@ def varlen(
 
     Without `gathers` the keys of ancestors are not copied for the forward pass, which only a causal span allows.
     """
-    divisions = (
-        gathered(batch, span, query.device) if gathers else levels(batch, query.device),
-        # Keys of one part are all different there, and no copies of gradients are summed.
-        levels(batch, query.device) if span == CAUSAL else gathered(batch, span, query.device),
-    )
+    device = query.device
+    forward = gathered(batch, span, device) if gathers else levels(batch, device)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks) if x is not None):
-        out: Tensor = _Varlen.apply(query, key, value, sinks, scale, divisions, kernel)
+        # Keys of one part are all different in levels, and no copies of gradients are summed.
+        backward = levels(batch, device) if span == CAUSAL else gathered(batch, span, device)
+        out: Tensor = _Varlen.apply(query, key, value, sinks, scale, (forward, backward), kernel)
     else:
-        out = _forward(query, key, value, sinks, scale, divisions[0], kernel)[0]
+        out = _forward(query, key, value, sinks, scale, forward, kernel)[0]
     return out.transpose(0, 1)[None]
 
 
@@ -193,6 +193,7 @@ class _Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         slopes = _backward(grad, query, key, value, sinks, out, lse, ctx.scale, ctx.parts, ctx.kernel)
@@ -224,24 +225,31 @@ def _backward(
     scale: float, parts: list[Part], kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of query, key, value and sinks, given that of the output; parts are summed in float32."""
-    sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-    for part in parts:
+
+    def of_part(part: Part) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = part.queries, part.keys
-        slopes = kernel.backward(
+        return kernel.backward(
             _taken(grad, queries), _taken(query, queries), _taken(key, keys), _taken(value, keys), _taken(out, queries),
             _taken(lse, queries, 1).contiguous(), part, scale,
         )  # fmt: skip
-        for total, of_part, rows in zip(sums, slopes, (queries, keys, keys), strict=True):
-            if isinstance(rows, slice):
-                _taken(total, rows).add_(of_part)
-            else:
-                total.index_add_(0, rows, of_part.to(total.dtype))
+
+    if len(parts) == 1 and isinstance(parts[0].keys, slice) and parts[0].keys == parts[0].queries:
+        # The only part is of the whole row on itself: there is nothing to sum.
+        dq, dk, dv = of_part(parts[0])
+    else:
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        for part in parts:
+            for total, some, rows in zip(sums, of_part(part), (part.queries, part.keys, part.keys), strict=True):
+                if isinstance(rows, slice):
+                    _taken(total, rows).add_(some)
+                else:
+                    total.index_add_(0, rows, some.to(total.dtype))
+        dq, dk, dv = (total.to(query.dtype) for total in sums)
     slope = None
     if sinks is not None:
         # The sink's weight times what its value, zero, lacks of the output.
         lost = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse) * (grad.to(lse.dtype) * out).sum(-1).T
         slope = -lost.sum(1).to(sinks.dtype)
-    dq, dk, dv = (total.to(query.dtype) for total in sums)
     return dq, dk, dv, slope
 
 
