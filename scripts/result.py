@@ -49,6 +49,7 @@ def measured(title: str) -> str:
     section = RESULTS.read_text(encoding="utf-8").split(f"\n{title}\n", 1)[1]
     date, commit, machine = re.findall(r"^(\d{4}-\d\d-\d\d), commit (\w+)[^,]*(?:\([^)]*\))?, (.*?), Linux",
                                        section.replace("\n", " ").replace(" 20", "\n20"), re.MULTILINE)[0]  # fmt: skip
+    machine = machine.replace("(R)", "").replace(" Processor", "")
     return f"{date}, commit {commit}, {machine}"
 
 
@@ -95,7 +96,7 @@ def _servers(axes: Any) -> None:
             fontweight="bold" if names[i].startswith("guerdon") else None,
         )
     axes.set_xlim(0, 1.15 * widest)
-    axes.set_xlabel(f"sequences a second, median and range of the rounds\n{measured('## Serving')}", loc="left")
+    axes.set_xlabel(f"sequences a second, median and range\n{measured('## Serving')}", loc="left")
     axes.set_title(
         "Scoring chat text, eight responses a prompt of 180", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
     )
