@@ -30,6 +30,14 @@ def until(page: Any, holds: str) -> None:
         page.wait_for_timeout(100)
 
 
+def comes(page: Any, what: Callable[[], Any]) -> None:
+    """Waits until `what` is true, asked again and again: a machine that stalls has numbers to show a little later."""
+    ends = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s"
+        page.wait_for_timeout(100)
+
+
 def alter(page: Any, change: Callable[[dict[str, Any]], None]) -> None:
     """From now on the page gets the server's snapshots as `change` leaves them."""
 

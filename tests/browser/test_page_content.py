@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from browser.conftest import PHONE, WIDE, Visit, alter, until
+from browser.conftest import PHONE, WIDE, Visit, alter, comes, until
 from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, total, train_rows
 from guerdon.client import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
@@ -63,10 +63,10 @@ def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
     until(page, "document.querySelectorAll('.cells rect').length > 10")
     assert page.locator("#server").inner_text().startswith("Ready")
     for tile in ("requests", "tokens", "latency", "fill"):
-        assert re.match(r"[\d.]", page.locator(f"#tile-{tile} .value").inner_text()), tile
-    assert drawn(page, "#rewards") > 40
-    assert drawn(page, "#traffic") >= 8
-    assert "ok" in page.locator(".outcomes").inner_text()
+        comes(page, lambda tile=tile: re.match(r"[\d.]", page.locator(f"#tile-{tile} .value").inner_text()))
+    comes(page, lambda: drawn(page, "#rewards") > 40)
+    comes(page, lambda: drawn(page, "#traffic") >= 8)
+    comes(page, lambda: "ok" in page.locator(".outcomes").inner_text())
     about = page.locator("#models .card", has_text="reward_model").inner_text()
     for fact in ("float32 on cpu", "Version", "Longest", "Why"):
         assert fact in about
@@ -74,6 +74,7 @@ def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
 
 def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=reward_model")
+    comes(page, lambda: re.match(r"[\d.]", page.locator("#tile-requests .value").inner_text()))
     times = {
         tile: page.locator(f"#tile-{tile} h2 small").inner_text()
         for tile in ("requests", "tokens", "queue", "latency", "saved")
@@ -83,8 +84,8 @@ def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
     assert (times["latency"], times["saved"]) == ("last 15\u00a0min", "last 15\u00a0min")
     assert times["queue"] == "now"
     assert "since the start" in page.locator("#tile-requests .under").inner_text()
-    legend = page.locator("#traffic .card", has_text="Requests").first.locator(".legend").inner_text()
-    assert re.match(r"all\s*[\d.]+\s*failed", legend)
+    legend = page.locator("#traffic .card", has_text="Requests").first.locator(".legend")
+    comes(page, lambda: re.match(r"all\s*[\d.]+\s*failed", legend.inner_text()))
 
 
 def test_padding_is_not_called_saving(url: str, visit: Visit) -> None:
