@@ -24,17 +24,14 @@ PATIENCE_S = 20.0
 
 def until(page: Any, holds: str) -> None:
     """Waits until the expression holds in the page, whose policy has playwright's own waiting fail."""
-    ends = time.monotonic() + PATIENCE_S
-    while not page.evaluate(holds):
-        assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s: {holds}"
-        page.wait_for_timeout(100)
+    comes(page, lambda: page.evaluate(holds), holds)
 
 
-def comes(page: Any, what: Callable[[], Any]) -> None:
+def comes(page: Any, what: Callable[[], Any], told: str = "what is waited for") -> None:
     """Waits until `what` is true, asked again and again: a machine that stalls has numbers to show a little later."""
     ends = time.monotonic() + PATIENCE_S
     while not what():
-        assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s"
+        assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s: {told}"
         page.wait_for_timeout(100)
 
 

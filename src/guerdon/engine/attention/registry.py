@@ -3,7 +3,7 @@
 Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
 `packed_attention` replaces the attention of any model that uses the registry; each segment sees its ancestors
-and, if the model is causal, itself up to the query. `attention_forms` says by which form it is computed: `by_segment`
+and, if the model is causal, itself up to the query. `forms` says by which form it is computed: `by_segment`
 handles every mask and is the reference, the others read a shared beginning once for all its continuations, or take
 few calls. All carry gradients.
 """
