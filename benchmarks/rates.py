@@ -4,8 +4,8 @@
 
 Counted are the FLOPs that are needed for the tokens that are computed: 2·M·K·N for every matrix product that the
 layers make, and 4·heads·head size for every pair of a query and a key that it may see, in every layer. A prompt that is
-shared counts once; the last layer's feed-forward counts for the tokens that are read; masked pairs, the rotary
-embedding, norms, softmax and activations count nothing. The rate that they are held against is that of the same
+shared counts once; of the last layer all but the keys and values counts for the tokens that are read; masked pairs, the
+rotary embedding, norms, softmax and activations count nothing. The rate that they are held against is that of the same
 matrix products, [M,K] by [K,N] in the same dtype, by themselves, over and over on the same matrices, each weighted by
 how often the forward makes it. Forward and products alternate in rounds, and a share is one of the same round.
 """
@@ -106,9 +106,9 @@ def pairs_of(batches: Iterable[PackedBatch]) -> int:
 
 
 def attention_flops(pairs: int, config: Any) -> int:
-    """Those of scores and weighted sums over so many pairs, in all layers."""
+    """Those of scores and weighted sums over so many pairs, of all layers together."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4 * pairs * config.num_attention_heads * head_size * config.num_hidden_layers
+    return 4 * pairs * config.num_attention_heads * head_size
 
 
 def random_rows(prompts: int, responses: int = 8, seed: int = 0) -> list[np.ndarray]:
@@ -180,7 +180,10 @@ def measure(shape: str, dtype: str, prompts: int, folder: Path, rounds: int) -> 
     engine.score(sequences)
     with Products() as products:
         engine.score(sequences)
-    in_layers, in_products = attention_flops(pairs_of(batches), engine.trunk.config), flops_of(products.found)
+    config = engine.trunk.config
+    # Of the last layer one query a row is seen, its last.
+    pairs = (config.num_hidden_layers - 1) * pairs_of(batches) + sum(map(len, rows))
+    in_layers, in_products = attention_flops(pairs, config), flops_of(products.found)
     seconds, product_seconds = [], []
     for _ in range(rounds):
         started = time.perf_counter()

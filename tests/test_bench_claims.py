@@ -48,7 +48,7 @@ def test_products_and_attention_are_counted_as_pytorch_counts_them(model: Any) -
         model.model(input_ids=torch.randint(3, 99, (1, tokens)))
     assert rates.flops_of(products.found) == told.pop("aten.mm") + told.pop("aten.addmm", 0)
     # Its attention is computed for masked pairs, too.
-    assert rates.attention_flops(tokens * tokens, model.config) == sum(told.values())
+    assert rates.attention_flops(3 * tokens * tokens, model.config) == sum(told.values())
 
 
 def test_what_the_engine_computes_is_counted_where_it_computes_it(model: Any, tmp_path: Path) -> None:
@@ -62,8 +62,9 @@ def test_what_the_engine_computes_is_counted_where_it_computes_it(model: Any, tm
     with rates.Products() as products:
         engine.score([Sequence(row) for row in rows])
     tokens = 40 + 10 + 11 + 12 + 13
-    attention, feed_forward = 32 * 32 * 2 + 32 * 16 * 2, 3 * 32 * 48
-    needed = 2 * (tokens * (3 * attention + 2 * feed_forward) + len(rows) * feed_forward)
+    queries, keys, feed_forward = 32 * 32 * 2, 32 * 16 * 2, 3 * 32 * 48
+    of_last = tokens * keys + len(rows) * (queries + feed_forward)
+    needed = 2 * (tokens * 2 * (queries + keys + feed_forward) + of_last)
     head = 2 * len(rows) * 32
     assert needed <= rates.flops_of(products.found) <= needed + head
 

@@ -162,7 +162,7 @@ def compare(folder: Path, ranks: Ranks, model: str) -> dict[str, float]:
     rows, report = want["rows"], {}
     numbers = own(ranks, len(rows), least=1)
     mine = [rows[i] for i in numbers]
-    report["rewards"] = farthest(rewards(folder / model, mine, ranks), want["rewards"][numbers])
+    report["rewards"] = farthest([rewards(folder / model, mine, ranks)], [want["rewards"][numbers]])
     got, grads = values(folder / model, mine, ranks)
     report["values"] = farthest(got, [want["values"][i] for i in numbers])
     report["value gradients"] = _norms(grads, want["value gradients"])

@@ -29,6 +29,7 @@ from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.attention import registry
 from guerdon.engine.choosing import choose
+from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.gathering import WHOLE, Gathering
 from guerdon.engine.last_layer import LastLayer
 from guerdon.engine.layout import layers
@@ -105,6 +106,7 @@ class Forward:
         self._most_tokens = _most_tokens(self.trunk.config)
         self._classes = LengthClasses(self.trunk)
         self._last_layer = LastLayer(self.trunk)
+        self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
         self.path, why = "single", "--deterministic"
         if not config.deterministic:
             self.path, why = choose(self, loaded.info, gradients=loaded.trains)
@@ -208,8 +210,11 @@ class Forward:
     # ---------------------------------------------------------------------------------------- the four paths
 
     def use(self, path: str) -> None:
-        """Gives the trunk the attention that `path` runs on."""
-        self.trunk.set_attn_implementation(registry.NAME if path.startswith("packed") else self._plain_attention)
+        """Gives the trunk the attention that `path` runs on, and its other modules what computes them fastest there."""
+        packed = path.startswith("packed")
+        self.trunk.set_attn_implementation(registry.NAME if packed else self._plain_attention)
+        if self._fewer_passes is not None:
+            self._fewer_passes.use(packed)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
@@ -256,7 +261,7 @@ class Forward:
         mask = torch.ones_like(tokens)
 
         def launch() -> Layout:
-            with registry.attending(batch), self._last_layer.only(read):
+            with registry.attending(batch, self._last_layer.queries(where)), self._last_layer.only(read):
                 hidden = self._forward(tokens[None], mask[None], positions[None])[0]
             return Layout(hidden, batch.rows, batch.spans, batch.last, read)
 

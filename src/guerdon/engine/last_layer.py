@@ -1,7 +1,8 @@
-"""In the last layer the feed-forward is computed only for the tokens whose hidden states are read.
+"""In the last layer only what is read is computed: queries, attention and feed-forward of a few tokens.
 
-A reward is read from one token a sequence; what the last layer's feed-forward does to all others is never seen. The
-attention of that layer still needs every key and value, so only position-wise work can be left out.
+A reward is read from one token a sequence; what the last layer does to all others is never seen. Its attention still
+needs every key and value. What is left out are the query and output projections of other tokens, their attention
+(see `attention.few`) and their feed-forward.
 """
 
 from __future__ import annotations
@@ -10,30 +11,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 
 class LastLayer:
-    """Narrows the `mlp` of a trunk's last layer, where it has one; else changes nothing."""
+    """Narrows a trunk's last layer to the tokens that are read, as far as it has the usual parts; else changes nothing.
+
+    The parts are `self_attn` with `q_proj` and `o_proj`, and `mlp`.
+    """
 
     def __init__(self, trunk: nn.Module) -> None:
         self._read: torch.Tensor | None = None
         self._width = 0
         layers = next((x for x in (getattr(trunk, name, None) for name in ("layers", "h")) if x is not None), None)
-        mlp = getattr(layers[-1], "mlp", None) if isinstance(layers, nn.ModuleList) and len(layers) else None
-        if isinstance(mlp, nn.Module):
-            mlp.register_forward_pre_hook(self._narrow)
-            mlp.register_forward_hook(self._widen)
+        last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+        self._attention: Any = getattr(last, "self_attn", None)
+        for part in (
+            getattr(self._attention, "q_proj", None),
+            getattr(self._attention, "o_proj", None),
+            getattr(last, "mlp", None),
+        ):
+            if isinstance(part, nn.Module):
+                part.register_forward_pre_hook(self._narrow)
+                part.register_forward_hook(self._widen)
 
     @contextmanager
     def only(self, read: torch.Tensor | None) -> Iterator[None]:
-        """Within it the feed-forward sees the tokens `read` (indices into the one packed row); None: all."""
+        """Within it the last layer sees only the tokens `read` (indices into the one packed row); None: all."""
         self._read = read
         try:
             yield
         finally:
             self._read = None
+
+    def queries(self, read: np.ndarray | None) -> dict[nn.Module, np.ndarray]:
+        """The last layer's attention and the queries whose outputs alone are seen, as `registry.attending` has them."""
+        return {} if read is None or self._attention is None else {self._attention: read}
 
     def _narrow(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._read is None:

@@ -10,13 +10,15 @@ few calls. All carry gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import numpy as np
 import torch
 
-from guerdon.engine.attention.forms import asking, chosen
+from guerdon.engine.attention.forms import CASCADE_ON_CPU, asking, chosen
+from guerdon.engine.attention.of_few import of_few
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.packing import PackedBatch
@@ -25,6 +27,7 @@ NAME = "guerdon_packed"
 UNSUPPORTED = ("position_bias", "head_mask", "block_indices", "block_mask", "indices", "sinks")
 """Keywords by which some models change what is attended to; with one of them a model runs the plain way."""
 _batch: ContextVar[PackedBatch | Decoding] = ContextVar("guerdon_packed_batch")
+_queries: ContextVar[Mapping[torch.nn.Module, np.ndarray]] = ContextVar("guerdon_queries")
 
 
 def attended() -> PackedBatch | Decoding | None:
@@ -33,13 +36,19 @@ def attended() -> PackedBatch | Decoding | None:
 
 
 @contextmanager
-def attending(batch: PackedBatch | Decoding) -> Iterator[None]:
-    """Makes `batch` the one that attention reads; a context variable, for some models drop unknown keywords."""
-    token = _batch.set(batch)
+def attending(
+    batch: PackedBatch | Decoding, queries: Mapping[torch.nn.Module, np.ndarray] | None = None
+) -> Iterator[None]:
+    """Makes `batch` the one that attention reads; a context variable, for some models drop unknown keywords.
+
+    `queries` names modules of whose attention only the outputs of these queries are seen.
+    """
+    tokens = _batch.set(batch), _queries.set(queries or {})
     try:
         yield
     finally:
-        _batch.reset(token)
+        _batch.reset(tokens[0])
+        _queries.reset(tokens[1])
 
 
 def packed_attention(
@@ -75,7 +84,11 @@ def packed_attention(
         # Rows this short need no window: its forms are tried now, at the start, and not when a long one is waited for.
         chosen(asking(batch, query, key, value, causal, attention_mask.span, softcap, s_aux))
     asked = asking(batch, query, key, value, causal, span, softcap, s_aux)
-    out = chosen(asked).compute(batch, query, key, value, scale, asked, pattern, s_aux)
+    form, read = chosen(asked), _queries.get({}).get(module)
+    if read is not None and form is CASCADE_ON_CPU:
+        out = of_few(batch, read, query, key, value, scale)
+    else:
+        out = form.compute(batch, query, key, value, scale, asked, pattern, s_aux)
     return out.transpose(1, 2), None
 
 
