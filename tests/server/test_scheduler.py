@@ -105,6 +105,29 @@ def test_a_group_waits_for_a_batch_that_holds_it_whole() -> None:
     assert taken(s.take(0.0)) == [50] * 4
 
 
+def prompt_and_responses(shared: int, responses: int, length: int) -> Job:
+    prompt = np.arange(50_000, 50_000 + shared)
+    return Job([Sequence(np.concatenate([prompt, np.full(length, 900 + i)])) for i in range(responses)])
+
+
+def test_a_long_prompt_is_not_computed_twice_to_fill_a_batch() -> None:
+    s = scheduler(max_batch_tokens=1000)
+    s.add(job(300))
+    s.add(prompt_and_responses(shared=400, responses=8, length=50))
+    assert taken(s.take(0.0)) == [300]
+    batch = s.take(0.0)
+    assert taken(batch) == [450] * 8
+    assert batch is not None and batch.num_tokens == 800
+
+
+def test_a_short_prompt_fills_a_batch_though_it_is_computed_twice() -> None:
+    s = scheduler(max_batch_tokens=1000)
+    s.add(job(300))
+    s.add(prompt_and_responses(shared=30, responses=8, length=100))
+    assert taken(s.take(0.0)) == [300] + [130] * 6
+    assert taken(s.take(0.0)) == [130] * 2
+
+
 def test_higher_priority_goes_first() -> None:
     s = scheduler()
     s.add(job(80))

@@ -26,6 +26,11 @@ from guerdon.tracing import Part
 
 Result = Score | GuerdonError
 
+SPLIT = 32
+"""A group that fits the next batch whole waits for it, if its parts in two would compute more than a 32nd of a budget
+twice. What a batch costs whatever its size is less than that: a feed-forward in parts of 1,024 tokens took 3% longer
+than in parts of 4,096."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -235,8 +240,7 @@ class Scheduler:
         while (job := self._head()) is not None:
             members = self._together(job)
             room, wanted = budget - batch.num_tokens, sum(cost for *_, cost in members)
-            # A group that fits the next batch whole waits for it, unless this one would stay mostly empty.
-            if batch.entries and room < wanted <= budget and 2 * room < budget:
+            if batch.entries and room < wanted <= budget and _shared(members) > budget // SPLIT:
                 return
             for owner, i, cost in members:
                 if batch.entries and batch.num_tokens + cost > budget:
@@ -329,6 +333,11 @@ class Scheduler:
             heapq.heappop(line.jobs)
             if job.waiting:
                 self._push(job)
+
+
+def _shared(members: list[tuple[Job, int, int]]) -> int:
+    """The tokens that a group's sequences begin alike with, by what they cost behind the first."""
+    return max((owner.sequences[i].num_tokens - cost for owner, i, cost in members[1:]), default=0)
 
 
 def _group(s: Sequence) -> Hashable:
