@@ -118,7 +118,7 @@ def measure_peers(args: argparse.Namespace) -> dict:
     sample = [f"Human: {c['prompt']}\n\nAssistant: {r}" for c in chats[:100] for r in c["responses"]]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(make_models(args.out, [sample]))
     cells = [
-        make_cell(chats, tokenizer, name, int(responses), args.rounds, args.response_tokens)
+        make_cell(chats, tokenizer, name, int(responses), args.response_tokens)
         for name in args.loads
         for responses in args.responses
     ]

@@ -16,14 +16,12 @@ from tqdm import tqdm
 
 import load
 from forms import FORMS, PADDED_TO_MAXIMUM, Form
-from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, SORTED, InProcess, Worker
+from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, InProcess, Worker
 from loads import Cell, Group
 from servers import Server, is_here
 
 MARGIN = 1.4
 """A form that is so many times slower than the best of its kind in the first round is not measured again."""
-JOINING = ("guerdon", "infinity", "litserve", "ray", "vllm")
-"""Servers that make batches of what waits."""
 
 
 class PeerFailed(Exception):
@@ -32,24 +30,19 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True)
 class Entrant:
-    """One form with its process up: `run` gives the seconds, each sequence's score by its number, and latencies.
-
-    One that sorts or joins what is there gets the `whole` cell each time, for it needs much to choose from.
-    """
+    """One form with its process up: `run` gives the seconds, each sequence's score by its number, and latencies."""
 
     name: str
     pads: bool
     is_ours: bool
     run: Callable[[list[Group]], tuple[float, dict[int, float], list[float]]]
     by_prompt: bool = False
-    whole: bool = False
 
 
 def measure(cells: list[Cell], names: list[str], environments: Path, folder: Path, *, rounds: int, end: float) -> dict:
     """The forms of these names over all cells, `rounds` times or until one more round would pass the time `end`.
 
-    Forms that sort or join score the whole of a cell in each round, every other form another part of it, so that the
-    rounds' parts make up the whole. What does not start, or fails, is left out from then on and told under "missing".
+    What does not start, or fails, is left out from then on and told under "missing".
     """
     missing: dict[str, str] = {}
     with ExitStack() as stack:
@@ -65,9 +58,8 @@ def measure(cells: list[Cell], names: list[str], environments: Path, folder: Pat
                 bar = tqdm(there[turn:] + there[:turn], file=sys.stderr, leave=False)
                 bar.set_description(f"round {number + 1}: {cell.load}, {cell.responses} responses")
                 for entrant in bar:
-                    groups = cell.groups if entrant.whole else cell.parts[number % len(cell.parts)]
                     try:
-                        seconds, got, latencies = entrant.run(groups)
+                        seconds, got, latencies = entrant.run(cell.groups)
                     except PeerFailed as e:
                         missing[entrant.name] = f"{cell.load}, {cell.responses} responses: {e}"
                         entrants.remove(entrant)
@@ -138,7 +130,7 @@ def _served(form: Form, server: Server) -> Entrant:
         return result.seconds, scores, [a.seconds for a in result.answers]
 
     by_prompt = form.by_prompt and form.name != PADDED_TO_MAXIMUM
-    return Entrant(form.name, form.pads, form.server == "guerdon", run, by_prompt, form.server in JOINING)
+    return Entrant(form.name, form.pads, form.server == "guerdon", run, by_prompt)
 
 
 def _workers(forms: list[InProcess], folder: Path, stack: ExitStack) -> list[Entrant]:
@@ -155,7 +147,7 @@ def _workers(forms: list[InProcess], folder: Path, stack: ExitStack) -> list[Ent
             numbers = [g.first + i for g in groups for i in range(len(g.rows))]
             return seconds, dict(zip(numbers, scores, strict=True)), []
 
-        return Entrant(form.name, form.pads, engine, run, whole=form in (ENGINE, SORTED))
+        return Entrant(form.name, form.pads, engine, run)
 
     return [entrant(form) for form in forms]
 

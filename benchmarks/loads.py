@@ -16,6 +16,8 @@ from workload import MAX_LENGTH
 Chat = dict
 """A row of the data: {"prompt", "responses"}."""
 
+FIRST = 3
+"""Groups by whose length their number is chosen."""
 PROMPTS = {"bare": 0, "short": 180, "long": 1_000}
 """By load: before the question stand so many tokens of earlier turns that the prompt has this many, up to 15% more
 or less."""
@@ -25,8 +27,8 @@ FEWEST = 24
 """Tokens below which no turn is worth adding, and no earlier reply is cut."""
 GOLDEN = 0.618
 """Its multiples' fractions are spread evenly: the prompts' lengths are, too."""
-PART_TOKENS, PART_SEQUENCES = 5_500, 16
-"""A part has about so many tokens, but at least so many sequences."""
+TOKENS, SEQUENCES = 16_500, 64
+"""A cell has about so many tokens, but at least so many sequences, so that whoever sorts or joins has a choice."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Cell:
-    """Groups of one load and one number of responses, dealt into parts of like lengths."""
+    """Groups of one load and one number of responses."""
 
     load: str
     responses: int
-    parts: list[list[Group]] = field(repr=False)
-
-    @property
-    def groups(self) -> list[Group]:
-        """Those of all parts."""
-        return [group for part in self.parts for group in part]
+    groups: list[Group] = field(repr=False)
 
     @property
     def rows(self) -> list[np.ndarray]:
@@ -111,10 +108,9 @@ def make_cell(
     tokenizer: PreTrainedTokenizerFast,
     load: str,
     responses: int,
-    num_parts: int,
     most_response: int = MOST_RESPONSE,
 ) -> Cell:
-    """As many groups as fill `num_parts` parts, or as there are chats; `most_response` is where responses are cut."""
+    """As many groups as a cell takes, or as there are chats; `most_response` is where responses are cut."""
 
     def group(number: int) -> Group:
         prompt = prompt_of(chats, number, PROMPTS[load], tokenizer)
@@ -122,17 +118,8 @@ def make_cell(
         rows = [np.array(tokenizer(text)["input_ids"][:MAX_LENGTH], dtype=np.int64) for text in texts]
         return Group(texts, rows, number * responses, len(tokenizer(prompt)["input_ids"]))
 
-    groups = [group(number) for number in range(min(num_parts, len(chats)))]
+    groups = [group(number) for number in range(min(FIRST, len(chats)))]
     mean = sum(g.num_tokens for g in groups) / len(groups)
-    each = max(round(PART_TOKENS / mean), -(-PART_SEQUENCES // responses))
-    groups += [group(number) for number in range(len(groups), min(each * num_parts, len(chats)))]
-    return Cell(load, responses, deal(groups, num_parts))
-
-
-def deal(groups: list[Group], num_parts: int) -> list[list[Group]]:
-    """The groups in parts of like lengths: from the longest on, there and back again."""
-    parts: list[list[Group]] = [[] for _ in range(num_parts)]
-    for place, group in enumerate(sorted(groups, key=lambda g: -g.num_tokens)):
-        lap, step = divmod(place, num_parts)
-        parts[step if lap % 2 == 0 else num_parts - 1 - step].append(group)
-    return parts
+    count = max(round(TOKENS / mean), -(-SEQUENCES // responses))
+    groups += [group(number) for number in range(len(groups), min(count, len(chats)))]
+    return Cell(load, responses, groups[:count])

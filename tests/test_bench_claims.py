@@ -212,7 +212,7 @@ def test_a_round_of_guerdon_and_transformers_agrees(tmp_path: Path) -> None:
 
     chats = read_chats(Path(__file__).parents[1] / "src/guerdon/demo/heldout.jsonl")[:8]
     model = make_models(tmp_path, [[c["prompt"] + r for c in chats for r in c["responses"]]])
-    cell = make_cell(chats, PreTrainedTokenizerFast.from_pretrained(model), "short", 4, 1)
+    cell = make_cell(chats, PreTrainedTokenizerFast.from_pretrained(model), "short", 4)
     names = ["guerdon, a request a prompt", ENGINE.name, ONE_BY_ONE.name, SORTED.name, "Ray Serve, a request a prompt"]
     found = contest.measure([cell], names, tmp_path / "none", tmp_path, rounds=1, end=time.monotonic() + 60)
     assert found["missing"] == {"Ray Serve, a request a prompt": "no environment"}

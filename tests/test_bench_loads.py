@@ -1,4 +1,4 @@
-"""The loads and requests of `make bench`: real text in cells, dealt into parts, written as each peer reads it."""
+"""The loads and requests of `make bench`: real text in cells, written as each peer reads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokenizer(loads: Any, chats: list[dict]) -> Any:
 
 
 def test_a_cell_has_each_prompts_own_responses_and_then_others(loads: Any, chats: list[dict], tokenizer: Any) -> None:
-    cell = loads.make_cell(chats, tokenizer, "bare", 16, 3)
+    cell = loads.make_cell(chats, tokenizer, "bare", 16)
     assert {len(g.rows) for g in cell.groups} == {16}
     group = next(g for g in cell.groups if g.first == 0)
     mine, others = group.texts[: len(chats[0]["responses"])], group.texts[len(chats[0]["responses"]) :]
@@ -55,7 +55,7 @@ def test_a_cell_has_each_prompts_own_responses_and_then_others(loads: Any, chats
 def test_earlier_turns_make_a_prompt_as_long_as_its_load_says(
     loads: Any, chats: list[dict], tokenizer: Any, load: str, tokens: int
 ) -> None:
-    groups = loads.make_cell(chats, tokenizer, load, 1, 2).groups
+    groups = loads.make_cell(chats, tokenizer, load, 1).groups
     lengths = [g.prompt_tokens for g in groups]
     # A turn is whole, so that a prompt may pass what was wanted by a question and the fewest tokens of a reply.
     assert all(0.85 * tokens - loads.FEWEST <= n <= 1.15 * tokens + 80 for n in lengths), lengths
@@ -71,13 +71,12 @@ def test_a_response_is_cut_where_a_trainer_would_stop_it(loads: Any, tokenizer: 
     assert loads.cut(short, tokenizer, 40) == short
 
 
-def test_parts_are_alike_and_make_up_the_whole(loads: Any) -> None:
-    rng = np.random.default_rng(0)
-    groups = [loads.Group(["x"], [np.arange(n)], i, 1) for i, n in enumerate(rng.integers(100, 400, 30))]
-    parts = loads.deal(groups, 3)
-    assert sorted(g.first for part in parts for g in part) == list(range(30))
-    sizes = [sum(g.num_tokens for g in part) for part in parts]
-    assert max(sizes) < 1.05 * min(sizes)
+def test_a_cell_is_as_large_as_batches_need(loads: Any, chats: list[dict], tokenizer: Any) -> None:
+    by_sequences = loads.make_cell(chats, tokenizer, "long", 16)
+    assert sum(len(g.rows) for g in by_sequences.groups) == loads.SEQUENCES
+    by_tokens = loads.make_cell(chats, tokenizer, "short", 1)
+    mean = sum(g.num_tokens for g in by_tokens.groups[: loads.FIRST]) / loads.FIRST
+    assert len(by_tokens.groups) == min(len(chats), max(round(loads.TOKENS / mean), loads.SEQUENCES))
 
 
 @pytest.fixture
