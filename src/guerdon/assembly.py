@@ -22,6 +22,7 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
+from guerdon.engine.host_threads import end_pool
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
 from guerdon.server.batching.scheduler import Limits
@@ -324,6 +325,7 @@ def _service(
         except BaseException:
             operations.close()
             raise
+    end_pool()  # from now on another thread computes
     if ranks.size > 1:
         metrics = service.metrics
         metrics.set("guerdon_ranks", ranks.data_size, "data")
