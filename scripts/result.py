@@ -108,10 +108,11 @@ def _step(axes: Any) -> None:
         min((name for name in rows if name.startswith("TRL")), key=lambda name: float(rows[name]["step"])),
         "guerdon",
     ]
+    labels = ["TRL's\nRLOOTrainer" + names[0].removeprefix("TRL").replace(", ", ",\n"), "guerdon"]
     starts = [0.0, 0.0]
     for part, colour in PARTS.items():
         widths = [float(rows[name][part]) for name in names]
-        axes.barh(["TRL's\nRLOOTrainer", "guerdon"], widths, left=starts, color=colour, height=0.5, label=part)
+        axes.barh(labels, widths, left=starts, color=colour, height=0.5, label=part)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for i, name in enumerate(names):
         seconds = float(rows[name]["step"])
