@@ -99,6 +99,13 @@ def test_the_reference_is_transformers_own(tmp_path: Path) -> None:
     norms = [module for module in engine.trunk.modules() if isinstance(module, llama.LlamaRMSNorm)]
     assert norms
     assert all("forward" in norm.__dict__ for norm in norms)
+    # A second one on the same trunk knows what the first has replaced.
+    for replaced_by in (FewerPasses(engine.trunk), engine._fewer_passes):
+        assert replaced_by is not None
+        replaced_by.use(False)
+        assert not any("forward" in module.__dict__ for module in engine.trunk.modules())
+        replaced_by.use(True)
+        assert all("forward" in norm.__dict__ for norm in norms)
     with engine.plain_attention():
         assert not any("forward" in module.__dict__ for module in engine.trunk.modules())
     assert all("forward" in norm.__dict__ for norm in norms)

@@ -78,19 +78,28 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Modules of the trunk, and for each a function that computes the same."""
     for module in trunk.modules():
         own = module.__dict__.get("forward", type(module).forward)
+        if getattr(own, "__func__", None) in _OURS:  # another Forward runs the same trunk
+            own = type(module).forward
         if _same_code(own, known.LlamaRMSNorm.forward) and _norms_agree():
             yield module, norm
         elif _same_code(own, known.LlamaMLP.forward) and isinstance(module.act_fn, _SILU) and _gated_agree():
             yield module, gated
         elif _rotates_as_known(own) and _rotations_agree():
-            # The same function, but for what it finds by that name.
-            globals_ = {**own.__globals__, _ROTARY: rotated}
-            made = FunctionType(own.__code__, globals_, own.__name__, own.__defaults__, own.__closure__)
-            made.__kwdefaults__ = own.__kwdefaults__
-            yield module, made
+            yield module, _with_rotated(own)
 
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_OURS: set[Any] = {norm, gated}
+
+
+@functools.cache
+def _with_rotated(forward: FunctionType) -> FunctionType:
+    """The same function, but for the rotary embedding that it finds by its name."""
+    globals_ = {**forward.__globals__, _ROTARY: rotated}
+    made = FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    _OURS.add(made)
+    return made
 
 
 def _rotates_as_known(forward: Any) -> bool:
