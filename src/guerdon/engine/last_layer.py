@@ -2,7 +2,7 @@
 
 A reward is read from one token a sequence; what the last layer does to all others is never seen. Its attention still
 needs every key and value. What is left out are the query and output projections of other tokens, their attention
-(see `attention.few`) and their feed-forward.
+(see `attention.of_few`) and their feed-forward.
 """
 
 from __future__ import annotations
