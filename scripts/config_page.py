@@ -101,10 +101,11 @@ def type_text(field: dataclasses.Field[Any], hint: Any) -> str:
         inner = typing.get_args(hint)[0]
         return {float: "numbers", str: "texts"}.get(inner, "list")
     text = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}.get(hint, "section")
-    least, most = field.metadata["least"], field.metadata["most"]
+    least, most, above = field.metadata["least"], field.metadata["most"], field.metadata["above"]
     if least is not None and most is not None:
         return f"{text}, {least:g} to {most:.0f}"
-    return text if least is None else f"{text}, at least {least:g}"
+    bounds = [("above", above), ("at least", least), ("at most", most)]
+    return ", ".join([text, *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)])
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:

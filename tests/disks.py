@@ -27,7 +27,12 @@ def small_disk(folder: Path, size_kib: int = 128) -> None:
 
 
 def remount(folder: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
+    """Makes it read-only (`ro`), also while files on it are open for writing, or as it was (`rw`)."""
+    if how == "rw":
+        subprocess.run(["umount", folder], check=True)
+    else:
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 
 
 def fill(folder: Path) -> Path:

@@ -365,6 +365,7 @@ def test_an_actors_yaml_alone(run_yaml: str) -> None:
         (["--rollouts.top-k", "1"], "rollouts.top_k is 1"),
         (["--rollouts.top-p", "0"], "rollouts.top_p is 0"),
         (["--remote-rm.send", "text", "--remote-rm.pad-to-length", "64"], "remote_rm.pad_to_length is 64, and"),
+        (["--remote-rm.suffix", "</s>"], "remote_rm.suffix is '</s>', and remote_rm.send is tokens"),
         (["--run.time-limit", "12:00"], "run.time_limit is '12:00'"),
         ([], "there is no ./p"),
     ],

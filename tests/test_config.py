@@ -55,6 +55,13 @@ def test_what_is_wrong_is_named(data: Any, message: str, help_text: str) -> None
         (ServerConfig(port=-1), "port is -1"),
         (ServerConfig(grpc_port=65536), "grpc_port is 65536"),
         (ServerConfig(max_requests=0), "max_requests is 0"),
+        (ServerConfig(request_timeout_s=0.0), "request_timeout_s is 0"),
+        (
+            ServerConfig(models=[ModelConfig(), ModelConfig(name="b", recheck_share=7.0)]),
+            r"models\[1\]\.recheck_share is 7",
+        ),
+        (ServerConfig(critic=CriticConfig(std=-1.0)), r"critic\.std is -1"),
+        (ServerConfig(critic=CriticConfig(save_every=1)), r"critic\.save_every is 1, and there is no folder"),
         (ModelConfig(max_length=0), "max_length is 0"),
         (ModelConfig(max_batch_tokens=-5), "max_batch_tokens is -5"),
         (ModelConfig(std=0.0), "std is 0"),
@@ -152,7 +159,7 @@ def test_a_reward_is_a_sum_of_several() -> None:
         (summed({"model": "a", "normalize": "given"}), "normalize is given, and there is neither mean nor std"),
         (summed({"model": "a", "mean": 0}), r"components\[0\]\.mean is 0, and normalize is none"),
         (summed({"model": "a", "normalize": "running", "std": 2}), r"\.std is 2, and normalize is running"),
-        (summed({"model": "a", "normalize": "given", "std": 0}), r"components\[0\]\.std is 0"),
+        (summed({"model": "a", "normalize": "given", "std": 0}), r"rewards\[0\]\.components\[0\]\.std is 0"),
         (summed({"model": "a"}, name="b"), "two models are named b"),
         (
             ServerConfig(critic=CriticConfig(), models=[ModelConfig(name="critic_save")]),

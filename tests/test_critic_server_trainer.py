@@ -220,11 +220,13 @@ class Pair(Ranks):
     def tell_all(self, what: Any, *_: Any, **__: Any) -> list[Any]:
         self.told[self.rank] = what
         self.turn.wait(60)
-        return list(self.told)
+        told = list(self.told)
+        self.turn.wait(60)  # what is told next must wait for whoever reads this
+        return told
 
 
-def on_two_ranks(trainers: list[CriticServerTrainer], batch: dict[str, np.ndarray]) -> list[Any]:
-    """What each of them raises, or reports, with the same request."""
+def on_two_ranks(trainers: list[CriticServerTrainer], *batches: dict[str, np.ndarray]) -> list[Any]:
+    """What each of them raises, or reports, with the same request, or each with one of its own."""
     told, turn = [None, None], threading.Barrier(2)
 
     def train(rank: int) -> Any:
@@ -234,7 +236,7 @@ def on_two_ranks(trainers: list[CriticServerTrainer], batch: dict[str, np.ndarra
             object.__setattr__(pair, name, shared)
         critic = trainers[rank]._parts().trainer(trainers[rank].config.critic, pair)
         try:
-            return critic.train(TrainRequest("x", **batch))
+            return critic.train(TrainRequest("x", **batches[-1 if rank else 0]))
         except Exception as e:
             return e
 
@@ -253,6 +255,36 @@ def test_ranks_that_do_not_come_equally_far_are_broken() -> None:
     for raised, trainer in zip(on_two_ranks(trainers, batch_of(4)), trainers, strict=True):
         assert isinstance(raised, ServerFault) and "rank 1 on b: training failed" in str(raised)
         assert trainer.critic.state()["broken"] == str(raised)
+
+
+def test_where_the_gradient_of_one_rank_is_not_finite_none_makes_the_step() -> None:
+    """As of a model whose ranks hold different parts."""
+    trainers, batch = [make(), make()], batch_of(12)
+    other = {name: x.copy() for name, x in batch.items()}
+    other["returns"][5, 0] = np.inf  # in the second of three global batches
+    for report, trainer in zip(on_two_ranks(trainers, batch, other), trainers, strict=True):
+        assert (report.num_steps, report.num_skipped, trainer.step) == (2, 1, 2)
+        assert trainer.optimizer.param_groups[0]["lr"] == LEARNING_RATE * 0.5**2 and not trainer.critic.broken
+    for one, two in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_where_one_rank_fails_amid_a_request_the_others_do_not_go_on() -> None:
+    trainers, batch = [make(), make()], batch_of(12)
+    other = {name: x.copy() for name, x in batch.items()}
+    other["tokens"][5, 0] = RAISES
+    for raised, trainer in zip(on_two_ranks(trainers, batch, other), trainers, strict=True):
+        assert type(raised) is ServerFault and "rank 1 on b: training failed" in str(raised)
+        assert (trainer.critic.broken, trainer.step) == (str(raised), 1)
+    assert [str(raised) for raised in on_two_ranks(trainers, batch)] == [trainers[0].critic.broken] * 2
+
+
+def test_ranks_that_begin_at_different_steps_are_broken() -> None:
+    trainers = [make(), make()]
+    trainers[1].load_state_dict({"step": 3})
+    for raised, trainer in zip(on_two_ranks(trainers, batch_of(4)), trainers, strict=True):
+        assert type(raised) is ServerFault and "they are at steps 0, 3" in str(raised)
+        assert trainer.critic.broken and trainer.step in (0, 3)
 
 
 def test_weights_of_which_nothing_is_known_have_a_version_of_their_own() -> None:

@@ -63,6 +63,9 @@ ROOMS = {  # room: the rooms that it may know besides itself
 MORE = {  # path prefix: what it may know besides
     "adapters/trlx/": {"local"},  # whose reward model may be in the trainer's own process
 }
+TRANSPORTS = ("server/front/", "server/dashboard/pages.py", "server/runtime.py")
+"""What of the server may know its transports; all else is the same under each of them."""
+
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "bench", "client", "server", "flags", "cli"], TORCH),
@@ -109,6 +112,8 @@ def offences(path: Path) -> Iterator[str]:
             target = "__init__"
         if (first == "guerdon" and target != room and target not in known) or first in banned:
             yield f"{path}:{line}: {room} must not import {name}"
+        elif room == "server" and name.startswith("guerdon.server.front") and not inside.startswith(TRANSPORTS):
+            yield f"{path}:{line}: only the transports may import {name}"
 
 
 @pytest.mark.parametrize("path", sorted((SRC / "guerdon").rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))

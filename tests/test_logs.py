@@ -232,7 +232,7 @@ def test_what_cannot_start_is_said_in_json(tmp_path: Path) -> None:
     told = json.loads(line)
     assert list(told) == ["time", "level", "logger", "message", "rank", "help"]
     assert (told["level"], told["rank"]) == ("error", 1)
-    assert told["message"] == "std is 0" and "above 0" in told["help"]
+    assert told["message"] == "models[0].std is 0" and "above 0" in told["help"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--log-format", "json")], ids=["in the file alone", "by the flag"])

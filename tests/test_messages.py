@@ -8,13 +8,15 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 import served
 from guerdon import LocalRewardModel, RewardClient
-from guerdon.adapters import trl
+from guerdon.adapters import trl, verl
+from guerdon.client.files import score_file
 from guerdon.errors import InvalidRequest
-from guerdon.messages import plain, response
+from guerdon.messages import answered, plain, response
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -66,6 +68,33 @@ def test_only_an_assistant_responds() -> None:
         response([{"role": "user", "content": "x"}])
 
 
+BEGUN: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "be"}]
+
+
+def test_an_answer_goes_on_with_the_assistants_message_that_was_begun() -> None:
+    whole = [BEGUN[0], {"role": "assistant", "content": "begun"}]
+    assert answered(BEGUN, "gun") == answered(tuple(BEGUN), "gun") == whole
+    assert answered(BEGUN[:1], "begun") == whole
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert answered([{"role": "assistant", "content": parts, "name": "me"}], "c") == [
+        {"role": "assistant", "content": "a\nbc", "name": "me"}
+    ]
+    assert BEGUN[1]["content"] == "be"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": [{"type": "image_url"}]},
+        {"role": "tool", "content": "4"},
+    ],
+)
+def test_an_answer_to_what_is_no_begun_text_is_a_message_of_its_own(message: dict[str, Any]) -> None:
+    assert answered([message], "a") == [message, {"role": "assistant", "content": "a"}]
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served.plain(tmp_path_factory.mktemp("messages")) as server:
@@ -103,6 +132,18 @@ def test_parts_have_the_score_of_their_text_whichever_way_they_come_in(url: str)
     for ask in (by_kserve, by_classify, by_reward, by_trl):
         parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
         assert [np.float32(ask(url, content)) for content in ("x\ny", parts)] == [expected] * 2, ask.__name__
+
+
+def test_an_answer_that_was_begun_has_the_score_of_the_whole_one(url: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(orjson.dumps({"prompt": BEGUN, "response": "gun"}))
+    with RewardClient(url) as client:
+        expected = client.score(messages=[[BEGUN[0], {"role": "assistant", "content": "begun"}]]).rewards[0]
+        score_file(client, source, target, progress=False)
+    by_file = orjson.loads(target.read_bytes())["rewards"][0]
+    answer = httpx.post(url + "/reward", json={"prompt": BEGUN, "response": "gun"}).raise_for_status()
+    by_verl = verl.compute_score("d", "gun", None, {"prompt": BEGUN}, url=url)["score"]
+    assert [np.float32(x) for x in (by_file, answer.json(), by_verl)] == [expected] * 3
 
 
 def test_parts_in_this_process(tmp_path: Path) -> None:

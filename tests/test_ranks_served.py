@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -183,6 +186,27 @@ def test_a_rank_that_is_told_to_stop_while_it_loads_leaves_with_all_others(rank:
         launch.rank(rank).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
         assert "Traceback" not in launch.output() and "CRITICAL" not in launch.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seconds", ["0", "1"])
+def test_ranks_that_are_told_to_stop_again_and_again_end_in_good_order(rank: int, seconds: str, tmp_path: Path) -> None:
+    """As from a launcher on each host, each of which tells all of its own: when they serve, or from the start on."""
+    slow, port = tmp_path / "slow", free_port()
+    env = {"SLOW_IMPORT": seconds, "SLOW_FILE": str(slow)}
+    with launching("guerdon", 2, "serve", "rank_functions:length", "--port", port, "--no-grpc", env=env) as launch:
+        if seconds == "0":
+            wait_until_ready(launch, f"http://127.0.0.1:{port}")
+        wait_until(slow.exists, 60.0)
+        ranks = [launch.rank(rank), launch.rank(1 - rank)]
+        while launch.torchrun.poll() is None:
+            for one in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+        assert exit_code(launch) == 0, launch.output()
+        assert "CRITICAL" not in launch.output() and "Traceback" not in launch.output(), launch.output()
 
 
 @pytest.mark.slow

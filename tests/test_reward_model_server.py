@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -63,6 +66,44 @@ def test_requests_wait_for_company_and_share_a_padded_batch() -> None:
         rewards = [future.result(30).rewards.tolist() for future in asked]
     assert rewards == [[6.0], [10.0], [4.0], [8.0]]
     assert shapes == [(4, 5)]
+
+
+@pytest.fixture
+def page() -> Iterator[httpx.Client]:
+    """The server's page, which keeps samples."""
+    server = make()
+    server.config.dashboard_samples = True
+    config = ServerConfig(port=0, grpc_port=None, dashboard_samples=True)
+    with (
+        RunningServer(server.build_service(), config) as running,
+        httpx.Client(base_url=running.http_url, timeout=30) as client,
+    ):
+        yield client
+
+
+def test_texts_are_tried_on_the_page_although_nobody_knows_their_pieces(page: httpx.Client) -> None:
+    told = page.post("/dashboard/try", json={"prompt": "a", "responses": ["b", "\r"]})
+    assert told.status_code == 200, told.text
+    first, second = told.json()["results"]
+    assert (first["reward"], first["num_tokens"], first["tokens"]) == (195.0, 2, None)
+    assert second["reward"] is None and "inf" in second["error"]
+
+
+def test_samples_that_were_sent_as_ids_are_told_without_their_text(page: httpx.Client) -> None:
+    with RewardClient(str(page.base_url).rstrip("/")) as client:
+        client.score(tokens=[[2, 3]])
+    told = page.get("/dashboard/samples")
+    assert told.status_code == 200, told.text
+    (best,) = told.json()["best"]
+    assert (best["reward"], best["prompt"], best["response"]) == (5.0, None, None)
+
+
+def test_messages_are_refused_with_what_can_be_done(page: httpx.Client) -> None:
+    """Another name of `infer_fn`'s parameter, which a function of texts is told of, would not help."""
+    told = page.post("/pooling", json={"messages": [{"role": "user", "content": "a"}]})
+    assert told.status_code == 400
+    message = told.json()["error"]["message"]
+    assert "reads no messages: it has no chat template; send sentences or tokens" in message
 
 
 def test_numbers_that_belong_to_no_row_are_no_rows_rewards() -> None:

@@ -154,6 +154,44 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """More decoders, for what is peculiar to their way from hidden states to logits."""
+PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3-with-images": (
+        "gemma3",
+        {
+            "text_config": {"model_type": "gemma3_text", **ARCHITECTURES["gemma3"][1]},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                **_HEADS,
+                "hidden_size": HIDDEN,
+                "intermediate_size": 64,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "deepseek-v4": (
+        "deepseek_v4",
+        {
+            **_COMMON,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 16,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "hc_mult": 2,
+            "layer_types": ["heavily_compressed_attention", "sliding_attention"],
+            "mlp_layer_types": ["moe", "moe"],
+        },
+    ),
+    "ernie": ("ernie", _BERT),
+    "megatron-bert": ("megatron-bert", _BERT),
+}
+"""For a test or two of what each of them alone does."""
 ENCODERS = ("bert", "roberta", "electra", "distilbert", "modernbert", "deberta-v2")
 DECODERS = tuple(name for name in ARCHITECTURES if name not in ENCODERS)
 KINDS = ("seqcls", "tokcls", "trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic")
@@ -162,9 +200,9 @@ written as OpenRLHF would."""
 
 
 def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a random checkpoint of `ARCHITECTURES[name]`, `overrides` into its config, and returns its folder."""
+    """Writes a random checkpoint of that name, `overrides` into its config, and returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_type, settings = ARCHITECTURES[name]
+    model_type, settings = {**ARCHITECTURES, **PECULIAR}[name]
     config = AutoConfig.for_model(model_type, **{"num_labels": 1, **settings, **overrides})
     if kind == "seqcls" and type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         kind = "openrlhf"

@@ -60,8 +60,20 @@ def without_key(url: str) -> str:
     return scheme[0] + url[scheme.end() :].rpartition("@")[2]
 
 
+def is_entry(line: str) -> bool:
+    """Whether the line is to be a key, and neither empty nor a comment."""
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def variable_entries() -> list[str]:
+    """What stands between the commas and line ends of the keys' variable; some may be empty, or comments."""
+    lines = os.environ.get(KEYS_VARIABLE, "").splitlines()
+    entries = [line.split(",") if is_entry(line) else [line] for line in lines]
+    return [entry for line in entries for entry in line]
+
+
 def has_keys(config: AccessConfig) -> bool:
-    """Whether the settings or the environment name keys."""
+    """Whether a file of keys is named or their variable set; a server that finds none there does not start."""
     return config.api_keys_file is not None or bool(os.environ.get(KEYS_VARIABLE, "").strip())
 
 

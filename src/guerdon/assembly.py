@@ -24,16 +24,18 @@ from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
 from guerdon.engine.host_threads import end_pool
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
+from guerdon.exits import Exit
 from guerdon.server import runtime
+from guerdon.server.auth import Access
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.critic import Critic
-from guerdon.server.front.auth import Access
 from guerdon.server.service import Service
 
 log = logging.getLogger(__name__)
 
 _MOST_GRACE_S = 20.0
 """Of `shutdown_timeout_s`, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
+_AMID = "what was accepted is not done within %g s of the signal: this server ends amid it"
 _LAST_WORDS_S = 5.0
 """How long a server that has lost a rank may take to say so to its clients."""
 
@@ -62,7 +64,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
     check(config)
     check_layout(config, ranks)
-    with _alike(ranks), _needing_memory(config):
+    with ranks.alike(), _needing_memory(config):
         loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config), ranks=ranks)
         trainer = CriticTrainer(loaded, config, ranks)
     if config.reward_model is None:
@@ -118,7 +120,7 @@ class _Models:
 
         def load(name: str, folder: str) -> Any:
             """What may take a model's place; StartError where it is not to be had, or fails on the self-check."""
-            with _alike(ranks):
+            with ranks.alike():
                 scorer = parts.scorer(dataclasses.replace(settings[name], model=folder), ranks)
             scorer.check_scores()
             return scorer
@@ -148,7 +150,7 @@ def run(
 
     Where this process is one of several, as torchrun starts them, rank 0 serves and calls `on_loaded` and `on_started`,
     and the others follow it until it ends; `device` is as `ranks.start` has it. Where one of them is lost, all end with
-    EXIT_STATUS; where one cannot start, all of them raise what is wrong.
+    EXIT_STATUS; where one cannot start, all of them raise what is wrong. When they have ended they heed neither signal.
     """
     check(config)
     ranks = start(config, device)
@@ -159,6 +161,10 @@ def run(
         if on_loaded is not None:
             on_loaded(service)
         runtime.run(service, config, on_started=on_started)
+        if service.is_computing:
+            log.error(_AMID, config.shutdown_timeout_s)
+            if parts is PLAIN:  # else a user's code may follow
+                _end_now(Exit.DONE)
         return
     pulse = Pulse(ranks)
     pulse.start()  # already now: loading may take minutes
@@ -187,7 +193,7 @@ def _check_repository(config: ServerConfig) -> None:
 
 
 def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
-    with asking(pulse.ask_to_stop):
+    with asking(pulse.ask_to_stop, for_good=True):
         worker = _load(config, parts, ranks).worker(config, parts, ranks)
         worker.watch(pulse.tick)
         runtime.settle()
@@ -203,44 +209,44 @@ def _lead(
     on_started: runtime.OnStarted | None,
 ) -> None:
     grace_s = min(config.shutdown_timeout_s, _MOST_GRACE_S)
-    late = RanksLost(
-        f"not done within the {grace_s:g} s that this server had left when it was told to stop; it was taken back"
-    )
-    stop, service = threading.Event(), None
-    pulse.on_stop = stop.set
-    with contextlib.ExitStack() as starting:
-        starting.enter_context(asking(stop.set))
+    stop = threading.Event()
+    service: Service | None = None
+
+    def ask() -> None:
+        stop.set()
+        if service is not None:
+            service.end()
+
+    pulse.on_stop = ask
+    with asking(ask, for_good=True):
         models = _load(config, parts, ranks)
         worker = models.worker(config, parts, ranks)
         worker.watch(pulse.tick)
         group = Group(worker, ranks, pulse)
         try:
             service = _service(config, parts, models, group, ranks, stop)
-            pulse.on_stop, pulse.on_lost = service.end, functools.partial(_tell_clients, service)
+            pulse.on_lost = functools.partial(_tell_clients, service)
             if on_loaded is not None:
                 on_loaded(service)
-            starting.close()
             if stop.is_set():
                 service.end()
-            runtime.run(service, config, on_started=on_started, grace_s=grace_s, late=late)
+            runtime.run(service, config, on_started=on_started, grace_s=grace_s, takes_signals=False)
         except _Stopped:
             group.end()
             return
-        except RanksLost as e:
-            if e is not late:
-                raise
+        except RanksLost:
+            raise
         except Exception as e:
             if service is not None and service.is_computing:
                 log.critical("this server ends amid a command", exc_info=e)
                 _end_now()
             group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
             raise
-    if not group.has_ended:
-        log.error("what was accepted is not done within %g s of the signal: this server ends amid it", grace_s)
-        assert service is not None
-        if service.loss is None:
-            service.lost(late)  # nobody waits for it any more, and at the next start it is not done
-        _end_now()
+        if not group.has_ended:
+            log.error(_AMID, grace_s)
+            if service.loss is None:
+                service.lost(runtime.taken_back(grace_s))  # nobody waits for it, and at the next start it is not done
+            _end_now()
 
 
 def _tell_clients(service: Service, lost: RanksLost) -> None:
@@ -248,31 +254,17 @@ def _tell_clients(service: Service, lost: RanksLost) -> None:
     time.sleep(_LAST_WORDS_S)  # as a rule the main thread ends the process before
 
 
-def _end_now() -> NoReturn:
-    """Ends this process. Python's own end would wait for threads that may be inside a collective."""
+def _end_now(status: int = EXIT_STATUS) -> NoReturn:
+    """Ends this process. Python's own end would wait for threads inside collectives, or abort with one inside torch."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_STATUS)
-
-
-@contextlib.contextmanager
-def _alike(ranks: Ranks) -> Iterator[None]:
-    """What raises within it on one rank raises on all."""
-    try:
-        yield
-    except RanksLost:
-        raise
-    except BaseException as e:
-        if not getattr(e.__cause__, "is_agreed", False):  # then it was told already, under another name
-            ranks.agree(e)
-        raise
-    ranks.agree()
+    os._exit(status)
 
 
 def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
     """What this rank has loaded; where one rank cannot, all raise what befell it, before the next model is begun."""
-    with _alike(ranks):
+    with ranks.alike():
         if ranks.size > 1 and ranks.is_leader:
             runtime.check_addresses(config)
             _check_repository(config)
@@ -281,11 +273,11 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
             raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
     served = []
     for model in config.models:
-        with _alike(ranks):
+        with ranks.alike():
             served.append((model, parts.scorer(model, ranks)))
     if config.critic is None:
         return _Models(served)
-    with _alike(ranks):
+    with ranks.alike():
         learner = parts.trainer(config.critic, ranks)
     return _Models([*served, (_infer_config(config.critic), learner)], learner)
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,7 +69,7 @@ class EngineConfig(ForwardConfig):
     )
     mean: float | None = setting(None, "subtracted from every reward or value; auto: the checkpoint's own", auto=True)
     std: float | None = setting(
-        None, "divides every reward or value after the mean; auto: the checkpoint's own", auto=True
+        None, "divides every reward or value after the mean; auto: the checkpoint's own", auto=True, above=0
     )
     max_queue_tokens: int = setting(4_000_000, "tokens that may wait; beyond it requests are refused with 503", least=1)
     max_queue_sequences: int = setting(
@@ -139,7 +140,7 @@ class CriticConfig(LearningConfig, EngineConfig):
         None, "subtracted from the reward model's rewards; auto: its checkpoint's own", auto=True
     )
     reward_std: float | None = setting(
-        None, "divides the reward model's rewards after the mean; auto: its checkpoint's own", auto=True
+        None, "divides the reward model's rewards after the mean; auto: its checkpoint's own", auto=True, above=0
     )
     checkpoint_dir: str | None = setting(
         None, "folder for checkpoints and the journal; without it nothing survives the server"
@@ -177,8 +178,10 @@ class ComponentConfig:
         "this sum has seen since the server's start",
     )
     mean: float | None = setting(None, "subtracted from every reward, where normalize is given; default: 0")
-    std: float | None = setting(None, "divides every reward after the mean, where normalize is given; default: 1")
-    clip: float | None = setting(None, "bounds it to -clip ... clip after normalisation, before the weight")
+    std: float | None = setting(
+        None, "divides every reward after the mean, where normalize is given; default: 1", above=0
+    )
+    clip: float | None = setting(None, "bounds it to -clip ... clip after normalisation, before the weight", above=0)
 
 
 @dataclass
@@ -187,7 +190,7 @@ class RewardConfig:
 
     name: str = setting("reward_model", "name under which clients ask for it")
     components: list[ComponentConfig] = setting([], "what it is the sum of")
-    clip: float | None = setting(None, "bounds the sum to -clip ... clip")
+    clip: float | None = setting(None, "bounds the sum to -clip ... clip", above=0)
 
 
 @dataclass
@@ -212,7 +215,7 @@ class LimitsConfig:
     request_timeout_s: float = setting(
         600.0,
         "longest time a request may wait when it sets no time-out itself; a critic's wait as long as it takes",
-        least=0,
+        above=0,
     )
     shutdown_timeout_s: float = setting(30.0, "seconds that accepted work has after the signal to stop", least=0)
 
@@ -256,26 +259,18 @@ def check(settings: Any, where: str = "") -> None:
     """
     hints = typing.get_type_hints(type(settings))
     for item in dataclasses.fields(settings):
-        value, least, most = getattr(settings, item.name), item.metadata["least"], item.metadata["most"]
-        path = where + item.name
-        if dataclasses.is_dataclass(value):
-            check(value, f"{path}.")
-            continue
+        value, path = getattr(settings, item.name), where + item.name
         if typing.get_origin(hints[item.name]) is Literal:
             convert(hints[item.name], value, path)
-        numbers = value if isinstance(value, list) else [value]
-        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-            raise ConfigError(f"{path} is {value}", "give a finite number")
-        if value is not None and least is not None and value < least:
-            raise ConfigError(f"{path} is {value}", f"give at least {least:g}")
-        if value is not None and most is not None and value > most:
-            raise ConfigError(f"{path} is {value}", f"give at most {most:.0f}")
-    if isinstance(settings, EngineConfig) and settings.std is not None and not settings.std > 0:
-        raise ConfigError(f"std is {settings.std:g}", "rewards and values are divided by it: give a number above 0")
+        parts = [(f"{path}[{i}]", part) for i, part in enumerate(value)] if isinstance(value, list) else [(path, value)]
+        for within, part in parts:
+            if dataclasses.is_dataclass(part):
+                check(part, f"{within}.")
+        _check_bounds(value, item.metadata, path)
     if isinstance(settings, LearningConfig):
         _check_learning(settings, where)
     if isinstance(settings, CriticConfig):
-        _check_critic(settings)
+        _check_critic(settings, where)
     if isinstance(settings, ServerConfig):
         check_tls(settings)
         check_reach(settings, settings.host)
@@ -291,6 +286,19 @@ def check(settings: Any, where: str = "") -> None:
             )
         for i, reward in enumerate(settings.rewards):
             _check_reward(reward, f"rewards[{i}]", [model.name for model in settings.models])
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
+        raise ConfigError(f"{where} is {value}", "give a finite number")
+    least, most, above = bounds["least"], bounds["most"], bounds["above"]
+    if value is not None and least is not None and value < least:
+        raise ConfigError(f"{where} is {value}", f"give at least {least:g}")
+    if value is not None and above is not None and value <= above:
+        raise ConfigError(f"{where} is {value:g}", f"give a number above {above:g}")
+    if value is not None and most is not None and value > most:
+        raise ConfigError(f"{where} is {value}", f"give at most {most:.0f}")
 
 
 def _check_learning(settings: Any, where: str) -> None:
@@ -318,18 +326,18 @@ _OF_REWARD_MODEL = (
 )
 
 
-def _check_critic(settings: CriticConfig) -> None:
+def _check_critic(settings: CriticConfig, where: str) -> None:
     if settings.checkpoint_dir is None:
         for name in ("save_every", "keep_best"):
             if (value := getattr(settings, name)) is not None:
-                raise ConfigError(f"{name} is {value}, and there is no folder for checkpoints", "give checkpoint_dir")
-    if settings.reward_std is not None and settings.reward_std <= 0:
-        raise ConfigError(f"reward_std is {settings.reward_std:g}", "rewards are divided by it: give a number above 0")
+                raise ConfigError(
+                    f"{where}{name} is {value}, and there is no folder for checkpoints", "give checkpoint_dir"
+                )
     if settings.reward_model is None:
         defaults = {field.name: field.default for field in dataclasses.fields(settings)}
         for name in _OF_REWARD_MODEL:
             if (value := getattr(settings, name)) != defaults[name]:
-                raise ConfigError(f"{name} is {value}, and there is no reward model", "give reward_model")
+                raise ConfigError(f"{where}{name} is {value}, and there is no reward model", "give reward_model")
 
 
 def _check_names(settings: ServerConfig) -> None:
@@ -338,17 +346,15 @@ def _check_names(settings: ServerConfig) -> None:
     if settings.critic is not None:
         names += [f"{settings.critic.name}_{what}" for what in ("infer", *Operation)]
     for name in names:
-        if not re.fullmatch(r"[\w.-]+", name):
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             raise ConfigError(
-                f"{name!r} cannot be a model's name", "take letters, digits, underscores, points and hyphens"
+                f"{name!r} cannot be a model's name", "take letters of ASCII, digits, underscores, points and hyphens"
             )
         if names.count(name) > 1:
             raise ConfigError(f"two models are named {name}", "give each its own `name:`, and each of `rewards:`, too")
 
 
 def _check_reward(settings: RewardConfig, where: str, models: list[str]) -> None:
-    check(settings, f"{where}.")
-    _check_clip(settings.clip, where)
     if not settings.components:
         raise ConfigError(f"{where} has no components", "add `components:` with `- model:` lines")
     seen: set[str] = set()
@@ -362,8 +368,6 @@ def _check_reward(settings: RewardConfig, where: str, models: list[str]) -> None
 
 
 def _check_component(settings: ComponentConfig, where: str, models: list[str]) -> None:
-    check(settings, f"{where}.")
-    _check_clip(settings.clip, where)
     if settings.model not in models:
         raise ConfigError(
             f"{where}.model is {settings.model!r}, which is none of `models:`",
@@ -378,13 +382,4 @@ def _check_component(settings: ComponentConfig, where: str, models: list[str]) -
         raise ConfigError(
             f"{where}.{given[0]} is {getattr(settings, given[0]):g}, and normalize is {settings.normalize}",
             "write `normalize: given`, or leave it out",
-        )
-    if settings.std is not None and settings.std <= 0:
-        raise ConfigError(f"{where}.std is {settings.std:g}", "rewards are divided by it: give a number above 0")
-
-
-def _check_clip(clip: float | None, where: str) -> None:
-    if clip is not None and clip <= 0:
-        raise ConfigError(
-            f"{where}.clip is {clip:g}", "give a number above 0, or leave it out: then nothing is bounded"
         )

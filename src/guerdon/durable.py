@@ -35,6 +35,17 @@ def storing(what: str) -> Iterator[None]:
         raise StorageFailed(f"{what}: {e.strerror or e}{where}; make room on the disk, or mend it") from e
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it, where they are not there yet; when this returns they outlive a power cut.
+
+    Raises OSError.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync(path.parent)
+
+
 def write_new(path: Path, data: bytes) -> None:
     """Writes a file that is not there yet; when this returns it outlives a power cut.
 
@@ -64,11 +75,15 @@ def sync(path: Path) -> None:
 
 
 def locked(path: Path) -> TextIO:
-    """An open file whose lock ends with it, and so with the process; raises BlockingIOError where another has it."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
+    """An open file whose lock ends with it, and so with the process; raises BlockingIOError where another has it.
+
+    Raises OSError where there can be no lock.
+    """
+    # To write, too: NFS makes of it a lock on the file's bytes, and such a one is for whoever may write them.
+    file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         file.close()
         raise
     return file

@@ -20,20 +20,22 @@ def setting(
     auto: bool = False,
     least: float | None = None,
     most: float | None = None,
+    above: float | None = None,
 ) -> Any:
     """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values.
 
-    Where `auto`, that word may be written for a value that is found out at start; the field is then None.
+    `least` and `most` are allowed themselves, `above` is not. Where `auto`, that word may be written for a value that
+    is found out at start; the field is then None.
     """
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help, "flag": flag, "auto": auto, "least": least, "most": most}, **factory)
+    metadata = {"help": help, "flag": flag, "auto": auto, "least": least, "most": most, "above": above}
+    return field(metadata=metadata, **factory)
 
 
 def section(cls: type, help: str) -> Any:  # noqa: A002 - as above
     """A dataclass field that holds settings of the dataclass `cls`, of which a part may be given."""
-    return field(
-        metadata={"help": help, "flag": False, "auto": False, "least": None, "most": None}, default_factory=cls
-    )
+    metadata = {"help": help, "flag": False, "auto": False, "least": None, "most": None, "above": None}
+    return field(metadata=metadata, default_factory=cls)
 
 
 def from_mapping(cls: type, data: Any, where: str = "") -> Any:

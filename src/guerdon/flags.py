@@ -182,11 +182,8 @@ def _checked(config: ServerConfig) -> ServerConfig:
     for i, model in enumerate(config.models):
         if not model.model:
             raise ConfigError(f"models[{i}] names no model", "add `model:` with a folder, a hub id or module:function")
-        check(model)
-    if config.critic is not None:
-        if not config.critic.model:
-            raise ConfigError("the critic names no model", "add `model:` with a folder or a hub id under `critic:`")
-        check(config.critic)
+    if config.critic is not None and not config.critic.model:
+        raise ConfigError("the critic names no model", "add `model:` with a folder or a hub id under `critic:`")
     check(config)
     return config
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from guerdon.core import Message
@@ -27,6 +29,18 @@ def response(conversation: Any) -> str:
             f"the last message is the {last['role']}'s, not the assistant's: there is no response to score"
         )
     return last["content"]
+
+
+def answered(conversation: Sequence[Message], text: str) -> list[Message]:
+    """The conversation with the assistant's response, which goes on with an assistant's message that ends it.
+
+    The two are one message then, as where the response was generated. There is at least one message.
+    """
+    last = conversation[-1]
+    if last.get("role") == "assistant" and last.get("content") is not None:
+        with suppress(InvalidRequest):  # what is no text is told of where it is scored
+            return [*conversation[:-1], {**last, "content": _text(last, "the last message") + text}]
+    return [*conversation, {"role": "assistant", "content": text}]
 
 
 def part_text(part: Any, where: str) -> str:

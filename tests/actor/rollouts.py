@@ -25,6 +25,7 @@ def rollout(
     logprobs: list[float] | None = None,
     is_end: bool = True,
     text: str = "",
+    has_eos: bool = False,
     prompt_text: str = "",
     messages: tuple[Message, ...] | None = None,
 ) -> Rollout:
@@ -40,6 +41,7 @@ def rollout(
         text,
         reward,
         values=None if values is None else np.array(values, np.float32),
+        has_eos=has_eos,
     )
 
 

@@ -168,7 +168,7 @@ def test_adapters_are_in_place(tmp_path: Path) -> None:
     generator.sync()
     after = [r for group in generator.generate(asked, num=2, config=config, seed=SEED) for r in group]
     assert responses(before) != responses(after)
-    want = policy.logprobs([r.tokens for r in after], np.array([r.prompt_length for r in after])).numpy()
+    want = policy.logprobs([r.tokens for r in after], np.array([r.prompt_length for r in after])).logprobs.numpy()
     for rollout, row in zip(after, want, strict=True):
         np.testing.assert_allclose(rollout.logprobs, row[: rollout.response_length], atol=2e-4)
 
@@ -182,12 +182,13 @@ def test_eos_ends_a_response_and_not_a_prompt(tmp_path: Path) -> None:
     made.policy.eos_token_ids = (zoo.EOS, free[4])
     (rollout,) = made([prompt])
     at = free.index(free[4]) + 1
-    assert responses([rollout]) == [free[:at]] and rollout.is_end
+    assert responses([rollout]) == [free[:at]] and rollout.is_end and rollout.has_eos
     assert rollout.response_length == at == len(rollout.logprobs) and rollout.prompt_length == 12
     made.policy.eos_token_ids = (free[11],)
     assert made([prompt])[0].is_end  # with the last token that it may have
     made.policy.eos_token_ids = ()
-    assert not made([prompt])[0].is_end
+    (rollout,) = made([prompt])
+    assert not rollout.is_end and not rollout.has_eos
 
 
 def test_by_default_nothing_is_taken_from_the_policys_distribution(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: 
     # What begins in the middle of one response goes over three tokens.
     text = made.policy.tokenizer.decode(responses(made(asked))[1][4:7])
     rollouts = made(asked, stop=["not there", text])
-    assert rollouts[1].is_end and rollouts[1].response_length == 7
+    assert rollouts[1].is_end and not rollouts[1].has_eos and rollouts[1].response_length == 7
     assert rollouts[1].text == made.policy.tokenizer.decode(rollouts[1].tokens[30:], skip_special_tokens=True)
     assert not rollouts[0].is_end and rollouts[0].response_length == 12
 

@@ -133,6 +133,20 @@ def test_text_is_the_prompt_and_the_response() -> None:
     assert made.reward == len("Once upon")
 
 
+def test_a_suffix_stands_behind_the_texts_that_an_eos_ended(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model"))
+    ended, cut = (rollout([5], [6], prompt_text="the ", text="inn", has_eos=has_eos) for has_eos in (True, False))
+    with (
+        serving(ModelConfig(model=str(folder))) as server,
+        remote(server.http_url, send="text", suffix="</s>") as rewards,
+    ):
+        rewards.wait_ready()
+        rewards.score([ended, cut])
+    row = zoo.PreTrainedTokenizerFast.from_pretrained(folder)("the inn", add_special_tokens=False)["input_ids"]
+    want = zoo.reference(folder, [np.array([*row, zoo.EOS]), np.array(row)])
+    assert [ended.reward, cut.reward] == pytest.approx(want.tolist(), abs=1e-4)
+
+
 def test_messages_are_the_conversation_and_the_answer(tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model"))
     asked = {"role": "user", "content": "the inn?"}
@@ -146,6 +160,19 @@ def test_messages_are_the_conversation_and_the_answer(tmp_path: Path) -> None:
     fast = zoo.PreTrainedTokenizerFast.from_pretrained(folder)
     row = fast.apply_chat_template([asked, {"role": "assistant", "content": "no"}])["input_ids"]
     assert made.reward == pytest.approx(float(zoo.reference(folder, [np.array(row)])[0]), abs=1e-4)
+
+
+def test_an_answer_that_the_prompt_begins_is_one_message(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model"))
+    asked, begun = {"role": "user", "content": "the inn?"}, {"role": "assistant", "content": "on the"}
+    made = rollout([5], [6], text=" other", prompt_text="unused", messages=(asked, begun))
+    with serving(ModelConfig(model=str(folder))) as server, remote(server.http_url, send="messages") as rewards:
+        rewards.wait_ready()
+        rewards.score([made])
+    fast = zoo.PreTrainedTokenizerFast.from_pretrained(folder)
+    row = fast.apply_chat_template([asked, {"role": "assistant", "content": "on the other"}])["input_ids"]
+    assert made.reward == pytest.approx(float(zoo.reference(folder, [np.array(row)])[0]), abs=1e-4)
+    assert begun["content"] == "on the"  # the prompt has other responses, too
 
 
 def test_rows_are_padded_for_servers_that_want_it_and_one_too_long_fails_alone() -> None:

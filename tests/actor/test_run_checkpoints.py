@@ -161,6 +161,7 @@ def test_what_decides_a_run() -> None:
         check_settings(then, decisive_settings(ReinforceRunConfig()), Path("x"))
     for change, path in (
         ({"send": "text"}, "send"),
+        ({"suffix": "</s>"}, "suffix"),
         ({"reward_model": RewardModelServer(name="other")}, "reward_model.name"),
         ({"combine_rm_and_critic_server": False}, "combine_rm_and_critic_server"),
     ):

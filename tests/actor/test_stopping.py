@@ -64,6 +64,16 @@ def test_the_first_signal_asks(number: signal.Signals, status: int) -> None:
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def test_one_of_several_ranks_is_not_killed_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop = Stopping("1")
+    stop.listen()
+    stop.close()
+    found = [signal.signal(number, handler) for number, handler in before.items()]
+    assert found == [signal.SIG_IGN, signal.SIG_IGN]
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_kills(second: signal.Signals) -> None:
     process = subprocess.Popen(

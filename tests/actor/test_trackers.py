@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,20 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reward")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.0), (2, 1.0)]
+
+
+def test_an_error_of_mlflows_without_a_text_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MlflowException(Exception): ...
+
+    def fails(_: str) -> None:
+        raise MlflowException
+
+    exceptions = SimpleNamespace(MlflowException=MlflowException)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(exceptions=exceptions, set_experiment=fails))
+    with pytest.raises(ConfigError, match="MLflow cannot begin: MlflowException"):
+        opened(tmp_path, names=("mlflow",))
 
 
 # ------------------------------------------------------------------------------------------- bar and picture

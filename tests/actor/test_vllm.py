@@ -70,6 +70,7 @@ class Vllm(types.ModuleType):
         super().__init__("vllm")
         self.added: dict[str, Any] = {}
         self.aborted: list[str] = []
+        self.drawn: list[int] = []
         self.model_executor = MagicMock()
         self.LLM = lambda **_: types.SimpleNamespace(llm_engine=self)
         self.TokensPrompt = self.SamplingParams = types.SimpleNamespace
@@ -79,6 +80,12 @@ class Vllm(types.ModuleType):
         if len(self.added) == 2:
             raise RuntimeError("the engine is full")
         self.added[name] = parameters
+
+    def step(self) -> list[Any]:
+        """All that is asked for, finished with the tokens that are `drawn`."""
+        logprobs = [{token: types.SimpleNamespace(logprob=-1.0)} for token in self.drawn]
+        made = types.SimpleNamespace(token_ids=self.drawn, logprobs=logprobs, finish_reason="stop")
+        return [types.SimpleNamespace(request_id=name, finished=True, outputs=[made]) for name in self.added]
 
     def abort_request(self, names: list[str]) -> None:
         self.aborted += names
@@ -103,6 +110,15 @@ def test_requests_ask_for_what_there_is_room_for_and_none_outlives_an_error(
     assert set(vllm.added) <= set(vllm.aborted)
     with pytest.raises(ConfigError, match=f"prompt 1 has {zoo.MAX_LENGTH} tokens"):
         list(generator.generate(asked_of(20, zoo.MAX_LENGTH), num=1, config=config, seed=(0, 1)))
+
+
+@pytest.mark.parametrize("last", [zoo.EOS, zoo.FIRST_TOKEN])
+def test_an_eos_is_told_from_a_stop_text(last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = Vllm(monkeypatch)
+    vllm.drawn = [zoo.FIRST_TOKEN, last]
+    generator = make_generator(trainer(tmp_path / "model"), RolloutConfig(engine="vllm"))
+    ((rollout,),) = generator.generate(asked_of(20), num=1, config=RolloutConfig(), seed=(0, 1))
+    assert rollout.is_end and rollout.has_eos == (last == zoo.EOS)
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
@@ -130,6 +146,6 @@ def test_vllm_generates_with_the_weights_as_they_are(settings: dict, tmp_path: P
     groups = list(generator.generate(asked, num=4, config=config, seed=(0, 1)))
     assert sorted(group[0].group for group in groups) == [0, 1, 2, 3]
     rollouts = [rollout for group in groups for rollout in group]
-    want = policy.logprobs([r.tokens for r in rollouts], np.array([r.prompt_length for r in rollouts])).numpy()
+    want = policy.logprobs([r.tokens for r in rollouts], np.array([r.prompt_length for r in rollouts])).logprobs.numpy()
     for rollout, row in zip(rollouts, want, strict=True):
         np.testing.assert_allclose(rollout.logprobs, row[: rollout.response_length], atol=0.1)

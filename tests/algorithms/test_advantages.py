@@ -16,7 +16,6 @@ from guerdon.algorithms.advantages import (
     RunningMean,
     estimate_advantages,
     group_mean,
-    leave_out,
     rloo,
     whiten,
 )
@@ -84,11 +83,9 @@ MASK = ((0.0, 1.0, 1.0), (1.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def estimated(
-    name: str, rewards: Tensor, has_reward: Tensor, is_end: Tensor | None = None, running: RunningMean = NONE_YET
+    name: str, rewards: Tensor, is_end: Tensor | None = None, running: RunningMean = NONE_YET
 ) -> tuple[list[list[float]], RunningMean]:
-    advantages, running = estimate_advantages(
-        name, rewards, ids(0, 0, 0), t(*MASK), has_reward=has_reward, is_end=is_end, running=running
-    )
+    advantages, running = estimate_advantages(name, rewards, ids(0, 0, 0), t(*MASK), is_end=is_end, running=running)
     assert advantages.dtype == torch.float32 and advantages.shape == (3, 3)
     return advantages.tolist(), running
 
@@ -100,6 +97,7 @@ def rows(first: float, second: float, third: float) -> list[list[float]]:
 def test_estimators_by_name_give_every_token_its_sequences_advantage() -> None:
     # B is T here: a product of [B, T] and [B] would run, and give each column an advantage.
     rewards, all_three = t(1, 2, 6), bools(1, 1, 1)
+    assert estimated("rloo", rewards) == estimated("rloo", rewards, all_three)
     assert estimated("none", rewards, all_three) == (rows(1, 2, 6), RunningMean())
     assert estimated("rloo", rewards, all_three) == (rows(-3, -1.5, 4.5), RunningMean())
     assert estimated("dr_grpo", rewards, all_three) == (rows(-2, -1, 3), RunningMean())
@@ -110,7 +108,7 @@ def test_estimators_by_name_give_every_token_its_sequences_advantage() -> None:
 def test_the_running_mean_knows_earlier_rewards_only() -> None:
     advantages, running = estimated("mean", t(1, 2, 6), bools(1, 1, 1))
     assert advantages == rows(1, 2, 6) and running == RunningMean(9.0, 3.0)
-    # A failed sample moves nothing: the mean of 1, 2, 6 is 3, that of 1, 2, 6, 5, 4 is 3.6.
+    # What does not count moves nothing: the mean of 1, 2, 6 is 3, that of 1, 2, 6, 5, 4 is 3.6.
     advantages, following = estimated("mean", t(5, math.nan, 4), bools(1, 0, 1), running=running)
     assert advantages == rows(2, 0, 1) and following == RunningMean(18.0, 5.0) and following.mean == 3.6
     assert running == RunningMean(9.0, 3.0) and RunningMean().mean == 0.0
@@ -124,58 +122,24 @@ def test_reinforce_plus_plus_whitens_over_all_tokens() -> None:
     expected = t(*(tuple(row) for row in rows(-1.13137085, -0.70710678, 0.98994949)))
     torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-6, rtol=0)
     # The longest did not end: 1, 1, 2 have mean 4/3, variance 2/9, and it has 0.
-    advantages, _ = estimated("reinforce++", t(1, 2, 6), bools(1, 1, 1), bools(1, 1, 0))
+    advantages, _ = estimated("reinforce++", t(1, 2, 6), bools(1, 1, 0))
     expected = t(*(tuple(row) for row in rows(-0.70710675, 1.41421350, 0)))
     torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-6, rtol=0)
 
 
-def test_reinforce_plus_plus_of_parts_is_that_of_the_whole() -> None:
-    rewards, mask, has_reward = t(1, 2, math.nan, 6), torch.ones(4, 2), bools(1, 1, 0, 1)
-    mask[0, 1] = 0.0
-    groups = ids(0, 0, 1, 1)
-    whole, _ = estimate_advantages("reinforce++", rewards, groups, mask, has_reward=has_reward)
-    parts = [slice(0, 2), slice(2, 4)]
-    total = Moments()
-    for part in parts:
-        plain, _ = estimate_advantages("none", rewards[part], groups[part], mask[part], has_reward=has_reward[part])
-        total += Moments.of(plain, leave_out(mask[part], has_reward[part]))
-    pieces = [
-        estimate_advantages("reinforce++", rewards[p], groups[p], mask[p], has_reward=has_reward[p], moments=total)[0]
-        for p in parts
-    ]
-    torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-def test_a_failed_sample_is_as_if_it_had_not_been(name: str) -> None:
+def test_a_sample_that_does_not_count_is_as_if_it_had_not_been(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     rewards, groups = torch.randn(6, generator=generator), ids(0, 1, 0, 1, 0, 1)
     mask = t(*(tuple(float(i < n) for i in range(4)) for n in (1, 4, 2, 3, 4, 2)))
-    is_end, kept = bools(1, 1, 1, 0, 1, 1), [0, 1, 3, 4, 5]
+    is_end, kept = bools(1, 1, 0, 1, 1, 1), [0, 1, 3, 4, 5]
     running = RunningMean(3.0, 2.0)
-    for failure in (math.nan, math.inf, -math.inf, 1e30, 0.0):
-        rewards[2] = failure
-        ours, after = estimate_advantages(
-            name, rewards, groups, mask, has_reward=bools(1, 1, 0, 1, 1, 1), is_end=is_end, running=running
-        )
-        without, expected = estimate_advantages(
-            name,
-            rewards[kept],
-            groups[kept],
-            mask[kept],
-            has_reward=torch.ones(5, dtype=torch.bool),
-            is_end=is_end[kept],
-            running=running,
-        )
+    for reward in (math.nan, math.inf, -math.inf, 1e30, 0.0):
+        rewards[2] = reward
+        ours, after = estimate_advantages(name, rewards, groups, mask, is_end=is_end, running=running)
+        without, expected = estimate_advantages(name, rewards[kept], groups[kept], mask[kept], running=running)
         assert after == expected and ours[2].tolist() == [0.0] * 4
         torch.testing.assert_close(ours[kept], without, atol=1e-6, rtol=0)
-        assert ours[3].tolist() == [0.0] * 4  # has a reward, and did not end
-
-
-def test_leave_out() -> None:
-    mask = t((1, 0.5), (1, 1), (0, 1))
-    assert leave_out(mask, bools(1, 0, 1)).tolist() == [[1, 0.5], [0, 0], [0, 1]]
-    assert mask[1].tolist() == [1, 1]
 
 
 def test_groups_are_the_ids_in_any_order_and_nothing_else() -> None:
@@ -291,17 +255,12 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
         (lambda: rloo(two.double(), ids(0, 0), counted), "rewards must be float32, not float64"),
         (lambda: rloo(two, two, counted), "groups must be int64, not float32"),
         (lambda: group_mean(two, ids(0, 0), two, True), "is_counted must be bool, not float32"),
-        (lambda: leave_out(square, bools(1)), r"has_reward is \[1\], not \[2\]"),
-        (lambda: leave_out(two, counted), r"mask is \[2\]: all must be \[B, T\]"),
         (lambda: whiten(square, two, Moments()), r"mask is \[2\], values are \[2, 2\]"),
         (lambda: Moments.of(two.double(), two), "values must be float32"),
-        (lambda: estimate_advantages("none", three, ids(0, 0, 0), square, has_reward=counted), r"rewards is \[3\]"),
-        (lambda: estimate_advantages("none", two, ids(0), square, has_reward=counted), r"groups is \[1\], not \[2\]"),
-        (lambda: estimate_advantages("none", two, ids(0, 0), two, has_reward=counted), r"mask is \[2\]"),
-        (
-            lambda: estimate_advantages("none", two, ids(0, 0), square, has_reward=counted, is_end=two),
-            "is_end must be bool",
-        ),
+        (lambda: estimate_advantages("none", three, ids(0, 0, 0), square), r"rewards is \[3\]"),
+        (lambda: estimate_advantages("none", two, ids(0), square), r"groups is \[1\], not \[2\]"),
+        (lambda: estimate_advantages("none", two, ids(0, 0), two), r"mask is \[2\]"),
+        (lambda: estimate_advantages("none", two, ids(0, 0), square, is_end=two), "is_end must be bool"),
     ):
         with pytest.raises(ValueError, match=reason):
             call()

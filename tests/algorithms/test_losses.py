@@ -39,6 +39,16 @@ def test_loss_and_gradient_are_those_worked_out_by_hand() -> None:
     assert (stats.sum_mask, stats.sum_clipped, stats.clip_fraction) == (4.0, 2.0, 0.5)
 
 
+def test_what_moved_within_the_clip_is_not_clipped_by_rounding() -> None:
+    # 0.1 + (0.01 - 0.1) is 0.00999999 in float32, which is further from 0.02 than 0.01 is.
+    values = t(0.01, 0.2).requires_grad_()
+    loss, stats = clipped_value_loss(values, t(0.1, 0.5), t(0.02, 0.3), t(1.0, 1.0), 0.2, 2.0)
+    loss.backward()
+    # Of the second, which moved by 0.3, the free term is (0.2 - 0.3)^2, and the held one (0.3 - 0.3)^2.
+    torch.testing.assert_close(values.grad, t(-0.005, -0.05), atol=1e-7, rtol=0)
+    assert (stats.sum_mask, stats.sum_clipped) == (2.0, 0.0)
+
+
 def test_without_a_clip_it_is_half_the_squared_error() -> None:
     for clip in (0.0, -1.0):
         values = t(*VALUES).requires_grad_()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages, leave_out
+from guerdon.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages
 from guerdon.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
 from guerdon.algorithms.policy_losses import (
     AGGREGATIONS,
@@ -71,7 +71,6 @@ def test_reinforce_under_each_aggregation(name: str, expected: float, gradient: 
         0,
         1,
     )
-    assert math.isnan(stats.mean_entropy)
 
 
 def test_masks_weigh() -> None:
@@ -185,7 +184,7 @@ def test_the_entropy_bonus() -> None:
     loss, stats = reinforce_loss(*tensors, token_mean(2.0), entropies=entropies, entropy_coefficient=0.25)
     loss.backward()
     # ((1 - 0.25 * 1) + (2 - 0.25 * 3)) / 2; weights do not touch the bonus
-    assert loss.item() == 1.0 and stats.mean_entropy == 2.0
+    assert loss.item() == stats.loss == 1.0
     assert entropies.grad is not None and entropies.grad.tolist() == [[-0.125, -0.125, 0.0]]
     loss, _ = ppo_loss(
         *(tensors[0], tensors[0], *tensors[1:]),
@@ -196,9 +195,9 @@ def test_the_entropy_bonus() -> None:
     )
     # ((-2 - 0.25) + (-2 - 0.75)) / 2
     assert loss.item() == -2.5
-    # Without a coefficient entropies are only counted, even where they are infinite.
-    loss, stats = reinforce_loss(*tensors, token_mean(2.0), entropies=t((INF, 1, 1)))
-    assert loss.item() == 1.5 and stats.mean_entropy == INF
+    # Without a coefficient entropies are not read.
+    loss, _ = reinforce_loss(*tensors, token_mean(2.0), entropies=t((INF, 1, 1)))
+    assert loss.item() == 1.5
 
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, PolicyLossStats]]] = {
@@ -265,7 +264,7 @@ def test_micro_batches_add_up_to_a_loop_over_sequences(
         total, stats = total + share.item(), stats + sums
     assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     assert stats.loss == pytest.approx(total, abs=1e-6) and stats.sum_mask == mask.sum().item()
-    assert all(math.isfinite(x) for x in (stats.clip_fraction, stats.approx_kl, stats.mean_weight, stats.mean_entropy))
+    assert all(math.isfinite(x) for x in (stats.clip_fraction, stats.approx_kl, stats.mean_weight))
     for ours, reference in ((poisoned[0], naive[0]), (poisoned[4], naive[4])):
         assert ours.grad is not None and reference.grad is not None
         torch.testing.assert_close(ours.grad, reference.grad.float(), rtol=1e-5, atol=1e-6)
@@ -288,25 +287,21 @@ def test_a_micro_batch_without_tokens_has_loss_0_and_no_gradient(name: str) -> N
             *(logprobs, logprobs.detach(), logprobs.detach(), mask), Aggregation(name, GlobalCounts.of(mask), 3)
         )
         value.backward()
-        assert value.item() == 0.0 and stats == PolicyLossStats() and stats.mean_ratio == stats.mean_entropy == 0.0
+        assert value.item() == 0.0 and stats == PolicyLossStats() and stats.mean_ratio == 0.0
     assert logprobs.grad is not None and not logprobs.grad.any()
 
 
-def learn(
-    name: str, estimator: str, kept: list[int], rewards: Tensor, has_reward: Tensor, cuts: tuple[int, ...] = ()
-) -> tuple[float, Tensor]:
+def learn(estimator: str, cuts: tuple[int, ...] = ()) -> tuple[float, Tensor]:
     """From rewards to the gradient of one step, over ranks that hold the rows between the cuts."""
     generator = torch.Generator().manual_seed(1)
-    logprobs, reference = (-torch.rand(6, 6, generator=generator)[kept] for _ in range(2))
-    mask = t(*(tuple(float(i < n) for i in range(6)) for n in (6, 2, 4, 1, 5, 3)))[kept]
-    groups = torch.tensor([0, 1, 0, 1, 0, 1])[kept]
+    logprobs, reference = (-torch.rand(6, 6, generator=generator) for _ in range(2))
+    mask = t(*(tuple(float(i < n) for i in range(6)) for n in (6, 2, 4, 1, 5, 3)))
+    groups = torch.tensor([0, 1, 0, 1, 0, 1])
     kl = kl_per_sequence(kl_per_token(logprobs, reference, mask, "k1"), mask)
-    penalised = penalised_rewards(rewards[kept], kl, 0.1)
-    advantages, _ = estimate_advantages(estimator, penalised, groups, mask, has_reward=has_reward[kept])
-    mask = leave_out(mask, has_reward[kept])
+    advantages, _ = estimate_advantages(estimator, penalised_rewards(t(1, 2, 4, 5, 7, -1), kl, 0.1), groups, mask)
     logprobs.requires_grad_()
-    aggregation, total = Aggregation(name, GlobalCounts.of(mask), max_length=6), 0.0
-    for start, stop in zip((0, *cuts), (*cuts, len(kept)), strict=True):
+    aggregation, total = token_mean(GlobalCounts.of(mask).num_tokens), 0.0
+    for start, stop in zip((0, *cuts), (*cuts, 6), strict=True):
         part = slice(start, stop)
         loss, _ = reinforce_loss(logprobs[part], advantages[part], mask[part], aggregation)
         loss.backward()
@@ -315,22 +310,10 @@ def learn(
     return total, logprobs.grad
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
-@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
-def test_a_sample_without_a_reward_is_as_if_it_were_not_in_the_batch(estimator: str, name: str) -> None:
-    rewards, everyone = t(1, 2, NAN, 5, 7, -1), [0, 1, 2, 3, 4, 5]
-    has_reward, kept = ~rewards.isnan(), [0, 1, 3, 4, 5]
-    loss, gradient = learn(name, estimator, everyone, rewards, has_reward)
-    expected, expected_gradient = learn(name, estimator, kept, rewards, has_reward)
-    assert loss == pytest.approx(expected, abs=1e-6) and not gradient[2].any() and gradient[0].any()
-    torch.testing.assert_close(gradient[kept], expected_gradient, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_advantages_of_the_whole_batch_and_then_shards_equal_one_rank(estimator: str) -> None:
-    everyone, rewards, all_six = [0, 1, 2, 3, 4, 5], t(1, 2, 4, 5, 7, -1), torch.ones(6, dtype=torch.bool)
-    loss, gradient = learn("token-mean", estimator, everyone, rewards, all_six)
-    sharded, sharded_gradient = learn("token-mean", estimator, everyone, rewards, all_six, cuts=(1, 2, 5))
+    loss, gradient = learn(estimator)
+    sharded, sharded_gradient = learn(estimator, cuts=(1, 2, 5))
     assert sharded == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(sharded_gradient, gradient, atol=1e-7, rtol=1e-5)
 
@@ -366,7 +349,7 @@ def test_shapes_dtypes_and_settings_that_do_not_fit_are_refused() -> None:
         (lambda: reinforce_loss(x.bfloat16(), x, x, a), "logprobs must be float32, not bfloat16"),
         (lambda: reinforce_loss(x, x, x.bool(), a), "mask must be float32, not bool"),
         (lambda: reinforce_loss(x, x, x, a, weights=row), r"weights is \[2\]"),
-        (lambda: reinforce_loss(x, x, x, a, entropies=x.double()), "entropies must be float32, not float64"),
+        (lambda: reinforce_loss(x, x, x, a, entropies=row, entropy_coefficient=0.1), r"entropies is \[2\]"),
         (lambda: reinforce_loss(x, x, x, a, entropy_coefficient=0.1), "entropies are needed where entropy_coefficient"),
         (lambda: reinforce_loss(x, x, x, a, entropy_coefficient=NAN), "entropy_coefficient must be finite"),
         (lambda: ppo_loss(x, row, x, x, a), r"old_logprobs is \[2\]"),

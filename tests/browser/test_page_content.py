@@ -217,6 +217,10 @@ def test_responses_are_tried(url: str, visit: Visit) -> None:
     assert MARKUP in page.locator(".scored li").nth(1).inner_text()
     assert page.locator(".scored :is(img, script)").count() == 0
     assert page.locator(".scored .pill").count() == 1, "one is the best"
+    places = "found => found.map((one) => one.getBoundingClientRect()).map(({ x, width }) => [x, width])"
+    for part in (".bar", ".zero"):
+        (first, second) = page.locator(f".scored {part}").evaluate_all(places)
+        assert first == pytest.approx(second, abs=0.01), "on one scale"
 
 
 def test_a_response_without_a_score_says_why(url: str, visit: Visit) -> None:

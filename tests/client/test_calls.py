@@ -106,6 +106,7 @@ def test_time_and_priority_are_sent_as_triton_counts_them() -> None:
         ({"messages": [[{"role": "user", "content": object()}]]}, r"messages\[0\] cannot be written"),
         ({"tokens": [[1], [2.5]]}, r"tokens\[1\] must be a flat list of integers"),
         ({"tokens": [[1], [[2]]]}, r"tokens\[1\] must be a flat list of integers"),
+        ({"tokens": [[1], [[2], [3, 4]]]}, r"tokens\[1\] cannot be read as numbers"),
         ({"texts": ["a", "b"], "groups": [1]}, "groups has 1 entries for 2 samples"),
         ({"tokens": [[1, 2]], "steps": [[0], [1]]}, "steps has 2 entries for 1 samples"),
         ({"texts": ["a", "b"], "labels": [1]}, "labels has 1 entries for 2 samples"),

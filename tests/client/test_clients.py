@@ -156,6 +156,17 @@ def test_a_full_queue_is_waited_for(url: str, service: ScriptedService) -> None:
     assert service.num_scored == 3
 
 
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_a_full_server_is_left_alone_while_another_has_room(kind: str) -> None:
+    full, config = ScriptedService(), ServerConfig(port=0, grpc_port=0)
+    full.script = [Overloaded("full", 60.0)] * 20
+    with RunningServer(full, config, grace_s=0.1) as first, RunningServer(EchoService(), config, grace_s=0.1) as other:
+        urls = [str(getattr(server, f"{kind}_url")) for server in (first, other)]
+        with RewardClient(urls, policy=RetryPolicy(timeout_s=30.0)) as client:
+            assert [client.score(texts=["x" * n]).rewards[0] for n in range(1, 20)] == list(range(1, 20))
+    assert full.num_scored == 1
+
+
 def test_a_queue_that_stays_full_is_an_error_in_the_end(url: str) -> None:
     policy = RetryPolicy(tries=1)
     with RewardClient(url, policy=policy) as client, pytest.raises(Overloaded) as raised:

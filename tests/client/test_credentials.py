@@ -129,8 +129,7 @@ def test_a_client_keeps_its_key_through_a_pickle_and_a_fork(url: str) -> None:
         works(client)
         with pickle.loads(pickle.dumps(client)) as copied:  # noqa: S301 - made here
             works(copied)
-        if url.startswith("http"):  # gRPC's own threads do not survive a fork
-            assert end_of_child(lambda: works(client)) == 0
+        assert end_of_child(lambda: works(client)) == 0
     os.environ["GUERDON_API_KEY"] = SCORE
     with RewardClient(url) as client:
         assert SCORE.encode() not in pickle.dumps(client)

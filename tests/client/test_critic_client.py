@@ -398,6 +398,8 @@ async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServ
                 await other.state()
                 assert len(connected) == 2
                 assert all(s.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 for s in connected)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):  # without which nothing is noticed of what was just sent
+                    assert {s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in connected} == {180_000}
 
 
 # --- the client itself ------------------------------------------------------------------------------------------

@@ -45,15 +45,30 @@ def test_one_crash_under_many_requests_is_one_failure() -> None:
     assert a.down_until == 48.0
 
 
+def test_a_full_server_is_passed_over_while_another_has_room() -> None:
+    a, b, c = (endpoints := Endpoints(["a", "b", "c"])).all
+    assert endpoints.take(1, 0.0) is a
+    endpoints.refused(a, 1, 10.0)
+    assert (a.outstanding, a.num_requests, a.num_failures, a.seen) == (0, 0, 0, True)
+    assert [endpoints.take(50, 9.9) for _ in range(4)] == [b, c, b, c]
+    endpoints.lost(c, 50, 9.9)
+    endpoints.refused(b, 50, 15.0)
+    assert not endpoints.any_free(9.9)
+    assert endpoints.take(1, 9.9) is a  # the first that will have room
+    assert endpoints.any_free(10.0)
+    assert endpoints.take(1, 10.0) is a
+    assert b.num_failures == 0
+
+
 def test_where_all_are_down_the_next_to_be_probed_is_tried() -> None:
     a, b = (endpoints := Endpoints(["a", "b"])).all
     assert not endpoints.none_ever_answered()
     endpoints.lost(endpoints.take(1, 0.0), 1, 0.0)
     endpoints.lost(endpoints.take(1, 0.2), 1, 0.2)
-    assert not endpoints.any_up(0.3)
+    assert not endpoints.any_free(0.3)
     assert endpoints.none_ever_answered()
     assert endpoints.take(1, 0.3) is a
-    assert endpoints.any_up(0.7)  # b's probe
+    assert endpoints.any_free(0.7)  # b's probe
     endpoints.lost(a, 1, 0.6, spoke=True)
     assert not endpoints.none_ever_answered()
     assert b.num_requests == 0

@@ -306,6 +306,78 @@ assert list(client.score(texts=["abcd"])) == [4.0]
     assert done.returncode == 0, done.stderr
 
 
+def test_over_grpc_a_fork_works_while_nothing_is_under_way_and_says_so_otherwise() -> None:
+    with EchoProcess(slow_s=120) as server:
+        code = f"""
+import asyncio, os, re, signal, threading, time
+from urllib.request import urlopen
+from guerdon.client import AsyncRewardClient, RewardClient
+from guerdon.errors import GuerdonError
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+def in_a_fork(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, work
+
+def works():
+    assert list(client.submit(texts=["ab"]).result()) == [2.0]
+    assert list(client.score(texts=["a"])) == [1.0]
+
+async def open_client():
+    other = AsyncRewardClient({server.grpc_url!r})
+    assert list(await other.score(texts=["ab"])) == [2.0]
+    return other
+
+def works_async():
+    asyncio.run(open_client())
+
+def says_so():
+    for ask in (works, client.wait_ready, lambda: RewardClient({server.grpc_url!r}), works_async):
+        try:
+            ask()
+        except GuerdonError as e:
+            assert "forked while gRPC was at work" in str(e), e
+        else:
+            raise AssertionError(ask)
+    with RewardClient({server.http_url!r}) as other:
+        assert "tokens" in other.info().inputs
+
+before = num_threads()
+client = RewardClient({server.grpc_url!r})
+assert num_threads() == before, "gRPC begins before it is asked"
+in_a_fork(works)
+works()
+in_a_fork(works)
+in_a_fork(works_async)
+for _ in range(10):  # with connections of its own
+    with RewardClient({server.grpc_url!r}) as one, RewardClient({server.grpc_url!r}) as two:
+        assert list(one.score(texts=["a"])) == list(two.score(texts=["a"])) == [1.0]
+        in_a_fork(lambda: one.score(texts=["a"]))
+
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+other = asyncio.run_coroutine_threadsafe(open_client(), loop).result()
+in_a_fork(says_so)
+asyncio.run_coroutine_threadsafe(other.aclose(), loop).result()
+in_a_fork(works_async)
+
+future = client.submit(tokens=[[{SLOW_TOKEN}]])
+running = re.compile(rb'guerdon_num_requests_running{{model="reward_model"}} 1')
+while not running.search(urlopen({server.http_url!r} + "/metrics").read()):
+    time.sleep(0.01)
+in_a_fork(says_so)
+assert not future.done()
+"""
+        done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_client_imports_neither_torch_nor_transformers_nor_grpc_unasked(server: EchoProcess) -> None:
     code = f"""
 import sys

@@ -119,6 +119,7 @@ def chat(*contents: str) -> list[dict[str, str]]:
         ({"chosen": "c", "rejected": "d"}, True, ["c", "d"]),
         ({"prompt": chat("ab"), "responses": ["c"]}, False, [chat("ab", "c")]),
         ({"prompt": chat("ab"), "responses": [chat("", "c")[1:]]}, False, [chat("ab", "c")]),
+        ({"prompt": chat("ab", "c"), "responses": ["d", "e"]}, False, [chat("ab", "cd"), chat("ab", "ce")]),
         ({"prompt": "ab", "chosen": chat("b", "c"), "rejected": chat("d")}, False, [chat("b", "c"), chat("d")]),
         ({"messages": chat("ab", "c")}, False, [chat("ab", "c")]),
         ({"text": "abc"}, True, ["abc"]),

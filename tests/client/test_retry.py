@@ -158,6 +158,44 @@ def test_an_overloaded_server_is_given_its_time_and_not_left_out() -> None:
     assert world.caller.endpoints.all[0].num_failures == 0
 
 
+def full(*urls: str, retry_after_s: float = 2.5) -> Callable[[Any], Any]:
+    """Servers of which these are full for ever."""
+
+    def server(step: Any) -> Any:
+        if isinstance(step, Infer) and step.endpoint.url in urls:
+            raise Overloaded(f"{step.endpoint.url} is full", retry_after_s)
+        return answering(step)
+
+    return server
+
+
+def test_a_full_server_is_not_asked_again_while_another_has_room() -> None:
+    world = World(full("a"), ["a", "b"])
+    for _ in range(3):
+        assert world.score().rewards.tolist() == [1.0]
+    assert world.trace() == ["Describe a", "Infer a", "Describe b", "Infer b", "Infer b", "Infer b"]
+    world.now = 2.5
+    world.score()
+    assert world.trace()[6:] == ["Infer a", "Infer b"]
+    assert [e.num_failures for e in world.caller.endpoints.all] == [0, 0]
+    assert world.outstanding() == [0, 0]
+
+
+def test_servers_that_are_all_full_are_asked_in_turn_between_the_pauses() -> None:
+    world = World(full("a", "b", "c"), ["a", "b", "c"])
+    with pytest.raises(Overloaded) as raised:
+        world.score()
+    each = ["Infer a", "Infer b", "Infer c"]
+    assert [t for t in world.trace() if not t.startswith("Describe")] == [
+        *each, "wait 3.5", *each, "wait 4.5", *each, "wait 5.5", *each,
+    ]  # fmt: skip
+    assert raised.value.__notes__ == ["gave up after 4 tries"]
+    world = World(full("a", "b", retry_after_s=0.0), ["a", "b"], dataclasses.replace(POLICY, backoff_s=0.0))
+    with pytest.raises(Overloaded):
+        world.score()  # and comes to an end where nothing is waited for
+    assert len([t for t in world.trace() if t.startswith("Infer")]) == 8
+
+
 def test_a_server_that_is_not_ready_is_tried_until_the_tries_are_spent() -> None:
     world = World(failing(*[Unavailable("starting")] * 9), ["a"])
     with pytest.raises(Unavailable, match="starting") as raised:

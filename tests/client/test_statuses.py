@@ -7,7 +7,7 @@ import pytest
 
 from guerdon import errors
 from guerdon.client.endpoints import Endpoint
-from guerdon.client.http import Call
+from guerdon.client.http import Exchange
 from guerdon.client.retry import Describe
 from guerdon.client.statuses import error_of
 
@@ -78,8 +78,8 @@ def test_statuses_that_others_send() -> None:
 def test_a_500_without_json_is_retried_where_it_is_rays_that_has_lost_a_replica(
     body: bytes, headers: dict[str, str], raised: type
 ) -> None:
-    call = Call(Describe(Endpoint("http://proxy"), "m", 1.0))
+    exchange = Exchange(Describe(Endpoint("http://proxy"), "m", 1.0))
     with pytest.raises(errors.GuerdonError) as told:
-        call.result(httpx.Response(500, content=body, headers=headers, request=httpx.Request("GET", call.url)))
+        exchange.result(httpx.Response(500, content=body, headers=headers, request=httpx.Request("GET", exchange.url)))
     assert type(told.value) is raised
     assert told.value.retryable is (raised is errors.Unavailable)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from guerdon.distributed.ranks import Ranks, start
 from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault
 
-WITH_VALUES, FAILS, RAISES, EXITS, ODD = 1, 2, 3, 4, 5
+WITH_VALUES, FAILS, RAISES, EXITS, ODD, HOLDS = 1, 2, 3, 4, 5, 6
 """First tokens of rows, and what they make of them."""
 
 
@@ -34,6 +36,7 @@ class Scorer:
         self.info = ModelInfo("m", "sums")
         self.takes_all = takes_all
         self.seen: list[int] = []
+        self.held: list[weakref.ref] = []
         self._rank = ranks.rank
 
     def watch(self, tick: object) -> bool:
@@ -48,6 +51,10 @@ class Scorer:
             raise SystemExit(3)
         if ODD in kinds:
             raise Unsendable("nor this one")
+        if HOLDS in kinds:
+            activations = np.zeros(3)
+            self.held.append(weakref.ref(activations))
+            raise RuntimeError("no memory")
         return [self._score(s) for s in sequences]
 
     def _score(self, s: Sequence) -> Score | GuerdonError:
@@ -100,6 +107,12 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
         assert [r.reward for r in group.lead(forward("split", *rows)).results] == [row.sum() for row in rows]
     error = raised(group, Command(Signal.FORWARD, "nope", [Sequence(rows[0])]))
     assert isinstance(error, KeyError)
+
+    # What a forward held is free once its error is done with, before any collection.
+    gc.disable()
+    assert str(raised(group, forward("split", np.full(200, HOLDS)))) == "no memory"
+    assert [array() is None for array in scorers["split"].held] == [True]
+    gc.enable()
 
     batch = forward("split", *[np.append(0, rng.integers(10, 99, 299)) for _ in range(64)])
     seconds = []

@@ -7,6 +7,7 @@ and their gradients are the same. That the real operators take these arguments i
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils as masks
 
 from attended import CASES, CHUNK, CHUNKED, SCALE, WINDOW, Case, WrittenOut, tensors, tree, visible, written_out
@@ -26,7 +28,7 @@ from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.cascade import cascade
 from guerdon.engine.attention.flex import BLOCK, block_mask, flex
 from guerdon.engine.attention.patterns import CAUSAL, FULL, Span, cut, span_of
-from guerdon.engine.packing import PackedBatch
+from guerdon.engine.packing import PackedBatch, pack
 
 Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, Tensor, Case], Tensor]
 
@@ -34,6 +36,12 @@ Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, Tensor, Case], Tensor]
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def alone(*lengths: int) -> PackedBatch:
+    """A batch of rows of these lengths, which share nothing."""
+    (batch,) = pack([np.arange(n) for n in lengths], budget=10**6, share=False)
+    return batch
 
 
 def span(batch: PackedBatch, case: Case) -> Span:
@@ -121,6 +129,19 @@ def test_flex_equals_attention_written_out(name: str, share: bool) -> None:
     assert relative(got, written_out(batch, query, key, value, sinks, case)) <= 1e-12
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "softcap", "window and softcap", "chunks", "encoder"])
+@pytest.mark.parametrize("lengths", [(1,), (30, 7, 50), (300, 200)])
+def test_flex_of_a_batch_that_is_filled_equals_attention_written_out(name: str, lengths: tuple[int, ...]) -> None:
+    case, batch = CASES[name], alone(*lengths)
+    query, key, value, sinks, _ = tensors(batch, heads=4, kv_heads=2)
+    pattern, known = cut(case.pattern, case.causal, batch.max_length)
+    got = flex(batch, query, key, value, SCALE, case.causal, pattern, known, case.softcap)
+    for _, mask in batch.cache.values():
+        at, zero = torch.arange(mask.shape[-1]), torch.zeros((), dtype=torch.long)
+        assert len(at) > batch.num_tokens and mask.mask_mod(zero, zero, at, at).all()  # each sees itself at least
+    assert got.shape == query.shape and relative(got, written_out(batch, query, key, value, sinks, case)) <= 1e-12
+
+
 @pytest.mark.parametrize("name", ["plain", "window", "chunks", "encoder", "encoder, window"])
 @pytest.mark.parametrize("share", [True, False])
 def test_blocks_that_flex_leaves_out_are_seen_by_nobody_and_whole_ones_by_all(name: str, share: bool) -> None:
@@ -152,37 +173,96 @@ def test_blocks_that_flex_leaves_out_are_seen_by_nobody_and_whole_ones_by_all(na
         assert (partial | whole).sum() < (plain.kv_num_blocks.sum() + plain.full_kv_num_blocks.sum())
 
 
-def test_flex_is_compiled_by_kind_and_not_by_batch_and_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+# As many blocks as there are heads of either kind, one block, few tokens, and none of that.
+@pytest.mark.parametrize("first", [(300, 200), (200,), (100,), (40, 1), (300,)])
+def test_flex_is_compiled_by_kind_and_not_by_batch_and_never_runs_uncompiled(
+    first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    def run(name: str, batch: PackedBatch) -> None:
+    def run(name: str, batch: PackedBatch, *, in_one_matrix: bool = False) -> None:
         case = CASES[name]
-        # No number of heads is a batch's number of blocks, which the compiler would take for the same.
-        query, key, value, *_ = tensors(batch, heads=2, kv_heads=2, dtype=torch.float32)
+        query, key, value, *_ = tensors(batch, heads=4, kv_heads=2, dtype=torch.float32)
+        if in_one_matrix:  # as some models compute them
+            by_token = torch.cat([x.transpose(1, 2).flatten(2) for x in (query, key, value)], 2)
+            query, key, value = (x.unflatten(2, (-1, 16)).transpose(1, 2) for x in by_token.split([64, 32, 32], 2))
         pattern, known = cut(case.pattern, case.causal, batch.max_length)
-        flex(batch, query, key, value, SCALE, case.causal, pattern, known, case.softcap)
+        out = flex(batch, query, key, value, SCALE, case.causal, pattern, known, case.softcap)
+        assert out.shape == query.shape
 
     kinds = ["plain", "window", "softcap"]
     as_on_a_gpu = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
     monkeypatch.setattr(flex_module, "flex_attention", as_on_a_gpu)
+    monkeypatch.setattr(flex_module, "VARIANTS", len(kinds))
+    lengths = [first, (300,), (300, 200), (200,), (129,), (128,), (127,), (40, 1), (600, 100)]
+    batches = [*(alone(*some) for some in lengths), *(tree(n, share=n > 30, longest=n) for n in (30, 40, 50))]
     torch._dynamo.reset()
     try:
-        with torch._dynamo.config.patch(recompile_limit=len(kinds) - 1):
-            for share, longest in ((True, 30), (True, 50), (False, 30), (True, 40)):
-                batch = tree(longest, share=share, longest=longest)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for batch in batches:
                 for name in kinds:
                     run(name, batch)
-        assert len(graphs) == len(kinds)
-        monkeypatch.setattr(flex_module, "VARIANTS", len(kinds))
-        run("plain", batch)
-        with pytest.raises(FailOnRecompileLimitHit):
-            run("window and softcap", batch)
+            run("plain", batches[0], in_one_matrix=True)
+            assert len(graphs) == len(kinds)
+            with pytest.raises(FailOnRecompileLimitHit):
+                run("window and softcap", batches[0])
     finally:
         torch._dynamo.reset()
+
+
+def test_calls_of_flex_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_module, "flex_attention", lambda query, key, value, **_: query)
+    batch = alone(20)
+    query, key, value, *_ = tensors(batch)
+
+    def in_a_context_of_its_own() -> list[int]:
+        counts = []
+        for _ in range(100):
+            flex(batch, query, key, value, SCALE, True)
+            counts.append(len(contextvars.copy_context()))
+        return counts
+
+    counts = contextvars.Context().run(in_a_context_of_its_own)
+    assert set(counts) == {counts[0]}
+
+
+class Largest(TorchDispatchMode):
+    """Knows the most numbers that a tensor has had which an operator made."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view:
+            self.count = max(self.count, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "chunks", "softcap", "sinks", "window and sinks", "encoder"])
+def test_off_the_cpu_logits_of_all_queries_are_never_held_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = []
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """As the kernels for GPUs want it, which hold no logits."""
+        heads.append((query.shape[1], key.shape[1], value.shape[1]))
+        assert not given["enable_gqa"] and not (given["is_causal"] and given["attn_mask"] is not None)
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    case, batch = CASES[name], alone(5000, 3)
+    query, key, value, sinks, _ = (x.to("meta") for x in tensors(batch, heads=4, kv_heads=2, size=8))
+    with Largest() as largest:
+        out = by_segment(
+            batch, query, key, value, SCALE, case.causal, case.pattern, case.softcap, sinks_of(case, sinks)
+        )
+    assert out.shape == query.shape
+    assert heads == [(4, 4, 4)] * len(heads) and bool(heads) is not (bool(case.softcap) or case.sinks)
+    most = 4 * 1024 * (5000 + 1)
+    assert largest.count <= (most if not case.mask else most // 4), largest.count
 
 
 def test_windows_take_no_more_keys_than_they_reach() -> None:
@@ -192,6 +272,19 @@ def test_windows_take_no_more_keys_than_they_reach() -> None:
     (part,) = kernel.parts
     assert part.max_keys <= part.max_queries + WINDOW - 1
     assert (part.cu_keys.diff() <= part.cu_queries.diff() + WINDOW - 1).all()
+
+
+def test_heads_whose_numbers_lie_apart_are_moved_together() -> None:
+    batch = tree(0)
+    *inputs, grad = tensors(batch)
+    apart = [x.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs[:3]]
+    assert all(x.stride(3) > 1 for x in apart)
+    found = []
+    for some in (inputs[:3], apart):
+        leaves = [x.detach().requires_grad_() for x in some]
+        out = varlen.varlen(batch, *leaves, SCALE, CAUSAL, kernel=WrittenOut())
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_a_level_is_one_call_and_nothing_shared_is_copied() -> None:

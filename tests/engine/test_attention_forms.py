@@ -125,13 +125,16 @@ def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str,
     for shared, copies in ((False, False), (True, False)):
         for span in ((4095, 0), (511, 0)):
             assert chosen(asked(shared=shared, copies=copies, span=span)).name == "varlen"
-    assert [name for name, _ in tried] == ["varlen"]
-    assert tried[0][1].shared
+    # And what batches would go by that copy more.
+    assert [name for name, _ in tried] == ["varlen", "flex"]
+    assert all(what.shared for _, what in tried)
+    assert chosen(asked(copies=True, span=(4095, 0))).name == "flex" and len(tried) == 2
     assert chosen(asked()).name == chosen(asked(shared=False)).name == "varlen"
     assert chosen(asked(gradients=True)).name == "varlen"
     assert chosen(asked(shared=False, causal=False, span=FULL)).name == "varlen"
-    assert [(name, what.span, what.gradients) for name, what in tried[1:]] == [
-        ("varlen", CAUSAL, False), ("varlen", CAUSAL, True), ("varlen", FULL, False),
+    assert [(name, what.span, what.gradients) for name, what in tried[2:]] == [
+        ("varlen", CAUSAL, False), ("cascade", CAUSAL, False), ("varlen", CAUSAL, True), ("cascade", CAUSAL, True),
+        ("varlen", FULL, False),
     ]  # fmt: skip
 
 

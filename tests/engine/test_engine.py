@@ -154,6 +154,29 @@ def test_dynamic_rope_forgets_the_long_sequence_before(tmp_path: Path) -> None:
     assert_close(rewards(engine, rows[::-1])[::-1], alone)
 
 
+PER_LAYER_TYPE = {
+    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-with-images"])
+def test_dynamic_rope_of_one_layer_type_forgets_the_long_sequence_before(
+    name: str, deterministic: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {"rope_parameters": PER_LAYER_TYPE, "max_position_embeddings": 48}
+    if name == "gemma3-with-images":
+        changes = {"text_config": zoo.PECULIAR[name][1]["text_config"] | changes}
+    folder = zoo.checkpoint(name, tmp_path / "gemma3", **changes)
+    engine = build(folder, max_length=256, deterministic=deterministic)
+    random = np.random.default_rng(0)
+    rows = [random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, n) for n in (100, 60, 48, 47, 100)]
+    alone = np.array([zoo.reference(folder, [row])[0] for row in rows])
+    assert_close(np.concatenate([rewards(engine, [row]) for row in rows]), alone)
+    assert_close(rewards(engine, rows), alone)
+
+
 def test_llama_4_scales_by_position_and_not_by_place_in_the_batch(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama4", tmp_path / "llama4", floor_scale=64, attn_scale=0.5, no_rope_layers=[1, 0])
     rows = make_rows()
@@ -161,6 +184,9 @@ def test_llama_4_scales_by_position_and_not_by_place_in_the_batch(tmp_path: Path
     assert engine.path == "packed+shared"
     assert sum(map(len, rows)) > 4 * 64
     assert_close(rewards(engine, rows), zoo.reference(folder, rows))
+    random = np.random.default_rng(0)
+    halves = [random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, 32) for _ in range(2)]  # the last has index 63
+    assert_close(rewards(engine, halves), zoo.reference(folder, halves))
 
 
 def test_roberta_does_not_count_padding_ids_inside_a_sequence(tmp_path: Path) -> None:

@@ -126,3 +126,12 @@ def test_code_that_computes_something_else_by_now_is_left_alone(monkeypatch: pyt
         assert "forward" not in norm.__dict__
     finally:
         fewer_passes._norms_agree.cache_clear()
+
+
+def test_no_random_number_of_a_run_is_drawn(tmp_path: Path) -> None:
+    trunk = build_scorer(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path)))).trunk
+    for agrees in (fewer_passes._norms_agree, fewer_passes._gated_agree, fewer_passes._rotations_agree):
+        agrees.cache_clear()
+    before = torch.get_rng_state()
+    FewerPasses(trunk)
+    assert torch.equal(torch.get_rng_state(), before)

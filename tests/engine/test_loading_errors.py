@@ -195,10 +195,24 @@ def test_an_adapter(tmp_path: Path) -> None:
     assert "only an adapter" in refused(tmp_path)
 
 
+def test_an_adapter_beside_a_model_is_not_left_out(llama: Path) -> None:
+    (llama / "adapter_config.json").write_text("{}")
+    assert "an adapter beside a model" in refused(llama)
+
+
 @pytest.mark.parametrize("model_type", ["vit", "big_bird", "clip"])
 def test_other_kinds_of_model(llama: Path, model_type: str) -> None:
     AutoConfig.for_model(model_type).save_pretrained(llama)
     assert f"holds a {model_type}" in refused(llama)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+@pytest.mark.parametrize("name", ["ernie", "megatron-bert"])
+def test_classifiers_of_other_encoders_are_no_decoders_whatever_they_say(
+    tmp_path: Path, name: str, is_decoder: bool
+) -> None:
+    folder = zoo.checkpoint(name, tmp_path, is_decoder=is_decoder)
+    assert f"holds a {name} (" in refused(folder)
 
 
 def test_code_in_the_checkpoint_is_never_run(llama: Path) -> None:

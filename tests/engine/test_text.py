@@ -143,6 +143,19 @@ def test_a_bos_that_the_text_has_is_not_doubled(encoder: TextEncoder) -> None:
     assert cut.tolist().count(zoo.BOS) == 1
 
 
+@pytest.mark.parametrize("ends_with_bos", [False, True])
+def test_what_the_text_has_stays_where_no_bos_is_added_before_it(tmp_path: Path, ends_with_bos: bool) -> None:
+    made = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path))
+    behind = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", zoo.BOS)])
+    made.backend_tokenizer.post_processor = behind if ends_with_bos else processors.ByteLevel()
+    made.save_pretrained(tmp_path)
+    encoder, reference = TextEncoder.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert encoder is not None
+    (ids,) = encoder.encode(["<s><s>ab"], True)
+    assert ids.tolist() == reference("<s><s>ab")["input_ids"]
+    assert ids.tolist().count(zoo.BOS) == 2 + ends_with_bos
+
+
 def test_without_a_template_it_takes_no_messages(tmp_path: Path) -> None:
     assert not TextEncoder.load(zoo.tokenizer(tmp_path, chat_template=None)).takes_messages
 

@@ -68,3 +68,30 @@ def test_a_target_that_is_masked_out_spoils_no_other() -> None:
     logprobs.backward(torch.ones(N))
     torch.log_softmax(other, -1)[torch.arange(N), targets].backward(torch.ones(N))
     torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("size", [1, 1000 * V])
+def test_a_masked_vocabulary_counts_as_if_it_were_not_there(
+    size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.PART, "cpu", size)
+    logits, _, counts, entropy_counts = tables(torch.float32)
+    is_there = torch.arange(V) % 3 > 0
+    logits[:, ~is_there] = -torch.inf
+    chosen = torch.arange(N) % int(is_there.sum())
+    targets = is_there.nonzero()[chosen, 0]
+    exact = logits[:, is_there].double().requires_grad_()
+    table = torch.log_softmax(exact / temperature, -1)
+    wanted = table[torch.arange(N), chosen], -(table.exp() * table).sum(-1)
+    ((wanted[0] * counts).sum() + (wanted[1] * entropy_counts).sum()).backward()
+
+    own = logits.clone().requires_grad_()
+    logprobs, entropies = token_logprobs(own, targets, temperature, with_entropies=True)
+    assert entropies is not None
+    ((logprobs * counts).sum() + (entropies * entropy_counts).sum()).backward()
+    torch.testing.assert_close(logprobs.double(), wanted[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), wanted[1], rtol=1e-5, atol=1e-4)
+    assert own.grad is not None and exact.grad is not None
+    torch.testing.assert_close(own.grad[:, is_there].double(), exact.grad, rtol=1e-3, atol=1e-3)
+    assert not own.grad[:, ~is_there].any()

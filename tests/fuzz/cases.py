@@ -364,7 +364,7 @@ def as_json(request: InferRequest) -> Any:
     if request.outputs is not None:
         outputs = request.outputs.items()
         body["outputs"] = [{"name": name, "parameters": {"binary_data": is_binary}} for name, is_binary in outputs]
-    return orjson.loads(orjson.dumps(body))
+    return orjson.loads(bodies.write(body))
 
 
 def _typed(datatype: str) -> str:

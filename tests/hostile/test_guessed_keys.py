@@ -9,7 +9,7 @@ import pytest
 
 from guerdon.access import AccessConfig
 from guerdon.errors import Unauthenticated
-from guerdon.server.front import auth
+from guerdon.server import auth
 
 KEYS = {name: name[0] * 32 for name in ("first", "second", "third")}
 

@@ -10,7 +10,9 @@ import pytest
 from guerdon.access import AccessConfig, Role, check_reach, check_tls, is_loopback, without_key
 from guerdon.config import ServerConfig, check
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
-from guerdon.server.front.auth import ANYBODY, Access, Caller
+from guerdon.server.auth import ANYBODY, Access, Caller
+from guerdon.server.runtime import check_addresses
+from server.echo_service import EchoService
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 
 SCORER = Caller("scorer", Role.SCORE)
@@ -62,6 +64,23 @@ def test_a_file_of_keys_can_be_the_environments(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("GUERDON_API_KEYS")
     (tmp_path / "keys").write_text(text, encoding="utf-8-sig")  # as some editors save it
     assert Access(AccessConfig(api_keys_file=str(tmp_path / "keys"))).names == ("scorer", "trainer")
+
+
+@pytest.mark.parametrize("text", [",", " ,\n, ", "# score a key", "\n#one, two\n  # three\n"])
+def test_a_variable_in_which_is_no_key_starts_no_server(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever set it would have a server that needs no key, on every address."""
+    config = ServerConfig(host="0.0.0.0", port=0, grpc_port=None)
+    monkeypatch.setenv("GUERDON_API_KEYS", text)
+    for start in (Access, EchoService, check_addresses):
+        with pytest.raises(ConfigError, match="GUERDON_API_KEYS is set, and has no keys") as caught:
+            start(config)
+        assert "ROLE NAME KEY" in caught.value.help
+    assert Access(keyed(tmp_path)).names == ("scorer", "trainer", "keeper")  # it only adds to a file
+    monkeypatch.setenv("GUERDON_API_KEYS", " \n")  # as if it were not set
+    with pytest.raises(ConfigError, match="nobody would need a key"):
+        check(config)
 
 
 def test_without_keys_everybody_trains_and_nobody_is_admin() -> None:

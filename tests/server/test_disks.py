@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from disks import fill, remount, small_disk
-from guerdon.core import Operation
-from guerdon.errors import StartError, StorageFailed, TrainFailed
+from guerdon.core import Operation, TrainReport
+from guerdon.errors import Offloaded, StartError, StorageFailed, TrainFailed
 from processes import by_itself
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import Driver
 
 A, B, C, D = (request(name, value) for name, value in zip("abcd", (3, 5, 7, 11), strict=True))
+NOTHING = request("nothing", 1, first_token=FAIL_TOKEN)
+"""Of which nothing is done."""
 LARGE = request("large", *range(400), length=12)
 
 
@@ -104,12 +106,13 @@ def test_a_withdrawal_that_the_disk_refuses_is_made_up_for_before_anything_else(
         critic.train(A)
         fails = critic.trainer.train
         critic.trainer.train = lambda *more: (remount(tmp_path, "ro"), fails(*more))[1]
-        with pytest.raises(TrainFailed):
-            critic.train(request("bad", 1, first_token=FAIL_TOKEN))
+        for asked in (NOTHING, NOTHING, B):
+            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+                critic.train(asked)
         critic.trainer.train = fails
-        with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
-            critic.train(B)
         remount(tmp_path, "rw")
+        with pytest.raises(TrainFailed, match="the 0 before it stand"):
+            critic.train(NOTHING)
         critic.train(B)
     assert [n for n in names(tmp_path / "journal") if "safetensors" in n] == [
         "000000000001-done.safetensors",
@@ -191,6 +194,7 @@ def test_a_request_is_safe_from_a_power_cut_before_it_is_done(tmp_path: Path, mo
         critic.train(A)
         record = "000000000001.safetensors"
         assert synced == [
+            ".",  # in which the journal's folder is new
             f"journal/.aside-{record}",
             f"journal/.aside-{record} > {record}",
             "journal",
@@ -246,6 +250,35 @@ def test_a_folder_that_cannot_be_synced_keeps_nothing_of_what_was_refused(
                 critic.ask(Operation.SAVE)
             assert names(tmp_path) == before
         critic.train(B)
+    with Driver(tmp_path) as critic:
+        assert critic.trainer.weight == after([A, B])
+
+
+@pytest.mark.parametrize("how", ["failed", "refused", "broke down"])
+def test_nobody_is_told_that_nothing_was_done_before_its_record_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The server ends then, and the next start does what the record says."""
+
+    def refuse(path: Path | int, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> TrainReport:
+                patch.setattr(Path, "unlink", refuse)
+                raise {
+                    "failed": TrainFailed("no memory; the 0 before it stand"),
+                    "refused": Offloaded("it is offloaded"),
+                    "broke down": RuntimeError("a bug"),
+                }[how]
+
+            patch.setattr(critic.trainer, "train", fail)
+            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+                critic.train(B)
+            assert critic.service.is_ready() is (how != "broke down")
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B])
 

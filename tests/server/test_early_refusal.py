@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import scorers
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.wire import kserve
+from guerdon.wire.tensors import Tensor
 from server.helpers import INFER, body_of, wait_until
 
 QUEUE_TOKENS = 200
@@ -41,17 +46,46 @@ def answer_to_head(server: RunningServer, num_bytes: int, patience_s: float = 30
 
 def test_what_a_full_queue_has_no_room_for_is_refused_by_its_head(server: RunningServer) -> None:
     ask = httpx.Client(base_url=server.http_url, timeout=60).post
-    fits, too_many, too_large = 8 * 100, 8 * (QUEUE_TOKENS + 1), 2 << 20
+    fits, too_many, beyond_all, too_large = 8 * 40, 8 * 60, 8 * (QUEUE_TOKENS + 1), 2 << 20
     assert answer_to_head(server, too_many, 1) == b""  # of an empty queue any request has the room
     with ThreadPoolExecutor(2) as pool:
-        begun = len(scorers.calls)
-        slow = pool.submit(ask, INFER, content=body_of([[scorers.WAITS]]))
-        wait_until(lambda: len(scorers.calls) > begun)
-        waits = pool.submit(ask, INFER, content=body_of([[5] * 90]))
-        metric = 'guerdon_queue_tokens{model="reward_model"} 90.0'
-        wait_until(lambda: metric in httpx.get(f"{server.http_url}/metrics").text)
+        slow, waits = begin(server, pool, ask, 150)
         assert answer_to_head(server, too_many).startswith(b"HTTP/1.1 503")
         assert answer_to_head(server, fits, 1) == b""
+        assert answer_to_head(server, beyond_all, 1) == b""  # such a request is taken, or most of it is padding
         assert answer_to_head(server, too_large).startswith(b"HTTP/1.1 413")
         scorers.hold.set()
         assert [done.result().status_code for done in (slow, waits)] == [200, 200]
+
+
+@pytest.mark.parametrize("num_rows", [12, 40])
+def test_nobody_is_refused_for_padding_while_half_the_queue_is_free(server: RunningServer, num_rows: int) -> None:
+    """With it the smaller request would not fit beside what waits, and the larger one not into an empty queue."""
+    tokens, lengths = np.full((num_rows, 10), 5), np.ones((num_rows, 1), np.int64)
+    tensors = {"tokens": Tensor.of("tokens", tokens), "sequence_lengths": Tensor.of("sequence_lengths", lengths)}
+    body, json_length = kserve.encode_request(kserve.InferRequest(tensors))
+    ask = httpx.Client(base_url=server.http_url, timeout=60).post
+    with ThreadPoolExecutor(3) as pool:
+        asked = begin(server, pool, ask, 90)
+        headers = {"Inference-Header-Content-Length": str(json_length)}
+        padded = pool.submit(ask, INFER, content=body, headers=headers)
+        wait_until(lambda: padded.done() or waiting(server) == 90 + num_rows)
+        scorers.hold.set()
+        assert [done.result().status_code for done in (*asked, padded)] == [200] * 3
+
+
+def begin(server: RunningServer, pool: ThreadPoolExecutor, ask: Callable[..., Any], num_tokens: int) -> list[Future]:
+    """Two requests: what is computed until `scorers.hold` is set, and behind it one of so many tokens."""
+    begun = len(scorers.calls)
+    slow = pool.submit(ask, INFER, content=body_of([[scorers.WAITS]]))
+    wait_until(lambda: len(scorers.calls) > begun)
+    waits = pool.submit(ask, INFER, content=body_of([[5] * num_tokens]))
+    wait_until(lambda: waiting(server) == num_tokens)
+    return [slow, waits]
+
+
+def waiting(server: RunningServer) -> int:
+    """The tokens in the queue."""
+    text = httpx.get(f"{server.http_url}/metrics").text
+    (found,) = re.findall(r'^guerdon_queue_tokens\{model="reward_model"\} (.*)$', text, re.MULTILINE)
+    return int(float(found))

@@ -232,6 +232,48 @@ def test_a_request_larger_than_all_gets_in_where_nothing_of_its_client_waits_and
     assert s.room.tokens.taken == 2490
 
 
+def test_a_request_larger_than_the_queue_gets_in_beside_small_ones_that_keep_coming() -> None:
+    s = scheduler(max_queue_sequences=10)
+    s.add(job("", 10))
+    assert refused(s, job("", *[10] * 10, start=10))  # there will be room for it once less waits
+    s.add(job("", *[10] * 11, start=100))
+    assert s.room.sequences.taken == 12
+    assert refused(s, job("", *[10] * 11, start=200))  # one beyond the bounds is enough
+    assert refused(s, job("", 10, start=300))
+    while s.room.sequences.taken > 9:
+        s.take(0.0)
+    assert not refused(s, job("", 10, start=400))
+
+
+def test_a_request_larger_than_its_client_could_have_gets_in_and_takes_nothing_of_the_others_parts() -> None:
+    s = scheduler(("a", "b", "c"), max_queue_tokens=600)  # of which 300 are everybody's, and 100 each client's own
+    s.add(job("a", 10))
+    assert refused(s, job("a", *[100] * 4, start=100))
+    s.add(job("a", *[100] * 5, start=200))
+    assert s.room.tokens.taken == 510
+    assert not refused(s, job("b", 90, start=300)) and not refused(s, job("c", 90, start=400))
+    assert s.room.tokens.taken == 690
+    for client in "abc":
+        assert refused(s, job(client, *[100] * 6, start=500))
+
+
+def test_what_is_announced_is_refused_only_where_it_could_find_no_room() -> None:
+    lane: Lane[object] = Lane(scheduler(max_queue_tokens=100))
+    lane.add(job("", 40))
+    for num_tokens in (60, 61, 100, 101, 4_000_000):  # much of them may be padding, and what is larger than all gets in
+        lane.check_room(1, num_tokens)
+    lane.add(job("", 30, start=10))
+    lane.check_room(1, 30)
+    for num_tokens in (31, 60, 100):
+        with pytest.raises(Overloaded):
+            lane.check_room(1, num_tokens)
+    lane.check_room(1, 101)
+    lane.add(job("", 101, start=20))
+    for num_tokens in (0, 101):
+        with pytest.raises(Overloaded):
+            lane.check_room(1, num_tokens)
+
+
 def test_the_room_of_what_is_held_behind_an_order_is_its_clients() -> None:
     lane: Lane[object] = Lane(scheduler(("a", "b"), max_queue_sequences=8))
     place = Order()

@@ -14,7 +14,7 @@ import pytest
 from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
-from guerdon.server.front.auth import ANYBODY
+from guerdon.server.auth import ANYBODY
 from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate
 from guerdon.server.front.guard import CALLER

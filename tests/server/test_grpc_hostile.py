@@ -122,7 +122,7 @@ def raw_client(server: RunningServer, **options: Any) -> RawClient:
 
 
 def test_half_open_calls_of_two_clients_do_not_keep_a_third_waiting(tmp_path):
-    """Each client has a place of its own in which a message may come, however few there are."""
+    """Each client has a place of its own in which a message may come."""
     config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4, header_timeout_s=120.0, read_timeout_s=120.0)
     with RunningServer(EchoService(config), config) as server, channel_to(server) as channel:
         raw = raw_client(server)

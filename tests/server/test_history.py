@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import shutil
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from guerdon.config import LearningConfig
 from guerdon.core import ModelInfo, Operation, TrainReport, TrainRequest
-from guerdon.errors import CheckpointError, InvalidRequest, StartError, StorageFailed, TrainFailed
-from server.arithmetic_critic import FAIL_TOKEN, after, request
+from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartError, StorageFailed, TrainFailed
+from server.arithmetic_critic import FAIL_TOKEN, ArithmeticTrainer, after, request
 from server.driving import Driver
 
 A, B, C, D, E = (request(name, value) for name, value in zip("abcde", (3, 5, 7, 11, 13), strict=True))
@@ -159,6 +161,17 @@ def test_a_journal_of_other_settings_is_not_replayed(tmp_path: Path) -> None:
         critic.train(B)
     with Driver(tmp_path, learning_rate=0.25) as critic:
         assert critic.trainer.weight == after([A, B])
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
+def test_no_setting_of_learning_is_forgotten(tmp_path: Path, name: str) -> None:
+    with Driver(tmp_path) as critic:
+        critic.train(A)
+    if name == "activation_checkpointing":  # which computes the same
+        Driver(tmp_path, **{name: True}).close()
+        return
+    with pytest.raises(StartError, match=f"written with {name} .*; now: {name} another"):
+        Driver(tmp_path, **{name: "another"})
 
 
 FAILS_LATER = request("x", 2, 4, 6)
@@ -332,6 +345,32 @@ def test_what_was_never_answered_may_fail_at_the_start_as_it_would_have(
                 critic.train(FAILS_LATER)
             assert failed.value.num_steps == 1
             assert critic.trainer.weight == after([A, request("", 2)], 1)
+
+
+def test_a_replay_that_spoils_the_weights_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        critic.train(A)
+        critic.train(FAILS_LATER)
+    unmark_last(tmp_path)
+    fails_now(monkeypatch)
+    trains = ArithmeticTrainer.train
+
+    def train_and_spoil(trainer: ArithmeticTrainer, *more: Any) -> TrainReport:
+        try:
+            return trains(trainer, *more)
+        except TrainFailed:
+            trainer.broken = "a step broke off inside the optimiser"
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArithmeticTrainer, "train", train_and_spoil)
+        with Driver(tmp_path, global_batch_size=1) as critic:
+            assert not critic.service.is_ready() and "inside the optimiser" in critic.service.why_not_ready()
+            assert 'guerdon_critic_fault{critic="critic"} 1.0' in critic.service.metrics.render().decode()
+            with pytest.raises(ServerFault, match="inside the optimiser"):
+                critic.train(B)
+    with Driver(tmp_path, global_batch_size=1) as critic:
+        assert critic.service.is_ready() and critic.trainer.weight == after([A, request("", 2)], 1)
 
 
 def test_what_was_never_answered_and_breaks_the_trainer_down_is_taken_out(

@@ -153,6 +153,7 @@ def test_an_error_that_is_not_memorys_leaves_the_budget() -> None:
         ),
         (RuntimeError("std::bad_alloc"), True),
         (OutOfMemoryError("any text"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (ServerFault("rank 1 on gpu-2: OutOfMemoryError: CUDA out of memory."), True),
         (ValueError("a bug"), False),
         (Unavailable("the server is stopping"), False),
@@ -162,16 +163,18 @@ def test_what_says_that_memory_ended(error: BaseException, expected: bool) -> No
     assert is_out_of_memory(error) is expected
 
 
-def test_an_error_that_is_kept_as_an_answer_keeps_no_tensors() -> None:
-    class Guerdons(SmallWorker):
+@pytest.mark.parametrize("error", [ServerFault("out of memory"), OutOfMemoryError("out of memory")])
+def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception) -> None:
+    class Failing(SmallWorker):
         def lead(self, command: Command) -> Scored:
             activations = np.zeros(10)  # noqa: F841 - what a forward's frame holds
-            raise ServerFault("out of memory")
+            raise error
 
     job = Job([Sequence(np.arange(5))])
-    scored = Attempt(Guerdons(0), "m").score(Batch([(job, 0)], [5], 5))
-    (error,) = scored.results
-    assert isinstance(error, ServerFault) and error.__traceback__ is None
+    scored = Attempt(Failing(0), "m").score(Batch([(job, 0)], [5], 5))
+    (answer,) = scored.results
+    assert isinstance(answer, ServerFault) and answer.__traceback__ is None
+    assert error.__traceback__ is None
 
 
 @pytest.mark.parametrize("where", ["batch", "observe"])

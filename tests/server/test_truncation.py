@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 import zoo
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
-from guerdon.core import ScoreRequest, Truncation
+from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
+from guerdon.server import samples
 from guerdon.server.runtime import RunningServer
 
 MAX_LENGTH = 12
@@ -83,6 +84,13 @@ def test_the_servers_own_setting(server: RunningServer, folder: Path, adds: bool
 def test_what_was_not_asked_for_is_not_cut(server: RunningServer) -> None:
     told = httpx.post(server.http_url + "/classify", json={"input": TEXT})
     assert told.status_code == 400 and f"takes at most {MAX_LENGTH}" in told.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("by_token", [(), ("values",), ("step_rewards",)])
+def test_to_truncate_is_advised_where_that_can_be(by_token: tuple[str, ...]) -> None:
+    told = str(samples.wrong(Sequence(np.arange(5)), ModelInfo("rm", "llama", ("rewards", *by_token), max_length=3)))
+    assert "has 5 tokens, rm takes at most 3; shorten it" in told
+    assert ("--truncation" in told) == (not by_token)
 
 
 @pytest.mark.parametrize("kind", [{"kind": "tokcls", "num_labels": 2}, {"kind": "tokcls", "num_labels": 1}])

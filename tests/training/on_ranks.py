@@ -131,9 +131,10 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     before = dataclasses.asdict(made.validate(REQUEST))
     report = dataclasses.asdict(made.train(REQUEST))
     learner = policy(policy_folder, ranks)
-    old, entropies = learner.logprobs(TOKENS, PROMPTS, 0.7, with_entropies=True)
+    own = learner.logprobs(TOKENS, PROMPTS, 0.7, with_entropies=True)
     steps = [learner.step(TOKENS, PROMPTS, reinforce) for _ in range(NUM_STEPS)]
-    steps += [learner.step(TOKENS, PROMPTS, ppo(old), temperature=0.7, with_entropies=True) for _ in range(NUM_STEPS)]
+    clipped = ppo(own.logprobs)
+    steps += [learner.step(TOKENS, PROMPTS, clipped, temperature=0.7, with_entropies=True) for _ in range(NUM_STEPS)]
     told: dict[str, Any] = {
         "validate": before,
         "report": report,
@@ -144,8 +145,8 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     for other in ranks.tell_all(told):
         assert repr(other) == repr(told), (other, told)
     told |= {
-        "old": old.clone(),
-        "entropies": entropies.clone(),
+        "old": own.logprobs.clone(),
+        "entropies": own.entropies.clone(),
         "reference": learner.reference_logprobs(TOKENS, PROMPTS, 0.7).clone(),
         "critic": state(made),
         "policy": state(learner),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import zoo
-from guerdon.config import ModelConfig
+from guerdon.config import CriticConfig, LearningConfig, ModelConfig
 from guerdon.core import TrainRequest
 from guerdon.engine.engine import Engine
 from guerdon.engine.loading import load
 from guerdon.errors import CheckpointError, StorageFailed
-from guerdon.training import checkpoint
+from guerdon.training import checkpoint, critic
 from guerdon.training.critic import CriticTrainer
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
@@ -217,6 +218,12 @@ def test_two_critics_share_a_version_exactly_where_they_share_their_weights(tmp_
     for trainer in (one, other, twin):
         trainer.train(request(ROWS, seed=2))
     assert one.weights_version == twin.weights_version != other.weights_version
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
+def test_no_setting_of_learning_is_left_out_of_a_version(name: str) -> None:
+    other = critic._decisive(CriticConfig(**{name: "another"}))  # type: ignore[arg-type]
+    assert (other == critic._decisive(CriticConfig())) is (name == "activation_checkpointing")
 
 
 # ------------------------------------------------------------------------------------------- refusals

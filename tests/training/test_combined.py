@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from plain import request
 import zoo
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
+from guerdon.distributed.ranks import ALONE
 from guerdon.engine.callable import FunctionScorer
 from guerdon.engine.engine import Engine
 from guerdon.engine.loading import load
@@ -152,6 +154,22 @@ def test_where_the_critic_does_not_fit_beside_others_the_request_fails_alone(tmp
     full[0] = False
     assert both.train(request(ROWS)) == alone.train(request(ROWS))
     np.testing.assert_array_equal(scored(both)[1], values(alone, ROWS))
+
+
+def test_nobody_is_taken_for_hung_while_models_change_places(tmp_path: Path) -> None:
+    both, critic, _, _ = make(tmp_path, "swap")
+    waits: list[int] = []
+
+    def told(move: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (waits.append(ALONE.doing.num_waits), move())[1]
+
+    for engine in (critic.engine, both._reward):
+        engine.offload, engine.onload = told(engine.offload), told(engine.onload)  # type: ignore[method-assign]
+    scored(both)
+    fills_up(both._reward)
+    both.train(request(ROWS))
+    both.score([Sequence(row) for row in ROWS])
+    assert len(waits) >= 5 and all(waits) and ALONE.doing.num_waits == 0
 
 
 def test_where_the_reward_model_does_not_fit_the_critic_still_learns(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def plain_loss(name: str, plain: PlainPolicy, temperature: float) -> torch.Tenso
 
 def own_loss(name: str, trainer: PolicyTrainer, temperature: float) -> Loss:
     """The same by the functions that the loops call."""
-    own = trainer.logprobs(ROWS, PROMPTS, temperature)
+    own = trainer.logprobs(ROWS, PROMPTS, temperature).logprobs
     old = own - torch.from_numpy(DRIFT)
     lengths = torch.tensor([len(row) for row in ROWS]) - torch.from_numpy(PROMPTS)
     mask = (torch.arange(WIDTH) < lengths[:, None]).float()
@@ -75,9 +75,8 @@ def own_loss(name: str, trainer: PolicyTrainer, temperature: float) -> Loss:
     if name == "ppo":
         advantages = torch.from_numpy(TOKEN_ADVANTAGES)
     else:
-        everyone = torch.ones(len(ROWS), dtype=torch.bool)
         groups = torch.from_numpy(GROUPS)
-        advantages, _ = estimate_advantages(estimator, torch.from_numpy(REWARDS), groups, mask, has_reward=everyone)
+        advantages, _ = estimate_advantages(estimator, torch.from_numpy(REWARDS), groups, mask)
 
     def loss(logprobs: torch.Tensor, _: Any, members: np.ndarray) -> Any:
         if name != "ppo":
@@ -123,10 +122,10 @@ def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, t
         with torch.no_grad():
             logprobs, entropies, _ = plain.logprobs(ROWS, PROMPTS, temperature)
         got = trainer.logprobs(ROWS, PROMPTS, temperature, with_entropies=True)
-        for table, want in zip(got, (logprobs, entropies), strict=True):
+        for table, want in ((got.logprobs, logprobs), (got.entropies, entropies)):
             assert table.dtype == torch.float32
             torch.testing.assert_close(table, at_responses(want, ROWS, PROMPTS), rtol=1e-5, atol=1e-5)
-        assert torch.equal(trainer.logprobs(ROWS, PROMPTS, temperature), got[0])
+        assert torch.equal(trainer.logprobs(ROWS, PROMPTS, temperature).logprobs, got.logprobs)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -176,8 +175,9 @@ def test_logits_in_parts_are_the_same_and_computed_again(
     head = trainer.engine.head
     monkeypatch.setattr(trainer.engine, "head", lambda hidden: (sizes.append(len(hidden)), head(hidden))[1])
     monkeypatch.setattr(language, "TABLE", 7 * zoo.VOCAB_SIZE)
-    for got, table in zip(trainer.logprobs(ROWS, PROMPTS, 0.7, with_entropies=True), want, strict=True):
-        torch.testing.assert_close(got, table, rtol=1e-6, atol=1e-6)
+    got = trainer.logprobs(ROWS, PROMPTS, 0.7, with_entropies=True)
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.entropies, want.entropies, rtol=1e-6, atol=1e-6)
     # No more tokens at once than the table holds, each once forward, and twice for a gradient.
     num_tokens = sum(map(len, ROWS)) - PROMPTS.sum()
     assert max(sizes) == 7 and sum(sizes) == num_tokens
@@ -208,7 +208,7 @@ def test_rope_that_depends_on_the_length_has_that_of_the_whole_row(kind: str, tm
         folder = zoo.language_model("llama", tmp_path, rope_parameters=rope, max_position_embeddings=48)
     rows = [row[:49] for row in ROWS if len(row) > 49] + [row[:48] for row in ROWS if len(row) > 48]
     prompts = np.full(len(rows), 40)
-    got = build(folder, keeps_reference=False, max_length=256).logprobs(rows, prompts)
+    got = build(folder, keeps_reference=False, max_length=256).logprobs(rows, prompts).logprobs
     for i, row in enumerate(rows):
         with torch.no_grad():  # a model of its own for each: a dynamic embedding remembers the longest row
             want, _, _ = PlainPolicy(folder).logprobs([row], prompts[:1])
@@ -231,5 +231,5 @@ def test_gradients_of_the_entropy(tmp_path: Path) -> None:
     _, entropies, plain_mask = plain.logprobs(ROWS, PROMPTS, 0.8)
     mean = (entropies * plain_mask).sum() / plain_mask.sum()
     want = plain.gradients(-0.5 * mean)
-    assert report.stats.mean_entropy == pytest.approx(mean.item(), rel=1e-5)
+    assert report.stats.loss == pytest.approx(-0.5 * mean.item(), rel=1e-5)
     assert_close(caught, want)

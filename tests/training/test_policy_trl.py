@@ -82,15 +82,15 @@ def step_of_ours(trainer: PolicyTrainer, batch: dict[str, torch.Tensor], rewards
         rows.append(torch.cat([prompt, batch["completion_ids"][i][batch["completion_mask"][i].bool()]]).numpy())
         starts.append(len(prompt))
     prompt_lengths = np.array(starts)
-    logprobs, reference = (f(rows, prompt_lengths) for f in (trainer.logprobs, trainer.reference_logprobs))
+    logprobs = trainer.logprobs(rows, prompt_lengths).logprobs
+    reference = trainer.reference_logprobs(rows, prompt_lengths)
     lengths = torch.tensor([len(row) for row in rows]) - torch.tensor(starts)
     mask = (torch.arange(logprobs.shape[1]) < lengths[:, None]).float()
     kl = kl_per_sequence(kl_per_token(logprobs, reference, mask, "k1"), mask)
     assert (kl.abs().max() > 0.1) == (trainer.step_count > 0)
     groups = torch.arange(len(rows)) // NUM_ROLLOUTS
-    everyone = torch.ones(len(rows), dtype=torch.bool)
     penalised = penalised_rewards(torch.tensor(rewards), kl, BETA)
-    advantages, _ = estimate_advantages("rloo", penalised, groups, mask, has_reward=everyone)
+    advantages, _ = estimate_advantages("rloo", penalised, groups, mask)
     # TRL's ratio is that of whole responses, whose gradient is that of their tokens' sum.
     aggregation = Aggregation("seq-mean-token-sum", GlobalCounts.of(mask))
     report = trainer.step(
@@ -126,5 +126,6 @@ def test_the_steps_of_rloo_are_those_of_trl(name: str, tmp_path: Path) -> None:
     for parameter, got in trainer.model.named_parameters():
         moved = wanted[parameter] - before[parameter]
         assert moved.norm() > 0
-        # AdamW's first steps are as large for a gradient of rounding noise as for any other.
-        assert (got - wanted[parameter]).norm() <= 1e-2 * moved.norm(), parameter
+        # AdamW's first steps are as large for a gradient of rounding noise as for any other: a few weights of each
+        # thousand have one, and may move the other way.
+        assert (got - wanted[parameter]).norm() <= 2e-2 * moved.norm(), parameter

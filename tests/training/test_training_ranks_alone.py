@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from guerdon.config import CriticConfig
-from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.errors import CheckpointError, ConfigError
+from guerdon.distributed.ranks import ALONE, Member, Ranks
+from guerdon.errors import CheckpointError, ConfigError, ServerFault
 from guerdon.training import parallel, sharded_checkpoint
 from guerdon.training.optimiser import check_layout
 
@@ -43,6 +47,30 @@ def test_one_process_raises_its_own_errors() -> None:
 
     with pytest.raises(KeyError, match="its own"):
         parallel.together(ALONE, fails)
+
+
+class Two(Ranks):
+    """Rank 0 of two, of which the other has not failed."""
+
+    def tell_all(self, what: Any) -> list[Any]:
+        return [what, None]
+
+
+def test_an_error_of_many_ranks_holds_no_tensors_once_it_is_done_with() -> None:
+    held: list[weakref.ref] = []
+
+    def fails() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise KeyError("no memory")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ServerFault):
+            parallel.together(Two(size=2, members=(Member(0, "one", 7), Member(1, "two", 8))), fails)
+        assert [tensor() for tensor in held] == [None]
+    finally:
+        gc.enable()
 
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0), "count": torch.tensor(7)}

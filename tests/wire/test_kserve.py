@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import orjson
 import pytest
 import tritonclient.http
 
 from guerdon.errors import InvalidRequest, Unsupported
+from guerdon.wire.bodies import MAX_VALUES
 from guerdon.wire.kserve import InferReply, InferRequest, decode, decode_reply, encode, encode_request
 from guerdon.wire.tensors import Tensor
 
@@ -76,6 +79,27 @@ def test_json_replies_have_no_header_length_and_null_for_nan():
         "model_version": "1",
         "outputs": [{"name": "rewards", "datatype": "FP32", "shape": [2, 1], "data": [0.5, None]}],
     }
+
+
+def test_json_has_the_fewest_digits_from_which_the_same_float32_is_read():
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, np.uint32)
+    edges = np.float32(
+        [0.1, -0.0, 16777217, 3.4028235e38, 1.1754944e-38, 1e-45, 5e-324, 2**24, 1 / 3, 9007199254740993]
+    )
+    values = np.concatenate([bits.view(np.float32), edges, np.nextafter(edges, np.float32(0))])
+    values = values[np.isfinite(values)]
+    body, _ = encode(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
+    for loads in (orjson.loads, json.loads):
+        read = np.array(loads(body)["outputs"][0]["data"], np.float32)
+        assert np.array_equal(read.view(np.uint32), values.view(np.uint32))
+    short, _ = encode(InferReply("m", "1", [Tensor.of("values", np.float32([0.1, 5]))]), InferRequest({}))
+    assert b"[0.1,5.0]" in short
+
+
+def test_more_numbers_than_a_body_may_have_are_not_written_as_json():
+    values = np.broadcast_to(np.float32(0), (1, MAX_VALUES + 1))
+    with pytest.raises(InvalidRequest, match=r"output 'values' has 16,777,217 numbers, .*binary_data"):
+        encode(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
 
 
 def test_requests_and_replies_survive_our_own_round_trip():

@@ -101,6 +101,13 @@ def test_slime_with_text_and_with_messages():
     assert again.labels == [None]
 
 
+def test_slime_with_an_answer_that_its_prompt_begins():
+    prompt = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "a"}]
+    asked = read("/reward", {"prompt": prompt, "response": "b"})
+    assert asked.request.messages == [[prompt[0], {"role": "assistant", "content": "ab"}]]
+    assert prompt[1]["content"] == "a"
+
+
 def test_slimes_reward_key():
     body = {"prompt": "Q", "response": " a", "label": None}
     assert json.loads(answer(read("/reward", body, key="score"), PLAIN, 0.5)) == {"score": 0.5}

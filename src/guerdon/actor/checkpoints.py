@@ -31,7 +31,19 @@ from guerdon.actor.settings import (
     remote_of,
     scheduled,
 )
-from guerdon.durable import ASIDE, DAMAGED, Damaged, place, read_manifest, remove, seal, seal_again, storing, verify
+from guerdon.durable import (
+    ASIDE,
+    DAMAGED,
+    Damaged,
+    make_folder,
+    place,
+    read_manifest,
+    remove,
+    seal,
+    seal_again,
+    storing,
+    verify,
+)
 from guerdon.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -85,7 +97,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             for leftover in folder.glob(ASIDE + "*"):
                 shutil.rmtree(leftover)
         except OSError as e:
@@ -175,6 +187,7 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
         "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
         f"{where}.send": remote.send,
+        f"{where}.suffix": remote.suffix,
         f"{where}.reward_model.name": remote.reward_model.name,
         _COMMAND: f"guerdon {algorithm}",
     }

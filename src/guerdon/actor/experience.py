@@ -110,7 +110,6 @@ def reinforce_advantages(
         experience.penalised(beta),
         experience.groups,
         experience.mask,
-        has_reward=torch.ones_like(experience.is_end),
         is_end=experience.is_end if config.leave_out_truncated else None,
         running=running,
     )

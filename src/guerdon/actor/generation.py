@@ -307,4 +307,5 @@ class Generation:
             is_end=row.is_end,
             logprobs=np.array(row.logprobs, dtype=np.float32),
             text="" if tokenizer is None else tokenizer.decode(row.tokens, skip_special_tokens=True),
+            has_eos=row.tokens[-1] in self._eos,
         )

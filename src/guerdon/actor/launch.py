@@ -78,6 +78,6 @@ def _tell(error: BaseException | None, output_dir: str) -> None:
 
 
 def _follow(ranks: Ranks, pulse: Pulse) -> int:
-    with asking(pulse.ask_to_stop):
+    with asking(pulse.ask_to_stop, for_good=True):
         Group(PolicyWorker(ranks, pulse.tick), ranks, pulse).follow()
     return 0

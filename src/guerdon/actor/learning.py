@@ -46,10 +46,11 @@ def measure(
     """
     rows, lengths = [rollout.tokens for rollout in rollouts], prompt_lengths(rollouts)
     with timed(metrics, "seconds_logprobs"):
-        logprobs, entropies = policy.logprobs(rows, lengths, temperature, with_entropies=True)
+        own = policy.logprobs(rows, lengths, temperature, with_entropies=True)
     with timed(metrics, "seconds_reference"):
         ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
-    experience = Experience.of(rollouts, logprobs, ref_logprobs, entropies, kl_estimator)
+    assert own.entropies is not None
+    experience = Experience.of(rollouts, own.logprobs, ref_logprobs, own.entropies, kl_estimator)
     metrics.update(experience.metrics())
     return experience
 

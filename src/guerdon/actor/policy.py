@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from guerdon.engine.policies import LoadedPolicy
-from guerdon.training.policy import Loss, StepReport
+from guerdon.training.policy import Logprobs, Loss, StepReport
 
 
 class Policy(Protocol):
@@ -31,7 +31,7 @@ class Policy(Protocol):
         prompt_lengths: np.ndarray,
         temperature: float = 1.0,
         with_entropies: bool = False,
-    ) -> Any: ...
+    ) -> Logprobs: ...
 
     def reference_logprobs(
         self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0

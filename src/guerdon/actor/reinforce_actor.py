@@ -144,8 +144,8 @@ class ReinforceActor:
         if not rows:
             stats = PolicyLossStats()
         elif forward_only:
-            logprobs = self.trainer.logprobs(rows, starts.numpy(), temperature)
-            _, stats = loss(logprobs, None, np.arange(len(rows)))
+            made = self.trainer.logprobs(rows, starts.numpy(), temperature)
+            _, stats = loss(made.logprobs, None, np.arange(len(rows)))
         else:
             stats = self.trainer.accumulate(rows, starts.numpy(), loss, temperature=temperature)
         return stats.loss, {"loss": stats.loss}
@@ -180,8 +180,11 @@ class ReinforceActor:
         ends = torch.full((count,), width) if lengths is None else lengths.reshape(-1).cpu()
         starts = torch.ones(count, dtype=torch.int64) if prompt_lengths is None else prompt_lengths.reshape(-1).cpu()
         rows = [row[:end].numpy() for row, end in zip(tokens.cpu(), ends.tolist(), strict=True)]
-        of = self.trainer.reference_logprobs if of_reference else self.trainer.logprobs
-        made = of(rows, starts.numpy(), self.rollout_config.temperature)
+        temperature = self.rollout_config.temperature
+        if of_reference:
+            made = self.trainer.reference_logprobs(rows, starts.numpy(), temperature)
+        else:
+            made = self.trainer.logprobs(rows, starts.numpy(), temperature).logprobs
         placed = torch.zeros(count, width - 1)
         for out, row, start, end in zip(placed, made, starts.tolist(), ends.tolist(), strict=True):
             out[start - 1 : end - 1] = row[: end - start]

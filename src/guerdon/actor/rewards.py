@@ -15,6 +15,7 @@ from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
 from guerdon.actor.stopping import heeding
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
+from guerdon.messages import answered
 
 T = TypeVar("T")
 
@@ -157,14 +158,14 @@ def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, An
         return token_samples_of(group, config.pad_to_length)
     hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
     if config.send == "text":
-        return hints | {"texts": [rollout.prompt.text + rollout.text for rollout in group]}
+        return hints | {"texts": [r.prompt.text + r.text + (config.suffix if r.has_eos else "") for r in group]}
     conversations = []
     for rollout in group:
         if rollout.prompt.messages is None:
             raise ConfigError(
                 "`send` is messages, but the prompts are plain text", "send text or tokens, or set data.template"
             )
-        conversations.append([*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}])
+        conversations.append(answered(rollout.prompt.messages, rollout.text))
     return hints | {"messages": conversations}
 
 

@@ -29,9 +29,9 @@ class Rollout:
     `group` numbers the prompts of one step and `index` the responses to one prompt, so that the two and the step
     name the rollout for good. `is_end` is False where it was cut at the longest response. `logprobs`, float32
     `[L - P]`, are the generating engine's own, of each response token under the distribution that the policy has at
-    the sampling temperature, before top_k, top_p and the penalty. `text` is the response without its special tokens.
-    `reward` is None until it is there, and where it failed; then `error` says why. `values`, float32 `[L]`, are a
-    critic's, one a token.
+    the sampling temperature, before top_k, top_p and the penalty. `text` is the response without its special tokens,
+    and `has_eos` says whether an EOS was its last. `reward` is None until it is there, and where it failed; then
+    `error` says why. `values`, float32 `[L]`, are a critic's, one a token.
     """
 
     prompt: Prompt
@@ -44,6 +44,7 @@ class Rollout:
     reward: float | None = None
     error: str | None = None
     values: np.ndarray | None = None
+    has_eos: bool = False
 
     @property
     def prompt_length(self) -> int:

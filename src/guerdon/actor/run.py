@@ -14,22 +14,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import yaml
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.checkpoints import Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
 from guerdon.actor.data import Prompts, check_sendable
 from guerdon.actor.measures import METRICS, rollout_metrics
 from guerdon.actor.pairing import PairedCritic, load_critic, pairable
 from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.saving import Saving
+from guerdon.actor.saving import Saving, Snapshot
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
 from guerdon.actor.shared import SharedPolicy, opened
 from guerdon.actor.stopping import TIME_IS_UP, Left, Stopping, heeding
-from guerdon.durable import locked
+from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
 
 T = TypeVar("T")
@@ -122,23 +122,43 @@ class Run:
             self._exits = stack.pop_all()
 
     def _begin(self, exits: ExitStack) -> None:
-        config, run = self.config, self.config.run
         exits.enter_context(_taken(self._folder))
-        trackers.check_installed(run.trackers)
-        checkpoints = Checkpoints(self._folder / CHECKPOINTS, run.keep_checkpoints)
+        trackers.check_installed(self.config.run.trackers)
+        checkpoints = Checkpoints(self._folder / CHECKPOINTS, self.config.run.keep_checkpoints)
+        found = self._found(checkpoints)
+        critic = None if self._critic is None else pairable(self._critic.state(), found)
+        started = time.monotonic()
+        exits.callback(self._stopping.close)
+        self._load(found)
+        self.id, self.step = secrets.token_hex(4), 0
+        self.memory: dict[str, Any] = {}
+        if found is not None:
+            found = self._resume(found, checkpoints)
+        elif critic is not None and critic.step:
+            log.warning("the critic has learnt %d steps already, and goes on from there", critic.step)
+        self._generates_with = self.policy.weights_version if found is None else ""
+        self._saving = Saving(checkpoints, self._critic, found)
+        self._first_step = self.step
+        self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
+        self._generation_s, self._loading_s = 0.0, time.monotonic() - started
+        self._open_logs(exits)
+
+    def _found(self, checkpoints: Checkpoints) -> Checkpoint | None:
+        """The checkpoint to go on from, None for a new run; raises where the settings do not let the run go on."""
         found = checkpoints.newest_whole()
-        if found is not None and not run.resume:
+        if found is None:
+            return None
+        if not self.config.run.resume:
             raise ConfigError(
                 f"{self._folder} has a run of {found.state.step} steps, and run.resume is false",
                 "give another run.output_dir, or move that one away",
             )
-        decisive = decisive_settings(config)
-        if found is not None:
-            check_settings(found.state, decisive, found.folder)
-        critic = None if self._critic is None else pairable(self._critic.state(), found)
+        check_settings(found.state, decisive_settings(self.config), found.folder)
+        return found
 
-        started = time.monotonic()
-        exits.callback(self._stopping.close)
+    def _load(self, found: Checkpoint | None) -> None:
+        """Loads the policy as it was before step 1, and the prompts; raises where they are not those of `found`."""
+        config, run = self.config, self.config.run
         self.policy, self.generator = opened(scheduled(config), config.rollouts, run.seed, self._shared, self._stopping)
         loaded = self.policy.policy
         self.data = Prompts(
@@ -150,7 +170,7 @@ class Run:
             output_dir=self._folder,
         )
         check_sendable(self.data, *remote_of(config), config.rollouts.max_new_tokens)
-        self._decisive = decisive | {
+        self._decisive = decisive_settings(config) | {
             "policy.model's weights": loaded.info.weights_version,
             "policy.model's dtype": loaded.info.dtype,
             "data.prompts' digest": self.data.digest,
@@ -158,22 +178,18 @@ class Run:
         if found is not None:
             check_settings(found.state, self._decisive, found.folder)
 
-        self.id, self.step, self.memory = secrets.token_hex(4), 0, {}
-        if found is not None:
-            self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
-            self.policy.load(found.policy)
-            if self._critic is not None:
-                found = load_critic(self._critic, found, checkpoints)
-            log.info("going on from %s", found.folder)
-        elif critic is not None and critic.step:
-            log.warning("the critic has learnt %d steps already, and goes on from there", critic.step)
-        self._generates_with = self.policy.weights_version if found is None else ""
-        self._saving = Saving(checkpoints, self._critic, found)
-        self._first_step = self.step
-        self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
-        self._generation_s, self._loading_s = 0.0, time.monotonic() - started
+    def _resume(self, found: Checkpoint, checkpoints: Checkpoints) -> Checkpoint:
+        """Becomes the run that was saved, and brings the critic there; returns the checkpoint of the pair."""
+        self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
+        self.policy.load(found.policy)
+        if self._critic is not None:
+            found = load_critic(self._critic, found, checkpoints)
+        log.info("going on from %s", found.folder)
+        return found
 
-        settings = dataclasses.asdict(config)
+    def _open_logs(self, exits: ExitStack) -> None:
+        """Writes the settings, and opens trackers and bar behind the steps done."""
+        run, settings = self.config.run, dataclasses.asdict(self.config)
         (self._folder / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         self._trackers = trackers.Trackers(self._folder, run.trackers, run.project, self.id, settings, self.step)
         exits.callback(self._trackers.close)
@@ -264,14 +280,14 @@ class Run:
             self._log(step, known)
             self._progress.update(known)
         self._recent_s.append(time.monotonic() - self._began)
-        self._saving.save_every(run.save_every, *self._to_save(), self.outcome)
+        self._saving.save_every(run.save_every, self._snapshot(), self.outcome)
 
     def save(self) -> None:
         """Saves a checkpoint of the steps done, with the critic's; nothing where the newest one has them.
 
         Raises StorageFailed; the older ones are as they were then.
         """
-        self._saving.save(*self._to_save(), self.outcome)
+        self._saving.save(self._snapshot(), self.outcome)
 
     def summary(self) -> RunSummary:
         """How it ended, or stands now."""
@@ -290,7 +306,7 @@ class Run:
     ) -> bool:
         with self._exits:
             if isinstance(error, RewardsFailed) or (isinstance(error, Left) and error.is_between):
-                self._saving.save_leaving(*self._to_save())
+                self._saving.save_leaving(self._snapshot())
             if error is not None and not isinstance(error, Left):
                 return False
             if error is None:
@@ -319,11 +335,10 @@ class Run:
         if self._stopped is not None:
             raise Left
 
-    def _to_save(self) -> tuple[RunState, Callable[[Path], None], dict[str, float]]:
-        """The state, what saves the policy, and the metrics for the critic's checkpoint."""
+    def _snapshot(self) -> Snapshot:
         metrics = {"actor_step": float(self.step)}
         metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
-        return RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics
+        return Snapshot(RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics)
 
     def _generated(self, prompts: list[Prompt], num: int, step: int) -> Iterator[list[Rollout]]:
         if self._generates_with != self.policy.weights_version:
@@ -361,7 +376,7 @@ class Run:
 def _taken(folder: Path) -> TextIO:
     """The lock of the folder, which is there then, and nobody else's."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         return locked(folder / ".lock")
     except BlockingIOError as e:
         raise ConfigError(f"another run works in {folder}", "stop it, or give another run.output_dir") from e

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from guerdon.actor.checkpoints import Checkpoint, Checkpoints, RunState
@@ -16,6 +17,15 @@ log = logging.getLogger(__name__)
 
 _LEAVING_S = 30.0
 """What a run that leaves waits for a server that is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run between two steps: its state, what writes its policy, and the metrics in the critic's checkpoint."""
+
+    state: RunState
+    save_policy: Callable[[Path], None]
+    metrics: dict[str, float]
 
 
 class Saving:
@@ -37,52 +47,42 @@ class Saving:
         """Seconds that a run which is asked to stop still gives a server for what it has begun."""
         return _LEAVING_S + 2 * (self.seconds or 0.0)
 
-    def save(
-        self,
-        state: RunState,
-        save_policy: Callable[[Path], None],
-        metrics: dict[str, float],
-        outcome: Outcome = Future.result,
-    ) -> None:
-        """Saves a checkpoint, and the critic's with these metrics, for which `outcome` waits; nothing that is there.
+    def save(self, snapshot: Snapshot, outcome: Outcome = Future.result) -> None:
+        """Saves a checkpoint, and the critic's, for which `outcome` waits; nothing that is there.
 
         Raises StorageFailed, and what the critic's server raises; the older ones are as they were then.
         """
-        if self.newest is not None and self.newest.state.step == state.step:
+        if self.newest is not None and self.newest.state.step == snapshot.state.step:
             return
         began = time.monotonic()
         critic, previous = self._critic, self.newest
         self.newest = self._checkpoints.save(
-            state, save_policy, None if critic is None else lambda: save_critic(critic, metrics, previous, outcome)
+            snapshot.state,
+            snapshot.save_policy,
+            None if critic is None else lambda: save_critic(critic, snapshot.metrics, previous, outcome),
         )
         self.seconds = time.monotonic() - began
         self._is_overdue = False
 
-    def save_every(
-        self,
-        steps: int,
-        state: RunState,
-        save_policy: Callable[[Path], None],
-        metrics: dict[str, float],
-        outcome: Outcome,
-    ) -> None:
+    def save_every(self, steps: int, snapshot: Snapshot, outcome: Outcome) -> None:
         """As `save`, where a checkpoint is due; a disk that does not take it is told on the log, and asked again."""
-        if state.step % steps and not self._is_overdue:
+        if snapshot.state.step % steps and not self._is_overdue:
             return
         try:
-            self.save(state, save_policy, metrics, outcome)
+            self.save(snapshot, outcome)
         except StorageFailed as e:
             self._is_overdue = True
-            log.error("STEP %d IS NOT SAVED: %s. The run goes on, and tries again after the next step", state.step, e)
+            step = snapshot.state.step
+            log.error("STEP %d IS NOT SAVED: %s. The run goes on, and tries again after the next step", step, e)
 
-    def save_leaving(self, state: RunState, save_policy: Callable[[Path], None], metrics: dict[str, float]) -> None:
+    def save_leaving(self, snapshot: Snapshot) -> None:
         """As `save`, by a run that has to leave: it gives up what the critic still does, and waits for it only so long.
 
         Where nothing could be saved, `newest` is an older one.
         """
         try:
-            if self._critic is not None and (self.newest is None or self.newest.state.step != state.step):
+            if self._critic is not None and (self.newest is None or self.newest.state.step != snapshot.state.step):
                 self._critic.reconnect(self.patience_s)
-            self.save(state, save_policy, metrics)
+            self.save(snapshot)
         except GuerdonError as e:
-            log.error("step %d cannot be saved: %s", state.step, e)
+            log.error("step %d cannot be saved: %s", snapshot.state.step, e)

@@ -56,10 +56,10 @@ class RolloutConfig:
     rollouts_per_prompt: int = setting(4, "responses to each of them", least=1)
     max_new_tokens: int = setting(128, "longest response in tokens", least=1)
     min_new_tokens: int = setting(0, "no EOS before so many tokens", least=0)
-    temperature: float = setting(1.0, "of sampling; log-probs are those at this temperature", least=0)
+    temperature: float = setting(1.0, "of sampling; log-probs are those at this temperature", above=0)
     top_k: int = setting(0, "sample from the so many most likely tokens; 0: all", least=0)
-    top_p: float = setting(1.0, "sample from the most likely tokens of this total probability", least=0, most=1)
-    repetition_penalty: float = setting(1.0, "divides the logits of tokens that were there already", least=0)
+    top_p: float = setting(1.0, "sample from the most likely tokens of this total probability", above=0, most=1)
+    repetition_penalty: float = setting(1.0, "divides the logits of tokens that were there already", above=0)
     stop: list[str] = setting([], "texts that end a response, beside EOS")
     engine: Literal["transformers", "vllm"] = setting("transformers", "what generates")
     max_batch_rollouts: int | None = setting(
@@ -76,11 +76,13 @@ class AlgorithmConfig:
     loss_aggregation: Aggregation = setting("token-mean", "how the tokens' losses become one number")
     global_batch_size: int = setting(64, "responses of one optimiser step", least=1)
     epochs: int = setting(1, "passes over each step's responses", least=1)
-    clip_low: float = setting(0.2, "how far a token's probability ratio may fall below 1 in the loss", least=0)
-    clip_high: float = setting(0.2, "how far it may rise above 1", least=0)
+    clip_low: float = setting(0.2, "how far a token's probability ratio may fall below 1 in the loss", above=0)
+    clip_high: float = setting(0.2, "how far it may rise above 1", above=0)
     entropy_coefficient: float = setting(0.0, "weight of the entropy bonus")
     importance_cap: float | None = setting(
-        None, "weigh tokens for the difference between engine and trainer, at most by this; default: only with vllm"
+        None,
+        "weigh tokens for the difference between engine and trainer, at most by this; default: only with vllm",
+        above=0,
     )
     max_failed_fraction: float = setting(
         0.1, "the run stops where a larger part of a step's responses got no reward", least=0, most=1
@@ -169,9 +171,15 @@ class RemoteRewardConfig:
         None, "pad what is sent to this length, for servers that join only equal shapes; guerdon's needs none", least=1
     )
     send: Literal["tokens", "text", "messages"] = setting(
-        "tokens", "what the reward model gets: the policy's own tokens, or where its tokenizer is another one the text"
+        "tokens",
+        "what the reward model gets: the policy's token ids, right only where both have the same tokenizer, or else "
+        "text or messages",
     )
-    timeout_s: float = setting(3600.0, "seconds that a request may take with all its tries", least=0)
+    suffix: str = setting(
+        "",
+        "with send: text, what stands behind a response that an EOS ended, such as that EOS, which no text has",
+    )
+    timeout_s: float = setting(3600.0, "seconds that a request may take with all its tries", above=0)
 
 
 @dataclass
@@ -215,7 +223,7 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         raise ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id")
     if not config.data.prompts:
         raise ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set")
-    name, algorithm = algorithm_of(config)
+    _, algorithm = algorithm_of(config)
     for section_name in vars(config):
         if section_name != "policy":
             check(getattr(config, section_name), f"{section_name}.")
@@ -229,10 +237,6 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
             f"rollouts.rollouts_per_prompt is 1, and {estimator} compares responses to one prompt",
             "give at least 2, or another reinforce.advantage_estimator",
         )
-    for bound in ("clip_low", "clip_high", "importance_cap"):
-        value = getattr(algorithm, bound)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}.{bound} is {value:g}", "give a number above 0")
     in_loss = isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient > 0:
         raise ConfigError(
@@ -247,6 +251,11 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         raise ConfigError(
             f"{where}.pad_to_length is {remote.pad_to_length}, and {where}.send is {remote.send}",
             "only tokens are padded: leave one of the two out",
+        )
+    if remote.send != "text" and remote.suffix:
+        raise ConfigError(
+            f"{where}.suffix is {remote.suffix!r}, and {where}.send is {remote.send}",
+            "tokens have their EOS, and the chat template writes that of messages: leave it out, or send text",
         )
     _check_files(config)
 
@@ -270,13 +279,8 @@ def is_local(source: str) -> bool:
 def check_sampling(rollouts: RolloutConfig) -> None:
     """Raises ConfigError where a setting is out of its bounds, or nothing would be sampled."""
     check(rollouts, "rollouts.")
-    for name, value in (("temperature", 0.0), ("top_p", 0.0), ("top_k", 1)):
-        if getattr(rollouts, name) == value:
-            raise ConfigError(
-                f"rollouts.{name} is {value:g}", "all responses to a prompt would be the same: give another value"
-            )
-    if rollouts.repetition_penalty == 0:
-        raise ConfigError("rollouts.repetition_penalty is 0", "logits are divided by it: 1 leaves them as they are")
+    if rollouts.top_k == 1:
+        raise ConfigError("rollouts.top_k is 1", "all responses to a prompt would be the same: give another value")
     if rollouts.min_new_tokens > rollouts.max_new_tokens:
         raise ConfigError(
             f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, and max_new_tokens is {rollouts.max_new_tokens}",

@@ -23,7 +23,7 @@ from guerdon.distributed.ranks import Ranks
 from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.errors import ConfigError
 from guerdon.training.optimiser import moment_bytes
-from guerdon.training.policy import Loss, PolicyTrainer, StepReport
+from guerdon.training.policy import Logprobs, Loss, PolicyTrainer, StepReport
 
 
 class SharedPolicy:
@@ -79,14 +79,15 @@ class SharedPolicy:
         prompt_lengths: np.ndarray,
         temperature: float = 1.0,
         with_entropies: bool = False,
-    ) -> Any:
-        return self.lead(Measure(rows, prompt_lengths, temperature, with_entropies))
+    ) -> Logprobs:
+        made: Logprobs = self.lead(Measure(rows, prompt_lengths, temperature, with_entropies))
+        return made
 
     def reference_logprobs(
         self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
     ) -> Tensor:
-        made: Tensor = self.lead(Measure(rows, prompt_lengths, temperature, of_reference=True))
-        return made
+        made: Logprobs = self.lead(Measure(rows, prompt_lengths, temperature, of_reference=True))
+        return made.logprobs
 
     def step(
         self,

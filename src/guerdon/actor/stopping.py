@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from types import FrameType
 from typing import Any, TypeVar
 
+from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError
 from guerdon.exits import Exit
 
@@ -79,9 +80,9 @@ class Stopping:
             self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
 
     def close(self) -> None:
-        """Gives the signals back."""
+        """Gives the signals back; one of several ranks does not heed them any more, and ends when the others do."""
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if num_started() == 1 else signal.SIG_IGN)
         self._handlers = {}
 
     def ask(self) -> None:

@@ -221,7 +221,7 @@ class MLflow:
                 self._mlflow.start_run(run_name=run_id, tags={"guerdon_run": run_id})
                 self._mlflow.log_dict(settings, "settings.json")
         except self._mlflow.exceptions.MlflowException as e:
-            reason = str(e).strip().splitlines()[0]
+            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             raise ConfigError(f"MLflow cannot begin: {reason}", "set MLFLOW_TRACKING_URI to its server") from e
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -131,6 +131,7 @@ class VllmGenerator:
             is_end=output.finish_reason == "stop",
             logprobs=np.array(logprobs, dtype=np.float32),
             text="" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
+            has_eos=tokens[-1] in self._policy.eos_token_ids,
         )
 
 

@@ -22,7 +22,7 @@ from guerdon.distributed.shards import shards
 from guerdon.engine.layout import alike
 from guerdon.engine.policies import load_policy
 from guerdon.training.optimiser import check_layout, moment_bytes
-from guerdon.training.policy import Loss, PolicyTrainer
+from guerdon.training.policy import Logprobs, Loss, PolicyTrainer
 
 STEPS = 32
 """Tokens of each row in a round of generating. In between rank 0 gets what is finished, and may leave."""
@@ -121,7 +121,7 @@ class PolicyWorker:
         self._generator: TransformersGenerator
         self._generation: Generation | None = None
         self._whole = ExitStack()
-        self._measured: Any = None
+        self._measured: Logprobs | None = None
 
     def execute(self, command: Order) -> Any:
         """Does this rank's part; of Generate and GoOn a Round, of Step a StepReport, the same on every rank."""
@@ -194,10 +194,10 @@ class PolicyWorker:
         self._generation = None
         self._whole.close()
 
-    def _measure(self, command: Measure) -> Any:
+    def _measure(self, command: Measure) -> Logprobs | None:
         rows, lengths, temperature = command.rows, command.prompt_lengths, command.temperature
         if command.of_reference:
-            made = self.trainer.reference_logprobs(rows, lengths, temperature)
+            made = Logprobs(self.trainer.reference_logprobs(rows, lengths, temperature))
         else:
             made = self.trainer.logprobs(rows, lengths, temperature, with_entropies=command.with_entropies)
         return made if self._ranks.is_leader else None

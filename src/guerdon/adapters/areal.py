@@ -1,4 +1,4 @@
-"""AReaL's reward functions: `RLVRWorkflow(reward_fn=reward_function("http://host:5000"), ...)`.
+"""AReaL's reward functions: `RLVRWorkflow(reward_fn=reward_function("http://host:5555"), ...)`.
 
 A sample without a reward raises, and AReaL leaves its trajectory out. But one it has four times waited 15 s for, also
 for one of its few processes to be free, gets 0. `async_reward_function` has neither those nor that limit:

@@ -1,7 +1,7 @@
 """OpenRLHF's reward function, for `--reward.remote_url my_reward.py` (older: `--remote_rm_url`).
 
     from guerdon.adapters.openrlhf import reward_function
-    reward_func = reward_function("http://host:5000")
+    reward_func = reward_function("http://host:5555")
 
 OpenRLHF has no word for a sample without a reward, so a failed one raises; as OpenRLHF does not show what was raised
 when it then stops, it is also logged. With the server's URL in place of the file it asks `/get_reward` by itself.

@@ -1,4 +1,4 @@
-"""TRL's reward functions: `GRPOTrainer(reward_funcs=reward_function("http://host:5000"), ...)`, and RLOOTrainer's.
+"""TRL's reward functions: `GRPOTrainer(reward_funcs=reward_function("http://host:5555"), ...)`, and RLOOTrainer's.
 
 A failed sample is None. Since TRL 1.6 a completion that no function scored has the advantage 0 and no part in its
 group's baseline; before, its reward was 0 there. Where the server cannot be asked, the run ends with the GuerdonError.

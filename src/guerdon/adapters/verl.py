@@ -2,7 +2,7 @@
 
     reward.custom_reward_function.path=pkg://guerdon.adapters.verl
     reward.custom_reward_function.name=compute_score_async
-    +reward.custom_reward_function.reward_kwargs.url=http://host:5000
+    +reward.custom_reward_function.reward_kwargs.url=http://host:5555
 
 verl tells a reward function the response but not its prompt, which is taken from the sample's `extra_info`. A sample
 without a reward raises and ends the run; only the manager `rate_limited` makes 0.0 of it, as of its own time-outs.
@@ -18,6 +18,7 @@ from guerdon.adapters.samples import Prompt, components_of, refuse_unknown, samp
 from guerdon.client import Scores
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import InvalidRequest
+from guerdon.messages import answered
 
 _OF_VERL = {"reward_router_address", "reward_model_tokenizer"}  # about a reward model that verl itself runs
 
@@ -38,8 +39,9 @@ def compute_score(
     """`score`, the reward, and beside it each component's, of which verl keeps a column each.
 
     The prompt is `extra_info[prompt_key]`: a text, after which the response stands and the `suffix` (as the EOS, which
-    verl strips), or messages, which the server formats. `ground_truth` is told to models that take labels. Raises
-    SampleFailed where there is no reward, and GuerdonError where the server cannot be asked within `timeout_s`.
+    verl strips), or messages, which the server formats; a last one of the assistant's is the response's beginning.
+    `ground_truth` is told to models that take labels. Raises SampleFailed where there is no reward, and GuerdonError
+    where the server cannot be asked within `timeout_s`.
     """
     asked = _asked(solution_str, ground_truth, extra_info or {}, prompt_key, suffix, by_verl)
     return _told(judge(url, model, timeout_s).score(**asked))
@@ -72,7 +74,8 @@ def _asked(response: str, label: Any, about: Mapping[str, Any], prompt_key: str,
         )
     prompt = about[prompt_key]
     completion: Prompt = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
-    return {**samples_of([prompt], [completion], suffix), "labels": [label]}
+    asked: ScoreArgs = {**samples_of([prompt], [completion], suffix), "labels": [label]}
+    return asked if isinstance(prompt, str) else {**asked, "messages": [answered(prompt, response)]}
 
 
 def _told(scores: Scores) -> dict[str, float]:

@@ -120,10 +120,8 @@ def estimate_advantages(
     groups: Tensor,
     mask: Tensor,
     *,
-    has_reward: Tensor,
     is_end: Tensor | None = None,
     running: RunningMean = RunningMean(),
-    moments: Moments | None = None,
 ) -> tuple[Tensor, RunningMean]:
     """The advantage of every token, from one reward a sequence, by the estimator's name; and the next running mean.
 
@@ -135,21 +133,15 @@ def estimate_advantages(
         reinforce++  A_i = R_i, whitened over all tokens           Hu, 2025
 
     `rewards` is float32 `[B]`, with any KL already taken off; `groups` int64 `[B]`, the ids of the prompts; `mask`
-    float32 `[B, T]`. A sample counts if `has_reward` (bool `[B]`) is true and, if given, `is_end` (bool `[B]`): others
-    are in no baseline and have advantage 0. Those without a reward must also leave the batch: see `leave_out`.
-    `running` is what the last call returned; only "mean" reads and moves it. `moments` are needed where this is a part
-    of a rollout: the sum over the parts of `Moments.of` what "none" returns, with the mask of the samples that count;
-    only "reinforce++" reads them. The result is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown
-    name, other shapes or dtypes, and a counted reward that is not finite.
+    float32 `[B, T]`. Where `is_end` (bool `[B]`) is given, samples for which it is False do not count: they are in no
+    baseline and have advantage 0. `running` is what the last call returned; only "mean" reads and moves it. The result
+    is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and a
+    counted reward that is not finite.
     """
     check_known("advantage estimator", estimator, ADVANTAGE_ESTIMATORS)
     check_tokens({"mask": mask}, rows_only=True)
-    check_samples({"has_reward": (has_reward, torch.bool)}, len(mask))
-    is_counted = has_reward
-    if is_end is not None:
-        check_samples({"is_end": (is_end, torch.bool)}, len(mask))
-        is_counted = has_reward & is_end
-    check_samples({"rewards": (rewards, torch.float32)}, len(mask))
+    is_counted = torch.ones_like(rewards, dtype=torch.bool) if is_end is None else is_end
+    check_samples({"rewards": (rewards, torch.float32), "is_end": (is_counted, torch.bool)}, len(mask))
     counted = _counted_rewards(rewards, groups, is_counted)
     if estimator == "rloo":
         advantages = rloo(rewards, groups, is_counted)
@@ -163,19 +155,9 @@ def estimate_advantages(
         advantages = counted.float()
     result = torch.where(mask > 0, advantages.unsqueeze(-1), 0.0)
     if estimator == "reinforce++":
-        counted_mask = leave_out(mask, is_counted)
-        result = whiten(result, counted_mask, moments or Moments.of(result, counted_mask))
+        counted_mask = mask.masked_fill(~is_counted.unsqueeze(-1), 0.0)
+        result = whiten(result, counted_mask, Moments.of(result, counted_mask))
     return result, running
-
-
-def leave_out(mask: Tensor, has_reward: Tensor) -> Tensor:
-    """The mask with 0 in the rows of samples without a reward, which so leave every sum and every global count.
-
-    `mask` and the result are float32 `[B, T]`, `has_reward` is bool `[B]`; ValueError for other shapes or dtypes.
-    """
-    check_tokens({"mask": mask}, rows_only=True)
-    check_samples({"has_reward": (has_reward, torch.bool)}, len(mask))
-    return mask.masked_fill(~has_reward.unsqueeze(-1), 0.0)
 
 
 @torch.no_grad()

@@ -26,34 +26,27 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 """By name: the estimate of a token's KL as a function of x = logp - logp_ref."""
 
 
-def clamped_log_ratio(logprobs: Tensor, other_logprobs: Tensor, clamp: float = LOG_RATIO_CLAMP) -> Tensor:
-    """`clamp(logprobs - other_logprobs, -clamp, clamp)`, of any shape; no gradient passes beyond the bounds.
-
-    As in verl's policy and KL losses. Raises ValueError where `clamp` is not above 0.
-    """
-    if not clamp > 0:
-        raise ValueError(f"clamp must be above 0, not {clamp}")
-    return (logprobs - other_logprobs).clamp(-clamp, clamp)
+def clamped_log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """`clamp(logprobs - other_logprobs, -20, 20)`, of any shape; no gradient passes beyond the bounds."""
+    return (logprobs - other_logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def kl_per_token(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str, clamp: float = LOG_RATIO_CLAMP
-) -> Tensor:
+def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
     """Estimates KL(policy || reference) at each token that the policy sampled; differentiable in `logprobs`.
 
-        x = clamp(logp - ref, -clamp, clamp)
+        x = clamp(logp - ref, -20, 20)
         k1 = x      k2 = x^2 / 2      k3 = exp(-x) - 1 + x      abs = |x|
 
     k1, k2, k3 are Schulman's ("Approximating KL Divergence", 2020): k1 is unbiased and may be negative, k3 is unbiased
     and never negative, k2 is biased and never negative. `abs` is NeMo-Aligner's default and an estimate of no KL. As a
     part of a loss, k2's expected gradient is the KL's and k1's is 0, so k1 belongs into rewards.
     All tensors are float32, `[T]` or `[B, T]` alike, and so is the result, 0 where the mask is 0. Raises ValueError for
-    other shapes or dtypes, an unknown estimator, or a clamp that is not above 0.
+    other shapes or dtypes, or an unknown estimator.
     """
     check_known("KL estimator", estimator, KL_ESTIMATORS)
     check_tokens({"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask})
     _, logprobs, ref_logprobs = fill_left_out(mask, logprobs, ref_logprobs)
-    return KL_ESTIMATORS[estimator](clamped_log_ratio(logprobs, ref_logprobs, clamp))
+    return KL_ESTIMATORS[estimator](clamped_log_ratio(logprobs, ref_logprobs))
 
 
 def kl_per_sequence(kl: Tensor, mask: Tensor) -> Tensor:

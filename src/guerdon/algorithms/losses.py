@@ -67,7 +67,9 @@ def clipped_value_loss(
     is_clipped = torch.zeros_like(mask, dtype=torch.bool)
     if clip > 0:
         held_back = (prev_values + (values - prev_values).clamp(-clip, clip) - returns).square()
-        is_clipped = held_back.detach() > losses.detach()
+        # Within the clip the two differ by rounding alone.
+        is_beyond = (values.detach() - prev_values).abs() > clip
+        is_clipped = is_beyond & (held_back.detach() > losses.detach())
         losses = torch.maximum(losses, held_back)
     total = 0.5 * (mask * losses).sum()
     return total / max(denominator, 1.0), _stats(values.detach(), returns, mask, total.detach(), is_clipped)

@@ -77,7 +77,7 @@ class PolicyLossStats(Sums):
     """Sums over the masked tokens, weighted by the mask; those of several micro-batches add up by `+`.
 
     `loss` is the micro-batch's share of the loss, already divided; `sum_clipped` counts the tokens where the clipped
-    term was the larger. Without importance weights every weight is 1; the entropy is NaN where none was given.
+    term was the larger. Without importance weights every weight is 1.
     """
 
     sum_mask: float = 0.0
@@ -86,7 +86,6 @@ class PolicyLossStats(Sums):
     sum_ratios: float = 0.0
     sum_kl: float = 0.0
     sum_weights: float = 0.0
-    sum_entropies: float = 0.0
 
     @property
     def clip_fraction(self) -> float:
@@ -107,11 +106,6 @@ class PolicyLossStats(Sums):
     def mean_weight(self) -> float:
         """The mean importance weight after truncation; 0 without any token."""
         return self._mean(self.sum_weights)
-
-    @property
-    def mean_entropy(self) -> float:
-        """The mean entropy; 0 without any token, NaN where no entropy was given."""
-        return self._mean(self.sum_entropies)
 
     def _mean(self, total: float) -> float:
         return total / self.sum_mask if self.sum_mask > 0 else 0.0
@@ -151,9 +145,10 @@ def reinforce_loss(
 
         l_t = -w_t * logp_t * A_t - entropy_coefficient * H_t
 
-    `weights` (w, of `truncated_importance_weights`) and `entropies` (H, of the policy at each token) may be left out;
-    gradients go to `logprobs` and `entropies` alone. Returns the scalar share of the loss and its sums. Raises
-    ValueError where shapes or dtypes differ, and where a coefficient other than 0 has no entropies.
+    `weights` (w, of `truncated_importance_weights`) may be left out, and so may `entropies` (H, of the policy at each
+    token), which are not read where the coefficient is 0; gradients go to `logprobs` and `entropies` alone. Returns the
+    scalar share of the loss and its sums. Raises ValueError where shapes or dtypes differ, and where entropies that are
+    needed are missing.
     """
     check_tokens({"logprobs": logprobs, "advantages": advantages, "mask": mask}, rows_only=True)
     mask, logprobs, advantages = fill_left_out(mask, logprobs, advantages.detach())
@@ -215,23 +210,19 @@ def _weighted_total(
     """Weighs the losses, takes the entropy bonus off, aggregates; `mask` is filled already."""
     if not math.isfinite(entropy_coefficient):
         raise ValueError(f"entropy_coefficient must be finite, not {entropy_coefficient}")
-    if entropy_coefficient and entropies is None:
-        raise ValueError(f"entropies are needed where entropy_coefficient is {entropy_coefficient}")
     if weights is None:
         weights = torch.ones_like(mask)
     else:
         check_tokens({"weights": weights, "mask": mask}, rows_only=True)
         weights = fill_left_out(mask, weights.detach())[1]
         losses = weights * losses
-    if entropies is None:
-        entropies = torch.full_like(mask, math.nan).masked_fill(mask == 0, 0.0)
-    else:
-        check_tokens({"entropies": entropies, "mask": mask}, rows_only=True)
-        entropies = fill_left_out(mask, entropies)[1]
     if entropy_coefficient:
-        losses = losses - entropy_coefficient * entropies
+        if entropies is None:
+            raise ValueError(f"entropies are needed where entropy_coefficient is {entropy_coefficient}")
+        check_tokens({"entropies": entropies, "mask": mask}, rows_only=True)
+        losses = losses - entropy_coefficient * fill_left_out(mask, entropies)[1]
     loss = aggregation(losses, mask)
-    each = [is_clipped, ratios, kl, weights, entropies.detach()]
+    each = [is_clipped, ratios, kl, weights]
     sums = [(mask.double() * values).sum() for values in each]
     stats = torch.stack([mask.double().sum(), loss.detach().double(), *sums])
-    return loss, PolicyLossStats(*stats.tolist())  # one transfer from the device, not seven
+    return loss, PolicyLossStats(*stats.tolist())  # one transfer from the device, not six

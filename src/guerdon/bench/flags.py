@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
         "--responses", type=_places, metavar="N",
-        help=f"a prompt, one request together (default: {SHAPE['responses']})",
+        help=f"responses to a prompt, sent in one request (default: {SHAPE['responses']})",
     )  # fmt: skip
     load.add_argument(
         "--prompt-tokens", type=_length, metavar="X",

@@ -12,7 +12,7 @@ examples:
   guerdon doctor http://127.0.0.1:5555
   # train a policy against it
   guerdon reinforce run.yaml
-  # have all of this made, served and trained on one machine, small
+  # a small end-to-end demo on this machine
   guerdon demo
 """
 

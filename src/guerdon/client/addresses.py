@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from guerdon.access import without_key
@@ -33,6 +35,18 @@ class Address:
     def netloc(self) -> str:
         """Host and port."""
         return urlsplit(self.url).netloc
+
+    def httpx_options(self) -> dict[str, Any]:
+        """How httpx speaks to it; raises ConfigError where a file of the credentials cannot be read.
+
+        To be kept: reading the authorities that are trusted takes longer than many a call.
+        """
+        tls = self.credentials.tls() if self.has_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Binary tensors hardly shrink: decompressing them would cost more than it saves.
+        headers = {"Accept-Encoding": "identity"}
+        if self.credentials.authorization is not None:
+            headers["Authorization"] = self.credentials.authorization
+        return {"verify": tls, "headers": headers}
 
 
 def addresses(url: str | Sequence[str], credentials: Credentials | None) -> list[Address]:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import orjson
 
+from guerdon.client import arrays
 from guerdon.client.results import Scores
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest, ServerFault
@@ -109,7 +110,7 @@ def make_request(
     elif messages is not None:
         request.messages = [list(conversation) for conversation in messages]
     elif tokens is not None:
-        request.tokens = [_ints("tokens", i, row) for i, row in enumerate(tokens)]
+        request.tokens = arrays.ids("tokens", tokens)
         for i, row in enumerate(request.tokens):
             if pad_to_length is not None and len(row) > pad_to_length:
                 raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
@@ -125,7 +126,7 @@ def make_request(
     if prompt_lengths is not None:
         request.prompt_lengths = np.asarray(prompt_lengths, np.int64)
     if steps is not None:
-        request.steps = [_ints("steps", i, row) for i, row in enumerate(steps)]
+        request.steps = arrays.ids("steps", steps)
     if prompts is not None:
         wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
         if wrong is not None:
@@ -244,13 +245,6 @@ def _demand(signature: ModelSignature, *names: str) -> None:
             )
 
 
-def _ints(name: str, row: int, values: Any) -> np.ndarray:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest(f"{name}[{row}] must be a flat list of integers")
-    return array.astype(np.int64, copy=False)
-
-
 def _texts(name: str, argument: str, texts: list[str]) -> Tensor:
     try:
         return Tensor.of_texts(name, texts)
@@ -274,9 +268,7 @@ def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:
 
 
 def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int, width: int | None = None) -> Tensor:
-    data = np.full((len(rows), width or max(map(len, rows))), fill, DTYPES[datatype])
-    for i, row in enumerate(rows):
-        data[i, : len(row)] = row
+    data = arrays.padded(rows, DTYPES[datatype], fill, width)
     return Tensor(name, datatype, data.shape, data)
 
 

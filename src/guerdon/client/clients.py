@@ -51,6 +51,7 @@ class RewardClient(ThreadedClient[Session]):
     `url` is http://, https://, grpc:// or grpcs:// (a bare host:port means http), or several of them, which then share
     the load. `credentials` are the environment's where they are left out; a URL may have its server's key,
     http://x:KEY@host:port. At most `max_in_flight` requests are on their way at once; more wait here. Closes by itself.
+    Over gRPC, fork while no call is under way and no async client is open; else the child's calls raise GuerdonError.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
 
     `url` is the server's http://, https://, grpc:// or grpcs:// address (a bare host:port means http), `credentials`
     as a RewardClient's, `name` the critic's name there, or the names of its models by operation (infer, train, save,
-    ...; the others' are critic_<operation>).
+    ...; the others' are critic_<operation>). Forks over gRPC are as a RewardClient's.
     Calls go in the order in which they are made: values asked for after a train are those of the trained
     weights, and a train waits for the values before it. A server that is away or restarts is tried again until the
     policy's time is up. One with a folder for checkpoints has lost nothing then, and trains on nothing twice; one

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from guerdon.client import calls
+from guerdon.client import arrays, calls
 from guerdon.client.calls import Errand, ModelSignature
 from guerdon.client.results import CriticScores
 from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
@@ -31,22 +31,22 @@ def make_train_request(
 
     Row i of `tokens` has T_i ids, and of the others T_i - 1 numbers. Raises InvalidRequest naming the row at fault.
     """
-    ids = [_row("tokens", i, row, "iu", np.int64) for i, row in enumerate(tokens)]
+    ids = arrays.ids("tokens", tokens)
     if not ids:
         raise InvalidRequest("tokens must have at least one row")
     targets = {}
     for name, rows in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if len(rows) != len(ids):
             raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
-        numbers = [_row(name, i, row, "biuf", np.float32) for i, row in enumerate(rows)]
+        numbers = [arrays.row(name, i, row, "biuf", np.float32) for i, row in enumerate(rows)]
         for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
             if len(found) != len(row) - 1:
                 raise InvalidRequest(
                     f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one less than tokens: "
                     "entry t concerns the action at token t+1"
                 )
-        targets[name] = _padded(numbers, max(map(len, numbers)))
-    padded = _padded(ids, max(map(len, ids)))
+        targets[name] = arrays.padded(numbers, np.float32)
+    padded = arrays.padded(ids, np.int64)
     return TrainRequest(
         train_id or uuid.uuid4().hex, padded, targets["returns"], targets["prev_values"], targets["mask"]
     )
@@ -194,22 +194,3 @@ def _scores(reply: InferReply, request: ScoreRequest, queue_s: float, compute_s:
         queue_s=queue_s,
         compute_s=compute_s,
     )
-
-
-def _row(name: str, row: int, values: Any, kinds: str, dtype: Any) -> np.ndarray:
-    """One row in `dtype`; `kinds` are numpy's letters for what it may hold."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as e:  # a tensor on a device or with a gradient, rows within a row
-        raise InvalidRequest(f"{name}[{row}] cannot be read as numbers: {e}") from e
-    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        raise InvalidRequest(f"{name}[{row}] must be a flat list of {'integers' if kinds == 'iu' else 'numbers'}")
-    with np.errstate(over="ignore"):
-        return array.astype(dtype, copy=False)
-
-
-def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:
-    table = np.zeros((len(rows), width), rows[0].dtype)
-    for out, row in zip(table, rows, strict=True):
-        out[: len(row)] = row
-    return table

@@ -1,4 +1,4 @@
-"""Which server takes the next request: the fewest outstanding tokens, without those that are down. No clock, no I/O."""
+"""Which server takes the next request: the fewest outstanding tokens, neither down nor full. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Endpoint:
     num_failures: int = 0
     """Losses in a row; 0 while the server is up."""
     down_until: float = 0.0
+    busy_until: float = 0.0
+    """It is up and said that it has no room: until then it is passed over where another has."""
     last_taken: int = 0
     seen: bool = False
     """Whether it has ever answered: a server that never did is more likely a wrong address than a restart."""
@@ -30,8 +32,8 @@ class Endpoints:
     """Balances requests over several servers. Thread-safe; times are seconds of any clock, given by the caller.
 
     A lost server is left out for `probe_s`, doubled with each failed probe up to `max_probe_s`; then a single
-    request tries it, and the first answer takes it back. Every `take` must be followed by exactly one of
-    `answered`, `lost` and `release` with the same cost.
+    request tries it, and the first answer takes it back. A full one is passed over while another has room. Every
+    `take` must be followed by exactly one of `answered`, `lost`, `refused` and `release` with the same cost.
     """
 
     def __init__(self, urls: Sequence[str], *, probe_s: float = 0.5, max_probe_s: float = 15.0) -> None:
@@ -42,11 +44,13 @@ class Endpoints:
         self._has_waited = False
 
     def take(self, cost: int, now: float) -> Endpoint:
-        """The server for a request of `cost` tokens; where all are down, the one whose probe comes first."""
+        """The server for a request of `cost` tokens; where all are full or down, the one that will be back first."""
         with self._lock:
             up = [e for e in self.all if _takes_requests(e, now)]
-            if up:
-                endpoint = min(up, key=lambda e: (e.outstanding, e.last_taken))
+            if free := [e for e in up if now >= e.busy_until]:
+                endpoint = min(free, key=lambda e: (e.outstanding, e.last_taken))
+            elif up:
+                endpoint = min(up, key=lambda e: (e.busy_until, e.last_taken))
             else:
                 endpoint = min(self.all, key=lambda e: (e.down_until, e.last_taken))
             self._num_taken += 1
@@ -73,15 +77,21 @@ class Endpoints:
                 endpoint.num_failures += 1
                 endpoint.down_until = now + pause_s
 
+    def refused(self, endpoint: Endpoint, cost: int, until: float) -> None:
+        """The server has no room for the request; it counts as full until the time `until`."""
+        with self._lock:
+            self._give_back(endpoint, cost)
+            endpoint.seen, endpoint.busy_until = True, until
+
     def release(self, endpoint: Endpoint, cost: int) -> None:
-        """The request ended without saying anything about the server: cancelled, timed out, or asked to wait."""
+        """The request ended without saying anything about the server: cancelled, or timed out."""
         with self._lock:
             self._give_back(endpoint, cost)
 
-    def any_up(self, now: float) -> bool:
-        """Whether some server would take a request now."""
+    def any_free(self, now: float) -> bool:
+        """Whether some server is neither down nor full."""
         with self._lock:
-            return any(_takes_requests(e, now) for e in self.all)
+            return any(_takes_requests(e, now) and now >= e.busy_until for e in self.all)
 
     def none_ever_answered(self) -> bool:
         """Whether every server has failed and none has answered yet: the addresses are wrong, or nothing runs there."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +18,15 @@ from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted, with_way_in
-from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, ServerFault, Unavailable, Unreachable
+from guerdon.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    ServerFault,
+    Unavailable,
+    Unreachable,
+)
 from guerdon.wire import kserve_grpc
 
 _NO_CONNECTION = ("failed to connect", "DNS resolution failed")
@@ -37,7 +49,7 @@ _UNTRUSTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Exchange:
     """One gRPC exchange with a server: what is sent for a step, and what its answer means."""
 
     step: Ready | Describe | Infer
@@ -120,59 +132,126 @@ class GrpcTransport:
     """Performs steps over one channel; thread-safe."""
 
     def __init__(self, address: Address, policy: RetryPolicy) -> None:
-        target, options = address.netloc, _options(policy)
-        if address.has_tls:
-            self._channel = grpc.secure_channel(target, _tls(address), options=options)
-        else:
-            self._channel = grpc.insecure_channel(target, options=options)
+        """Raises ConfigError where a file of the credentials cannot be read, GuerdonError as `_Channel` does."""
+        self._channel = _Channel(grpc, address, policy)
         self._metadata = _metadata(address)
-        self._stub = GRPCInferenceServiceStub(self._channel)
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step)
-        try:
-            method = getattr(self._stub, call.method())
-            metadata = call.metadata(self._metadata)
-            message, rpc = method.with_call(call.request(), timeout=step.timeout_s, metadata=metadata)
-        except grpc.RpcError as e:
-            raise call.failure(e) from e
-        return call.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
+        exchange = Exchange(step)
+        metadata = exchange.metadata(self._metadata)
+        with self._channel.stub() as stub:
+            try:
+                method = getattr(stub, exchange.method())
+                message, rpc = method.with_call(exchange.request(), timeout=step.timeout_s, metadata=metadata)
+            except grpc.RpcError as e:
+                raise exchange.failure(e) from e
+        return exchange.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
 
     def close(self) -> None:
-        self._channel.close()
+        if (opened := self._channel.end()) is not None:
+            opened.close()
 
 
 class AsyncGrpcTransport:
     """Performs steps over one channel, within one event loop."""
 
     def __init__(self, address: Address, policy: RetryPolicy) -> None:
-        target, options = address.netloc, _options(policy)
-        if address.has_tls:
-            self._channel = grpc.aio.secure_channel(target, _tls(address), options=options)
-        else:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
+        """Raises what `GrpcTransport` does."""
+        self._channel = _Channel(grpc.aio, address, policy)
         self._metadata = _metadata(address)
-        self._stub = GRPCInferenceServiceStub(self._channel)
 
     async def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step)
-        method = getattr(self._stub, call.method())
-        rpc = method(call.request(), timeout=step.timeout_s, metadata=call.metadata(self._metadata))
-        try:
-            message = await rpc
-        except grpc.RpcError as e:
-            raise call.failure(e) from e
-        return call.result(message, (*await rpc.initial_metadata(), *await rpc.trailing_metadata()))
+        exchange = Exchange(step)
+        metadata = exchange.metadata(self._metadata)
+        with self._channel.stub() as stub:
+            rpc = getattr(stub, exchange.method())(exchange.request(), timeout=step.timeout_s, metadata=metadata)
+            try:
+                message = await rpc
+            except grpc.RpcError as e:
+                raise exchange.failure(e) from e
+            return exchange.result(message, (*await rpc.initial_metadata(), *await rpc.trailing_metadata()))
 
     async def close(self) -> None:
-        await self._channel.close()
+        if (opened := self._channel.end()) is not None:
+            await opened.close()
 
 
-def _tls(address: Address) -> grpc.ChannelCredentials:
-    authorities, key, certificate = address.credentials.read()
-    return grpc.ssl_channel_credentials(authorities, key, certificate)
+class _Channel:
+    """A channel of `library`, grpc or grpc.aio, opened at its first use; thread-safe.
+
+    gRPC mends itself in a fork where no thread was at work in it. After any other this raises GuerdonError there:
+    calls would hang, or break those of the parent.
+    """
+
+    def __init__(self, library: Any, address: Address, policy: RetryPolicy) -> None:
+        _check_fork()
+        self._library, self._target, self._options = library, address.netloc, _options(policy)
+        self._files = address.credentials.read() if address.has_tls else None
+        self._lock = threading.Lock()
+        self._num_exchanges = 0
+        self._opened: Any = None
+        self._stub: Any = None
+        self._is_ended = False
+        _CHANNELS.add(self)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a thread is in gRPC: one that waits for an answer, or that which waits for all of an event loop's."""
+        return self._num_exchanges > 0 or (self._library is grpc.aio and self._opened is not None)
+
+    @contextmanager
+    def stub(self) -> Iterator[Any]:
+        """The methods of the service, for one exchange; raises Cancelled after `end`."""
+        _check_fork()
+        with self._lock:
+            if self._is_ended:
+                raise Cancelled("the client is closed")
+            if self._opened is None:
+                self._opened = self._open()
+                self._stub = GRPCInferenceServiceStub(self._opened)
+            stub = self._stub
+            self._num_exchanges += 1
+        try:
+            yield stub
+        finally:
+            with self._lock:
+                self._num_exchanges -= 1
+
+    def end(self) -> Any:
+        """What there is to close, None where nothing was opened; nothing more is opened."""
+        with self._lock:
+            opened, self._opened, self._stub, self._is_ended = self._opened, None, None, True
+            return opened
+
+    def _open(self) -> Any:
+        if self._files is None:
+            return self._library.insecure_channel(self._target, options=self._options)
+        credentials = grpc.ssl_channel_credentials(*self._files)
+        return self._library.secure_channel(self._target, credentials, options=self._options)
+
+
+_CHANNELS: weakref.WeakSet[_Channel] = weakref.WeakSet()
+_is_torn = False
+"""Whether this process was forked from one in which gRPC was at work."""
+
+
+def _forked() -> None:
+    global _is_torn
+    _is_torn = _is_torn or any(channel.is_at_work for channel in _CHANNELS)
+
+
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _check_fork() -> None:
+    if _is_torn:
+        raise GuerdonError(
+            "this process was forked while gRPC was at work, which gRPC does not survive: fork while no call is under "
+            "way and no async client is open, give an http:// URL, or start processes by spawn"
+        )
 
 
 def _metadata(address: Address) -> tuple[tuple[str, str], ...]:
@@ -189,6 +268,8 @@ def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", max(100, int(policy.connect_timeout_s * 1e3))),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # Connections of its own: those that a process shares by default are of no use in a fork of it.
+        ("grpc.use_local_subchannel_pool", 1),
         # A host that is gone is noticed; servers refuse pings that come more often than every five minutes.
         ("grpc.keepalive_time_ms", 330_000),
         ("grpc.keepalive_timeout_ms", 20_000),

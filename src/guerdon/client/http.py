@@ -33,12 +33,16 @@ from guerdon.wire import kserve
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _RAYS_HEADER = "x-request-id"
 _KEEP_ALIVE_S = 60.0
+_VANISHED_S = 180
+"""After which the kernel ends a connection whose other host no longer answers."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8, "TCP_USER_TIMEOUT": _VANISHED_S * 1000}
+"""The last is for what was sent and not acknowledged: meanwhile no probes go out."""
 _LASTING = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
 """In the reasons of TLS's errors that come again as long as nobody changes the settings."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Exchange:
     """One HTTP exchange with a server: what is sent for a step, and what its answer means."""
 
     step: Ready | Describe | Infer
@@ -142,7 +146,7 @@ class HttpTransport:
 
     def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step)
+        exchange = Exchange(step)
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -151,15 +155,15 @@ class HttpTransport:
         try:
             if self._is_closed:  # asked only now that `close` finds the connection
                 raise Cancelled("the client is closed")
-            response = connection.request(**call.request(), timeout=_timeout(step, self._policy))
+            response = connection.request(**exchange.request(), timeout=_timeout(step, self._policy))
         except httpx.TransportError as e:
-            raise call.failure(e) from e
+            raise exchange.failure(e) from e
         finally:
             self._busy.discard(connection)
             self._idle.append(connection)
             if self._is_closed:
                 self.close()
-        return call.result(response)
+        return exchange.result(response)
 
     def close(self) -> None:
         """Closes the connections; exchanges under way break."""
@@ -212,19 +216,19 @@ class AsyncHttpTransport:
 
     async def perform(self, step: Ready | Describe | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
-        call = Call(step)
+        exchange = Exchange(step)
         client = self._idle.pop() if self._idle else httpx.AsyncClient(**self._options)
         try:
             response = await client.request(
-                **call.request(), timeout=_timeout(step, self._policy), extensions={"trace": _trace}
+                **exchange.request(), timeout=_timeout(step, self._policy), extensions={"trace": _trace}
             )
         except httpx.TransportError as e:
-            raise call.failure(e) from e
+            raise exchange.failure(e) from e
         finally:
             self._idle.append(client)
             if self._is_closed:
                 await self.close()
-        return call.result(response)
+        return exchange.result(response)
 
     async def close(self) -> None:
         """Closes the idle connections now, and each other one when its exchange ends."""
@@ -241,21 +245,13 @@ async def _trace(event: str, info: Mapping[str, Any]) -> None:
 def _keep_alive(connected: socket.socket) -> None:
     """Has the kernel notice within minutes that the other host is gone; a train request may wait for hours."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 8)):
+    for option, value in _KEEPALIVE.items():
         if hasattr(socket, option):  # not everywhere
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _options(address: Address) -> dict[str, Any]:
-    # One TLS context for all; reading the trusted certificates takes longer than many a call.
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if address.has_tls:
-        tls = address.credentials.tls()
-    # Binary tensors hardly shrink: decompressing them would cost more than it saves.
-    headers = {"Accept-Encoding": "identity"}
-    if address.credentials.authorization is not None:
-        headers["Authorization"] = address.credentials.authorization
-    return {"verify": tls, "headers": headers, "limits": httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)}
+    return address.httpx_options() | {"limits": httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)}
 
 
 def _timeout(step: Ready | Describe | Infer, policy: RetryPolicy) -> httpx.Timeout:

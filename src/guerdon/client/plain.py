@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import Any, TypeVar
 
 import httpx
@@ -21,12 +20,9 @@ def ask(address: Address, path: str, *, method: str = "GET", timeout_s: float = 
     Raises Unreachable where there is none, the error that another status stands for, with the server's own text where
     it has one, and ConfigError where a file of the credentials cannot be read.
     """
-    tls = address.credentials.tls() if address.has_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    headers = {"Accept-Encoding": "identity"}
-    if address.credentials.authorization is not None:
-        headers["Authorization"] = address.credentials.authorization
+    options = address.httpx_options()
     try:
-        answer = httpx.request(method, address.url + path, headers=headers, verify=tls, timeout=timeout_s)
+        answer = httpx.request(method, address.url + path, timeout=timeout_s, **options)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise Unreachable(f"{address.url} gave no answer to {path}: {str(e) or 'timed out'}") from e
     if answer.status_code != 200:

@@ -42,8 +42,9 @@ class RetryPolicy:
 
     `connect_timeout_s` bounds the opening of a connection and a server's first sign of life, `timeout_s` a whole
     call with all its tries (a call's own `timeout_s` overrides it). A call is tried at most `tries` times, where a
-    retry can help. The pauses between start at `backoff_s` and double up to `max_backoff_s`; each is shortened by
-    a random part of up to `jitter` (0 to 1), and comes on top of a server's Retry-After.
+    retry can help; asking server after server until one is not full is one try. The pauses between start at
+    `backoff_s` and double up to `max_backoff_s`; each is shortened by a random part of up to `jitter` (0 to 1), and
+    comes on top of a server's Retry-After.
 
     A call for which none of the servers has ever answered fails at once, as the address may be wrong; with
     `wait_for_start` it waits for them as for servers that restart, and the log says so.
@@ -244,9 +245,8 @@ class Caller:
         self, send: Callable[[Endpoint], Generator[Step, Any, Any]], cost: int, deadline: float
     ) -> Generator[Step, Any, Any]:
         endpoints = self.endpoints
-        attempt, started, word_after_s = 0, self.clock(), _FIRST_WORD_AFTER_S
+        attempt, num_full, started, word_after_s = 1, 0, self.clock(), _FIRST_WORD_AFTER_S
         while True:
-            attempt += 1
             endpoint = endpoints.take(cost, self.clock())
             try:
                 result = yield from send(endpoint)
@@ -268,10 +268,14 @@ class Caller:
                 endpoints.answered(endpoint, cost)
                 return result
 
+            now = self.clock()
             if isinstance(error, Overloaded):
-                endpoints.release(endpoint, cost)
+                endpoints.refused(endpoint, cost, now + max(error.retry_after_s or 0.0, self.policy.backoff_s))
+                num_full += 1
+                if num_full < len(endpoints.all) and endpoints.any_free(now) and now < deadline:
+                    continue  # counts as no try: of many servers that are all full, none would be left to wait with
             else:
-                endpoints.lost(endpoint, cost, self.clock(), spoke=not isinstance(error, Unreachable))
+                endpoints.lost(endpoint, cost, now, spoke=not isinstance(error, Unreachable))
             if endpoints.none_ever_answered():
                 if len(endpoints.all) > 1:
                     error = Unreachable(f"none of the servers answers; {error}")
@@ -280,7 +284,7 @@ class Caller:
                 if endpoints.is_first_wait():
                     log.warning("%s; waiting for it, up to %.0f s", error, deadline - started)
             delay_s = self.policy.next_delay(attempt, error, self.rng)
-            if delay_s is not None and not isinstance(error, Overloaded) and endpoints.any_up(self.clock()):
+            if delay_s is not None and not isinstance(error, Overloaded) and endpoints.any_free(now):
                 delay_s = 0.0
             if delay_s is None or self.clock() + delay_s >= deadline:
                 if attempt > 1:
@@ -290,5 +294,6 @@ class Caller:
             if waited_s >= word_after_s:
                 log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
                 word_after_s = 4 * waited_s
+            attempt, num_full = attempt + 1, 0
             if delay_s:
                 yield Wait(delay_s)

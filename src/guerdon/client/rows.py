@@ -11,6 +11,7 @@ import orjson
 
 from guerdon.core import Message
 from guerdon.errors import StartError
+from guerdon.messages import answered
 
 ADDED = ("rewards", "attributes", "errors", "weights_version", "template")
 """The fields that an output row has beyond its input row."""
@@ -81,7 +82,7 @@ def _joined(prompt: Any, response: Any, template: bool) -> Sample:
         return response
     if isinstance(prompt, str) and not template:
         return prompt + response
-    return [*_turns(prompt), {"role": "assistant", "content": response}]
+    return answered(_turns(prompt), response)
 
 
 def _turns(prompt: Any) -> list[Message]:

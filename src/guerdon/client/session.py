@@ -37,7 +37,10 @@ class Session:
     """The connections, threads and books of one client in one process."""
 
     def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
-        """Raises ConfigError where the files of the addresses' credentials cannot be read."""
+        """Raises ConfigError where the files of the addresses' credentials cannot be read.
+
+        GuerdonError for a gRPC address in a fork that came while gRPC was at work.
+        """
         self.pid = os.getpid()
         self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
         self.workers = Workers(max_in_flight)
@@ -121,13 +124,15 @@ class AsyncSession:
     """The connections and books of one client in one event loop."""
 
     def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        """Raises what `Session` does."""
         self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
-        self._addresses = {address.url: address for address in addresses}
-        self._policy = policy
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._transports: dict[str, Any] = {}
         self._describing: dict[tuple[Endpoint, str], asyncio.Task[Any]] = {}
         self._is_closed = False
+        self._transports: dict[str, Any] = {}
+        for address in addresses:
+            kind = _grpc().AsyncGrpcTransport if address.is_grpc else AsyncHttpTransport
+            self._transports[address.url] = kind(address, policy)
 
     async def run(self, call: Call[T]) -> T:
         """The call's result."""
@@ -157,7 +162,7 @@ class AsyncSession:
             raise Cancelled("the client is closed")
         if isinstance(step, Wait):
             return await asyncio.sleep(step.seconds)
-        transport = self._transport(step.endpoint.url)
+        transport = self._transports[step.endpoint.url]
         if isinstance(step, Infer):
             with exchange(step.model, step.endpoint.url) as trace:
                 return await transport.perform(dataclasses.replace(step, trace=trace) if trace else step)
@@ -176,17 +181,12 @@ class AsyncSession:
         finally:
             del self._describing[step.endpoint, step.model]
 
-    def _transport(self, url: str) -> Any:
-        if url not in self._transports:
-            # Made within the loop, which grpcio's belong to.
-            address = self._addresses[url]
-            kind = _grpc().AsyncGrpcTransport if address.is_grpc else AsyncHttpTransport
-            self._transports[url] = kind(address, self._policy)
-        return self._transports[url]
-
 
 class ThreadedClient(Generic[S]):
-    """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it."""
+    """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it.
+
+    Over gRPC, fork while no call is under way and no async client is open; else the child's calls raise GuerdonError.
+    """
 
     def __init__(self, new_session: Callable[[], S], arguments: Arguments) -> None:
         self._new_session = new_session

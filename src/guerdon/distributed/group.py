@@ -69,9 +69,14 @@ class Group:
             return None
         if self.on_done is not None:
             self.on_done(command, sent - started, gathered - executed)
-        for other, _ in outcomes:
-            if other is not None:
-                raise other
+        first = next((other for other, _ in outcomes if other is not None), None)
+        if first is not None:
+            try:
+                raise first
+            finally:
+                # Else the error and its frames, in which a forward's tensors are, would hold each other until a
+                # collection.
+                del first, error, outcomes
         return self._worker.merge(command, [part for _, part in outcomes])
 
     def end(self, error: GuerdonError | None = None) -> None:
@@ -109,10 +114,13 @@ class Group:
         if _is_end(command):
             return None, None
         with self._pulse.executing(self._worker.is_watched(command)):
-            error, part = _attempted(lambda: self._worker.execute(command))
-        if error is not None:
-            self._fail(error)
-        return error, part
+            outcome = _attempted(lambda: self._worker.execute(command))
+        try:
+            if outcome[0] is not None:
+                self._fail(outcome[0])
+            return outcome
+        finally:
+            del outcome  # as in `lead`: from this frame those of the error were called
 
     def _fail(self, error: BaseException) -> None:
         """Has the pulse say that this rank waits with an error: others may wait for it, inside the command."""

@@ -175,10 +175,26 @@ class Ranks:
             raise error
         told = self._told(None if error is None else self.portable(error), "agree", error)
         if error is not None:
-            raise _agreed(error)
+            raise agreed(error)
         for other in told:
             if other is not None:
-                raise _agreed(other)
+                raise agreed(other)
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """What raises within it on one rank raises on all, as by `agree`; all ranks must come to it.
+
+        An error that they have agreed upon is only raised, also where it was given another name on the way.
+        """
+        try:
+            yield
+        except RanksLost:
+            raise
+        except BaseException as e:
+            if not getattr(e.__cause__, _AGREED, False):
+                self.agree(e)
+            raise
+        self.agree()
 
     def tell_all(self, what: Any) -> list[Any]:
         """What every rank tells, by rank; all must call it, in the same place. Raises RanksLost.
@@ -208,7 +224,7 @@ class Ranks:
             return list(words)
         for word in words:
             if isinstance(word, BaseException):
-                raise _agreed(word)
+                raise agreed(word)
         text = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         raise RanksLost(f"the ranks are out of step: {text}")
 
@@ -231,7 +247,8 @@ _OWN = (__file__, os.path.join("training", "parallel.py"), "contextlib.py")
 E = TypeVar("E", bound=BaseException)
 
 
-def _agreed(error: E) -> E:
+def agreed(error: E) -> E:
+    """The error as one that every rank raises."""
     setattr(error, _AGREED, True)
     return error
 

@@ -7,13 +7,17 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def asking(ask: Callable[[], None]) -> Iterator[None]:
+def asking(ask: Callable[[], None], *, for_good: bool = False) -> Iterator[None]:
     """Within it SIGTERM and SIGINT only call `ask`, on a thread of its own; in the main thread, which gets signals.
+
+    One signal may call it twice. Behind it they do what they did before, with `for_good` nothing: a rank that ends must
+    not be killed by those that come late, and of Python's own handlers the interpreter's end leaves none.
 
     Python runs a handler between two of its instructions, and the main thread may be inside a collective for hours. The
     number of the signal is written to a socket at once.
@@ -29,8 +33,13 @@ def asking(ask: Callable[[], None]) -> Iterator[None]:
             if any(number in _SIGNALS for number in numbers):
                 ask()
 
+    def handle(number: int, _: FrameType | None) -> None:
+        # Once more: an event loop has a socket of its own in the place of this one.
+        with contextlib.suppress(BlockingIOError):
+            writer.send(bytes([number]))
+
     listener = threading.Thread(target=listen, name="guerdon-signals", daemon=True)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, handle) for number in _SIGNALS}
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     listener.start()
     try:
@@ -38,7 +47,7 @@ def asking(ask: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if for_good else handler)
         writer.close()
         listener.join()
         reader.close()

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
+from packaging.specifiers import SpecifierSet
+
 from guerdon.doctor.findings import Finding, note, ok, problem
-from guerdon.doctor.requirements import Requirement, numbers_hold, of_extra, parsed
+from guerdon.doctor.requirements import Requirement, of_extra, parsed
 
 _OF_DEVELOPERS = ("dev", "docs", "fuzz")
 _WHAT = {
@@ -33,7 +35,7 @@ def examine() -> Iterator[Finding]:
     own = _metadata("guerdon")
     wanted = own["Requires-Python"] if own is not None else ">=3.11"
     told = f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"
-    if numbers_hold(platform.python_version(), wanted):
+    if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
         yield ok("python", told)
     else:
         yield problem("python", told, f"guerdon needs Python {wanted}: make an environment with one")
@@ -44,7 +46,7 @@ def examine() -> Iterator[Finding]:
         )
         return
     yield ok("guerdon", own["Version"])
-    requirements = parsed(own.get_all("Requires-Dist") or [])
+    requirements = _requirements(own)
     yield from _base([part for part in requirements if not part.extra])
     for extra in own.get_all("Provides-Extra") or []:
         if extra not in _OF_DEVELOPERS:
@@ -89,12 +91,16 @@ def _lacking(requirements: list[Requirement]) -> tuple[list[str], list[str]]:
             continue
         if not requirement.takes(own["Version"]):
             outside.append(f"{requirement.name} {own['Version']} is not {requirement.bounds}, which is tested")
-        within = parsed(own.get_all("Requires-Dist") or [])
+        within = _requirements(own)
         for extra in requirement.extras:
             parts = of_extra(within, extra, requirement.name)
             absent = [part.name for part in parts if version_of(part.name) is None]
             missing += [f"{name} (of {requirement.name}[{extra}]) is missing" for name in absent]
     return missing, outside
+
+
+def _requirements(own: metadata.PackageMetadata) -> list[Requirement]:
+    return parsed(own.get_all("Requires-Dist") or [], own.get_all("Provides-Extra") or [])
 
 
 def _versions(requirements: list[Requirement]) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from guerdon.access import KEYS_VARIABLE
+from guerdon.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, variable_entries
 from guerdon.client.addresses import addresses
 from guerdon.client.credentials import Credentials
 from guerdon.client.plain import ask_json
@@ -104,8 +104,13 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
 
 def _keys() -> Iterator[Finding]:
     """Which variables of keys are set; what is in them is never told."""
-    server = bool(os.environ.get(KEYS_VARIABLE, "").strip())
-    yield ok(KEYS_VARIABLE, "set: servers started here ask for a key" if server else "not set: servers ask for no key")
+    if not has_keys(AccessConfig()):
+        yield ok(KEYS_VARIABLE, "not set: servers ask for no key")
+    elif any(map(is_entry, variable_entries())):
+        yield ok(KEYS_VARIABLE, "set: servers started here ask for a key")
+    else:
+        what = "write `ROLE NAME KEY` entries into it, or unset it"
+        yield problem(KEYS_VARIABLE, "set, and has no keys: no server starts here without a file of keys", what)
     try:
         credentials = Credentials.from_environment()
         credentials.read()

@@ -1,90 +1,57 @@
-"""What guerdon says that it requires, read from its own metadata without a library for that."""
+"""What guerdon says that it requires, read from its own metadata."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[([^\]]*)\])?\s*\(?([^;()]*)\)?\s*(?:;(.*))?")
-_CLAUSE = re.compile(r"(\w+)\s*(==|!=|<=|>=|<|>)\s*[\"']([^\"']*)[\"']")
-_BOUND = re.compile(r"(==|!=|<=|>=|<|>)\s*([\w.]+)")
+from packaging import requirements
+from packaging.specifiers import SpecifierSet
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
     """A distribution, its own extras that are wanted, the versions that will do, and the extra of ours it belongs to.
 
-    `extra` is empty for what is always required; `bounds` is as the metadata has it, such as `>=2.9,<3`.
+    `extra` is empty for what is always required.
     """
 
     name: str
     extras: tuple[str, ...]
-    bounds: str
+    versions: SpecifierSet
     extra: str
 
     def takes(self, version: str) -> bool:
-        """Whether that version will do, by its numbers: 2.9.0+cpu and 2.9.0rc1 are 2.9.0."""
-        return all(_compared(_numbers(version), sign, _numbers(bound)) for sign, bound in _BOUND.findall(self.bounds))
+        """Whether that version will do; a pre-release does where its number is within."""
+        return self.versions.contains(version, prereleases=True)
+
+    @property
+    def bounds(self) -> str:
+        """The versions as text, the lower bound first, such as `>=2.9,<3`."""
+        return ",".join(sorted(map(str, self.versions), reverse=True))
 
 
-def parsed(lines: Iterable[str]) -> list[Requirement]:
-    """The requirements that hold on this platform, in their order."""
+def parsed(lines: Iterable[str], extras: Iterable[str]) -> list[Requirement]:
+    """The requirements that hold on this platform, in their order: those of all installs, and those of these extras."""
     found = []
-    for text in lines:
-        match = _REQUIREMENT.fullmatch(text.strip())
-        if match is None:
+    for asked in map(requirements.Requirement, lines):
+        wanted = tuple(sorted(asked.extras))
+        if asked.marker is None or asked.marker.evaluate({"extra": ""}):
+            found.append(Requirement(asked.name, wanted, asked.specifier, ""))
             continue
-        name, extras, bounds, marker = match.groups()
-        clauses = _CLAUSE.findall(marker or "")
-        extra = next((value for word, _, value in clauses if word == "extra"), "")
-        if all(_holds(*clause) for clause in clauses if clause[0] != "extra"):
-            wanted = tuple(part.strip() for part in (extras or "").split(",") if part.strip())
-            ordered = sorted(part.strip() for part in bounds.split(",") if part.strip())
-            found.append(Requirement(name, wanted, ",".join(reversed(ordered)), extra))
+        of = [extra for extra in extras if asked.marker.evaluate({"extra": extra})]
+        found += [Requirement(asked.name, wanted, asked.specifier, extra) for extra in of]
     return found
 
 
-def of_extra(requirements: Iterable[Requirement], extra: str, own: str = "guerdon") -> list[Requirement]:
+def of_extra(all_of_them: Iterable[Requirement], extra: str, own: str = "guerdon") -> list[Requirement]:
     """What the extra brings, with that of the extras that it names itself."""
-    requirements = list(requirements)
+    all_of_them = list(all_of_them)
     found: dict[str, Requirement] = {}
-    for requirement in requirements:
+    for requirement in all_of_them:
         if requirement.extra == extra and requirement.name == own:
             for other in requirement.extras:
-                found |= {part.name: part for part in of_extra(requirements, other, own)}
+                found |= {part.name: part for part in of_extra(all_of_them, other, own)}
         elif requirement.extra == extra:
             found[requirement.name] = requirement
     return list(found.values())
-
-
-def numbers_hold(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds such as `>=3.11`."""
-    return Requirement("", (), bounds, "").takes(version)
-
-
-def _holds(word: str, sign: str, value: str) -> bool:
-    if word == "python_version":
-        return _compared(sys.version_info[:2], sign, _numbers(value))
-    if word == "sys_platform":
-        return (sys.platform == value) == (sign == "==")
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else (0,)
-
-
-def _compared(have: tuple[int, ...], sign: str, want: tuple[int, ...]) -> bool:
-    width = max(len(have), len(want))
-    have, want = (numbers + (0,) * (width - len(numbers)) for numbers in (have, want))
-    return {
-        "==": have == want,
-        "!=": have != want,
-        "<": have < want,
-        "<=": have <= want,
-        ">": have > want,
-        ">=": have >= want,
-    }[sign]

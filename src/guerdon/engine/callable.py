@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import logging
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,20 @@ _TOLD = {"prompts": "prompt", "labels": "label"}
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+_BY_ITSELF = "do that in the function, or in a sum of `rewards:`, whose components have mean and std"
+_LEAVE_OUT = "leave it out there: only the function itself says how it computes"
+_OF_CHECKPOINTS = {
+    "mean": _BY_ITSELF,
+    "std": _BY_ITSELF,
+    "attribute_weights": "have the function return one number for each sample, which is the reward",
+    "recheck_share": "leave it out there: there is no second way to run a function",
+    **dict.fromkeys(("revision", "dtype", "require_packed", "deterministic", "pooling"), _LEAVE_OUT),
+    **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
+}
+"""Settings that would do nothing to a function, and what to do instead."""
+
+_OF_TOKENS = dict.fromkeys(("max_length", "truncation"), "leave it out there: the function gets texts, however long")
+
 
 class FunctionScorer:
     """`module:function`: returns one number for each of its `texts`, `responses` or `tokens`.
@@ -46,12 +61,7 @@ class FunctionScorer:
     def __init__(self, config: ModelConfig) -> None:
         """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters, and
         ConfigError for a setting that a function cannot have."""
-        if config.recheck_share:
-            raise ConfigError(
-                f"recheck_share is {config.recheck_share:g}, and {config.model} is a function: there is no second way "
-                "to run it",
-                "leave it out there",
-            )
+        _refuse(config, _OF_CHECKPOINTS, "a function")
         self._function = _import(config.model)
         if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
             raise CheckpointError(
@@ -62,6 +72,8 @@ class FunctionScorer:
         takes = next(iter(parameters), "")
         if takes not in ("texts", "responses", "tokens"):
             raise CheckpointError(f"the first parameter of {config.model} is {takes or 'missing'}", f"name it {_READS}")
+        if takes != "tokens":
+            _refuse(config, _OF_TOKENS, "a function of texts")
         self._takes = takes
         self._told = [name for name in _TOLD if name in parameters]
         self._required = [name for name in self._told if parameters[name].default is inspect.Parameter.empty]
@@ -232,6 +244,14 @@ def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]
     """Every sample fails: raised, it would be called again with fewer, and might give numbers of another meaning."""
     log.error("%s: %s", name, returned)
     return [SampleFailed(returned) for _ in range(count)]
+
+
+def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
+    """Raises ConfigError for the first of the settings in `instead` that is not left at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, what in instead.items():
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ConfigError(f"{name} is {value}, and {config.model} is {kind}, to which that does nothing", what)
 
 
 def _is_deferred(function: Any) -> bool:

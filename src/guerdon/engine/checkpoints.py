@@ -168,13 +168,16 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 def _check_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
+    has_config = (folder / "config.json").is_file()
+    # Beside weights, too: transformers would apply it to those of its base model.
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds {'an adapter beside a model' if has_config else 'only an adapter'}",
+            "merge it into its base model (merge_and_unload) and save that, without adapter_config.json",
+        )
+    if not has_config:
         if (folder / "model_index.json").is_file():
             raise CheckpointError(f"{folder} holds a diffusion pipeline", "give the folder of a reward model")
-        if (folder / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{folder} holds only an adapter", "merge it into its base model (merge_and_unload) and save that"
-            )
         raise CheckpointError(
             f"{folder} has no config.json", "give a checkpoint's own folder, or copy the base model's config.json there"
         )

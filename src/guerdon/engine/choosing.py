@@ -7,15 +7,18 @@ trained the gradients, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from guerdon.core import ModelInfo
+from guerdon.core import MIN_SHARED, ModelInfo
+from guerdon.distributed.ranks import Ranks
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.layout import alike
+from guerdon.errors import TooLarge
 
 if TYPE_CHECKING:
     from guerdon.engine.forward import Forward, Layout
@@ -34,12 +37,11 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
     candidates = ["packed+shared", "packed"] if engine.causal else ["packed"]
     if engine.device.type != "cpu":
         candidates.append("padded")  # on a CPU padding costs more than batching gains
-    # A rank that has no memory for it says so, and does not leave the others waiting in `verdict`.
-    with alike(engine.ranks):
+    with trying(engine.ranks):
         probe = _Probe(engine, rows, gradients)
     reasons = []
     for path in candidates:
-        with forms.noting_left_out() as left_out:
+        with forms.noting_left_out() as left_out, trying(engine.ranks):
             states, slopes, refusal = probe.verdict(path)
         if refusal:
             reasons.append(f"{path}: {refusal}")
@@ -54,11 +56,26 @@ def choose(engine: Forward, info: ModelInfo, *, gradients: bool) -> tuple[str, s
     return "single", "; ".join(reasons)
 
 
+@contextlib.contextmanager
+def trying(ranks: Ranks) -> Iterator[None]:
+    """Within it a self-check runs; raises TooLarge on all ranks where one has no memory for it on its device."""
+    with alike(ranks):
+        try:
+            yield
+        except torch.OutOfMemoryError as e:
+            raise TooLarge(
+                f"no memory is left on the device to try a few short sequences: {(str(e).splitlines() or [''])[0]}",
+                "free some, choose another machine or --device, or a smaller --dtype such as bfloat16",
+            ) from e
+
+
 class _Probe:
     """A few sequences, and what the plain forward makes of each by itself."""
 
     def __init__(self, engine: Forward, rows: list[np.ndarray], gradients: bool) -> None:
         self._engine, self._rows = engine, rows
+        # Only sequences that share a batch can show that they do not change each other.
+        self._budget = max(engine.max_batch_tokens, sum(map(len, rows)))
         with engine.no_gradients():
             self._states = {x.rows[0]: x for x in self._run("single")}
         # Any numbers will do that make every element of every hidden state count by itself.
@@ -77,6 +94,8 @@ class _Probe:
             if path.startswith("packed") and engine.trunk.config._attn_implementation != registry.NAME:
                 raise NotImplementedError("its attention is not in transformers' registry")
             states, slopes = self.differences(path)
+        except torch.OutOfMemoryError:  # it says nothing about the path
+            raise
         except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
             refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
         finally:
@@ -88,15 +107,26 @@ class _Probe:
         return max(other for other, *_ in told), all_slopes, refusals[0] if refusals else ""
 
     def differences(self, path: str) -> tuple[float, float | None]:
-        """Largest relative root-mean-square difference of a sequence's readable states, and of its gradients."""
+        """Largest relative root-mean-square difference of a sequence's readable states, and of its gradients.
+
+        Raises NotImplementedError where it says nothing, as no two sequences shared what the path has them share.
+        """
+        states, together, shared = 0.0, False, False
         with self._engine.no_gradients():
-            states = max(self._states_differ(layout) for layout in self._run(path))
+            for layout in self._run(path):
+                states = max(states, self._states_differ(layout))
+                together |= len(layout.rows) > 1
+                shared |= any(len(spans) > 1 for spans in layout.spans)
+        if not together:
+            raise NotImplementedError("no two of the sequences tried fit in one batch")
+        if path == "packed+shared" and not shared:
+            raise NotImplementedError("no two of the sequences tried share a beginning in one batch")
         if self._gradients is None:
             return states, None
         return states, max(self._gradients_differ(layout) for layout in self._gradients_by(path))
 
     def _run(self, path: str) -> Iterator[Layout]:
-        return self._engine.run(path, self._rows, [None] * len(self._rows))
+        return self._engine.run(path, self._rows, [None] * len(self._rows), budget=self._budget)
 
     def _states_differ(self, layout: Layout) -> float:
         read = self._engine.readable(layout, self._rows)
@@ -148,7 +178,7 @@ def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> li
     longest = min(_LONGEST, max_length or _LONGEST)
     rng = np.random.default_rng(0)
     ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
-    prompt = rng.choice(ids, longest // 2)
+    prompt = rng.choice(ids, max(longest // 2, min(MIN_SHARED, longest - 1)))
     rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
     rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]
     return [r[:longest].astype(np.int64) for r in rows]

@@ -103,7 +103,7 @@ class Forward:
         self.pad_token_id = loaded.pad_token_id
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
         self._plain_attention = self.trunk.config._attn_implementation
-        self._most_tokens = _most_tokens(self.trunk.config)
+        self._most_tokens = _most_tokens(self.trunk.config.get_text_config())
         self._classes = LengthClasses(self.trunk)
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
@@ -160,7 +160,7 @@ class Forward:
     def _whole_plan(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[Prepare]:
         for members in self._classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for prepare in self._plan(path, some, bounds):
+            for prepare in self._plan(path, some, bounds, self.max_batch_tokens):
                 yield functools.partial(_numbered, prepare, members)
 
     def _filler(self, path: str) -> Layout:
@@ -225,14 +225,19 @@ class Forward:
         finally:
             self.use(self.path)
 
-    def run(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Layout]:
-        """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use."""
-        yield from _one_ahead(self._plan(path, rows, limits))
+    def run(
+        self, path: str, rows: list[np.ndarray], limits: list[int | None], *, budget: int | None = None
+    ) -> Iterator[Layout]:
+        """The rows' hidden states, a micro-batch at a time, by `path`, whose attention must be in use.
 
-    def _plan(self, path: str, rows: list[np.ndarray], limits: list[int | None]) -> Iterator[Prepare]:
+        `budget` is taken in place of `max_batch_tokens`.
+        """
+        yield from _one_ahead(self._plan(path, rows, limits, budget or self.max_batch_tokens))
+
+    def _plan(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[Prepare]:
         """The forwards that `run` makes, of which nothing is on the device yet."""
         if path in ("packed+shared", "packed"):
-            budget = min(self.max_batch_tokens, self._most_tokens)
+            budget = min(budget, self._most_tokens)
             for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
                 if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
                     yield functools.partial(self._packed, batch, rows)
@@ -245,7 +250,7 @@ class Forward:
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             while order:
                 # The longest first: if a batch fits in memory at all, the first one shows it.
-                count = max(1, self.max_batch_tokens // len(rows[order[-1]]))
+                count = max(1, budget // len(rows[order[-1]]))
                 members, order = order[-count:], order[:-count]
                 yield functools.partial(self._padded, members, rows)
         else:
@@ -339,6 +344,6 @@ def _one_ahead(plan: Iterable[Prepare]) -> Iterator[Layout]:
 def _most_tokens(config: Any) -> int:
     """Beyond this many tokens in a batch a sequence's place in it matters, which it must not.
 
-    Llama 4 scales queries by their index in the batch, in steps of `floor_scale`.
+    Llama 4 scales queries by one more than their index in the batch, in steps of `floor_scale`.
     """
-    return int(config.floor_scale) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize
+    return max(1, int(config.floor_scale) - 1) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from guerdon.engine.attention import registry
-from guerdon.engine.choosing import TOLERANCE
+from guerdon.engine.choosing import TOLERANCE, trying
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.language import LanguageEngine
 from guerdon.engine.packing import pack
@@ -195,17 +195,20 @@ class DecoderChoice:
         """Raises CheckpointError where none agrees. All ranks must call it at the same time, and choose the same."""
         self._policy, self._engine = policy, engine
         rows = _probe_rows(policy)
-        with engine.gathered(), engine.no_gradients():
+        with trying(engine.ranks), engine.gathered(), engine.no_gradients():
             want = self._plainly(rows)
         reasons = []
         for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
             difference, refusal = 0.0, ""
-            try:
-                with engine.gathered(), engine.no_gradients():
-                    difference = _difference(self.make(), rows, want, engine)
-            # Whatever a model raises that is called in a way it was not made for.
-            except Exception as e:
-                refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
+            with trying(engine.ranks):
+                try:
+                    with engine.gathered(), engine.no_gradients():
+                        difference = _difference(self.make(), rows, want, engine, alone=self.kind == "alone")
+                except torch.OutOfMemoryError:  # it says nothing about the decoder
+                    raise
+                # Whatever a model raises that is called in a way it was not made for.
+                except Exception as e:
+                    refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
             told = engine.ranks.tell_all((difference, refusal))
             difference, refusals = max(other for other, _ in told), [other for _, other in told if other]
             if refusals:
@@ -251,13 +254,16 @@ def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
     return [np.concatenate([prompts[i], random.choice(ids, PROBE_STEPS)]) for i in (0, 0, 1)]
 
 
-def _difference(decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine) -> float:
+def _difference(
+    decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine, *, alone: bool
+) -> float:
     """How far the logits of any row and step are from those wanted, relative to their root mean square.
 
-    The first row leaves on the way.
+    The first row leaves on the way. The prompts begin at once, whatever the budget, but for a decoder that takes them
+    `alone`.
     """
     prompts, counts = [row[:-PROBE_STEPS] for row in rows[1:]], [2, 1]
-    if decoder.together([len(prompt) for prompt in prompts]) == 1:
+    if alone:
         prompts, counts, rows, want = prompts[:1], counts[:1], rows[:2], want[:2]
     worst = 0.0
     with decoder.running():

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from guerdon.config import LanguageModelConfig, ModelConfig
-from guerdon.distributed.ranks import Ranks
+from guerdon.distributed.ranks import Ranks, agreed
 from guerdon.engine.checkpoints import Checkpoint, digest_of
 from guerdon.errors import CheckpointError, ConfigError
 
@@ -70,11 +70,10 @@ def named_as(model_class: Any, made: Any) -> Any:
 
 
 class Alike:
-    """What ranks that load one model have found out about each other."""
+    """Ranks that load one model, and compare what they load."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.has_failed_on_all = False
 
     def compare(self, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig) -> None:
         """Returns where all ranks are to load the same weights by the same settings, once all have come so far.
@@ -87,32 +86,25 @@ class Alike:
         facts: dict[str, Any] = {"config.json": digest_of(checkpoint.settings), "weights": checkpoint.version}
         facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
         facts["dtype"] = str(dtype).removeprefix("torch.")
-        self.has_failed_on_all = True
         # First by itself: what a rank that does not come so far tells is none of these facts.
         ranks.agree()
         first, *others = ranks.tell_all(facts)
         for rank, told in enumerate(others, 1):
             for name, value in told.items():
                 if value != first[name]:
-                    raise CheckpointError(
+                    error = CheckpointError(
                         f"the ranks would load different models as {config.model}: {name} is {first[name]} on rank 0 "
                         f"({ranks.members[0].host}) and {value} on rank {rank} ({ranks.members[rank].host})",
                         "give all hosts the same files, revision and settings",
                     )
-        self.has_failed_on_all = False
+                    raise agreed(error)
 
 
 @contextlib.contextmanager
 def alike(ranks: Ranks) -> Iterator[Alike]:
     """What raises within it on one rank raises on all: else these would wait for it in their first forward."""
-    made = Alike(ranks)
-    try:
-        yield made
-    except Exception as e:
-        if not made.has_failed_on_all:
-            ranks.agree(e)
-        raise
-    ranks.agree()
+    with ranks.alike():
+        yield Alike(ranks)
 
 
 def place(model: Any, device: torch.device, ranks: Ranks) -> Any:

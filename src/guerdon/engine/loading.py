@@ -123,17 +123,21 @@ def read_config(checkpoint: Checkpoint) -> Any:
             "only decoders and encoders with a reward head can be served",
         )
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
-    if model_type not in encoders.SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config)):
+    architecture = (config.architectures or [""])[0]
+    if model_type not in encoders.SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config, architecture)):
+        what = f"{model_type} ({architecture})" if architecture else model_type
         raise CheckpointError(
-            f"{checkpoint.folder} holds a {model_type}, which is neither a causal decoder nor a known encoder",
+            f"{checkpoint.folder} holds a {what}, which is neither a causal decoder nor a known encoder",
             f"served are decoders and {', '.join(encoders.SEQUENCE_HEADS)}; wrap another in module:function",
         )
     return config
 
 
-def _is_other_encoder(config: Any) -> bool:
-    # Encoder families also have a causal class; only there does the config say by `is_decoder` which one is meant.
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+def _is_other_encoder(config: Any, architecture: str) -> bool:
+    # Encoder families also have a causal class; only there does the config say by `is_decoder` which one is meant. What
+    # classifies sequences there reads the first token through layers of its own, whatever the config says.
+    is_one = architecture.endswith("ForSequenceClassification") or not getattr(config, "is_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_one
 
 
 def _head(

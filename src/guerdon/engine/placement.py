@@ -76,7 +76,8 @@ def check_memory(
         free_here = _host_bytes()
     places = [("this machine", free_here, host_bytes * neighbours)]
     if on_gpu:
-        places.append((str(device), torch.cuda.mem_get_info(device)[0], own_bytes + training_bytes))
+        needed_there = own_bytes + training_bytes
+        places.append((str(device), gpu_bytes(device, needed_there), needed_there))
     for place, free_bytes, needed_bytes in places:
         if free_bytes is not None and needed_bytes > free_bytes:
             what = "" if moment_bytes is None else " with its optimiser's state"
@@ -87,6 +88,15 @@ def check_memory(
                 f"{free_bytes / 2**30:.1f} GiB are free on {place}",
                 remedy if needed_bytes == own_bytes else SMALLER_TRAINING,
             )
+
+
+def gpu_bytes(device: torch.device, wanted_bytes: int) -> int:
+    """Bytes free on the GPU, where these are fewer than wanted once PyTorch has given back what it keeps for later."""
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    if free_bytes < wanted_bytes:
+        computing.release()
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    return free_bytes
 
 
 def _host_bytes() -> int | None:

@@ -16,17 +16,13 @@ class LengthClasses:
     """Splits rows into classes that may share a batch: all of them, unless the rotary embedding forbids it."""
 
     def __init__(self, trunk: Any) -> None:
-        kinds = _rope_parameters(trunk.config)
-        changing = [p for p in kinds if p.get("rope_type") in ("longrope", "dynamic")]
-        own = trunk.config.max_position_embeddings if changing else 0
-        self._limits = sorted({p.get("original_max_position_embeddings") or own for p in changing})
-        dynamic = any(p.get("rope_type") == "dynamic" for p in kinds)
-        self._dynamic = [
-            (module, name)
-            for module in (trunk.modules() if dynamic else ())
-            for name in vars(module)
-            if name.endswith("max_seq_len_cached")  # one a layer type, where the types differ
-        ]
+        config = trunk.config.get_text_config()
+        changing = [p for p in _rope_parameters(config) if p.get("rope_type") in ("longrope", "dynamic")]
+        # Only longrope has a limit of its own.
+        known = [p.get("original_max_position_embeddings") if p["rope_type"] == "longrope" else None for p in changing]
+        self._limits = sorted({limit or config.max_position_embeddings for limit in known})
+        dynamic = any(p["rope_type"] == "dynamic" for p in changing)
+        self._dynamic = [m for m in trunk.modules() if hasattr(m, "max_seq_len_cached")] if dynamic else []
 
     @property
     def depend_on_length(self) -> bool:
@@ -48,8 +44,21 @@ class LengthClasses:
 
     def prepare(self) -> None:
         """Makes a dynamic embedding forget the longest sequence it has seen; else scores depend on history."""
-        for module, name in self._dynamic:
-            setattr(module, name, 0)
+        for module in self._dynamic:
+            _as_made(module)
+
+
+def _as_made(embedding: Any) -> None:
+    """Gives a dynamic embedding the frequencies and the longest length that it was made with."""
+    embedding.max_seq_len_cached = embedding.original_max_seq_len
+    # One a layer type, where the types differ, which are not there before the first forward.
+    for name in [name for name in vars(embedding) if name.endswith("_max_seq_len_cached")]:
+        delattr(embedding, name)
+    for name in embedding._buffers:
+        if name.endswith("inv_freq") and "original" not in name:
+            original = getattr(embedding, f"{name.removesuffix('inv_freq')}original_inv_freq")
+            # A copy, for a longrope beside it writes over its own in place.
+            embedding._buffers[name] = original.clone()
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

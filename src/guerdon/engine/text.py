@@ -64,6 +64,7 @@ class TextEncoder:
             # Set once and never again: changing these while another thread encodes is what fast tokenizers refuse.
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._adds_bos = self._finds_bos()
 
     def vocabulary(self) -> str:
         """12 hex digits that change with the tokens and their ids."""
@@ -177,7 +178,12 @@ class TextEncoder:
                 return [InvalidRequest(refusal) for _ in texts]
             rows = [self._cut(text, bound, bound - added, truncation.side) for text in texts]
         bos = self._tokenizer.bos_token_id
-        return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in rows]
+        return [ids[1:] if self._adds_bos and ids[:2] == [bos, bos] else ids for ids in rows]
+
+    def _finds_bos(self) -> bool:
+        """Whether a BOS before the text is among the special tokens that the tokenizer adds."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and self._ids(["a"], add_special_tokens=True)[0][:1] == [bos]
 
     def _cut(self, text: str, bound: int, room: int, side: Literal["left", "right"]) -> list[int]:
         """At most `bound` ids, of which `room` are the text's own."""

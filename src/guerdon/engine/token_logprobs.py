@@ -18,6 +18,9 @@ from torch import Tensor
 PART = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that are worked on at a time: on a CPU as many as its caches hold, on a GPU enough to keep it busy."""
 
+_IMPOSSIBLE = -200.0
+"""A log-prob below which the probability is 0 in float32; a product of that with -inf would be no number."""
+
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, *, with_entropies: bool = False
@@ -45,7 +48,7 @@ class _TokenLogprobs(torch.autograd.Function):
             normalisers[rows] = part.amax(-1) - table.amax(-1)
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropies is not None:
-                entropies[rows] = -(table.exp().mul_(table)).sum(-1)
+                entropies[rows] = -(table.exp().mul_(table.clamp_(min=_IMPOSSIBLE))).sum(-1)
         ctx.save_for_backward(logits, targets, normalisers, entropies)
         ctx.temperature = temperature
         return logprobs, entropies
@@ -63,7 +66,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 part = table.exp_().mul_(-slopes[rows])
             else:
                 by_entropy = entropy_slopes[rows, None] / ctx.temperature
-                part = table.exp().mul_(table.add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows]))
+                part = table.exp()
+                part.mul_(
+                    table.clamp_(min=_IMPOSSIBLE).add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows])
+                )
             gradient[rows] = part.scatter_add_(1, targets[rows, None], slopes[rows])
         return gradient, None, None, None
 

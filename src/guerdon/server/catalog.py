@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,11 @@ class Encoder(Protocol):
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> list[np.ndarray | InvalidRequest]: ...
+
+
+@runtime_checkable
+class Tokenizer(Encoder, Protocol):
+    """An encoder that also reads messages, and knows the text of its ids; a user's `tokenize_func` is none."""
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
@@ -99,6 +104,13 @@ class Catalog:
     def is_loaded(self, name: str) -> bool:
         """Whether nothing of that name is unloaded."""
         return name not in self.entries or self.entries[name].served is not None
+
+    def tokenizer(self, name: str) -> Tokenizer | None:
+        """What makes ids of a model's text and text of its ids; None where that is a user's function, where the model
+        reads text itself, and for a sum or what is unloaded."""
+        entry = self.entries.get(name)
+        encoder = None if entry is None or entry.served is None else entry.served.encoder
+        return encoder if isinstance(encoder, Tokenizer) else None
 
     def models(self) -> list[ModelInfo | OperationInfo]:
         """All that can be asked for by name: sums of rewards, models, and the critic's operations."""

@@ -15,7 +15,7 @@ from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server.batching.turns import FairTurns
-from guerdon.server.catalog import Served
+from guerdon.server.catalog import Served, Tokenizer
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class Reader:
             async with self._turns.turn(client):
                 if request.texts is not None:
                     return await run(self._threads, encoder.encode, request.texts, added, cut if added else None)
+                assert isinstance(encoder, Tokenizer)  # no other's model takes messages
                 return await run(self._threads, encoder.encode_messages, request.messages or [])
 
 
@@ -77,7 +78,7 @@ def check(served: Served, request: ScoreRequest) -> None:
 
 
 def _why(info: ModelInfo) -> str:
-    if info.kind == "function":
+    if info.path == "function":  # not a RewardModelServer's infer_fn, which reads ids
         return ", but texts; name the function's first parameter `responses`, or "
     return ": it has no chat template; "
 

@@ -17,8 +17,8 @@ from typing import Any
 from guerdon import logs, tracing
 from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
+from guerdon.server.auth import Access, warn_of_readers
 from guerdon.server.front import http, tls
-from guerdon.server.front.auth import Access, warn_of_readers
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
@@ -58,13 +58,13 @@ def run(
     *,
     on_started: OnStarted | None = None,
     grace_s: float | None = None,
-    late: RanksLost | None = None,
+    takes_signals: bool = True,
 ) -> None:
     """Runs `serve` on an event loop of its own until SIGTERM or SIGINT."""
     _allow_many_connections()
     settle()
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(serve(service, config, on_started=on_started, grace_s=grace_s, late=late))
+        runner.run(serve(service, config, on_started=on_started, grace_s=grace_s, takes_signals=takes_signals))
 
 
 def settle() -> None:
@@ -83,14 +83,14 @@ async def serve(
     on_started: OnStarted | None = None,
     stop: asyncio.Event | None = None,
     grace_s: float | None = None,
-    late: RanksLost | None = None,
+    takes_signals: bool = True,
 ) -> None:
-    """Starts the service and its transports, and returns when `stop` is set or SIGTERM or SIGINT has come.
+    """Starts the service and its transports; returns when `stop` is set, SIGTERM or SIGINT has come, or it is ended.
 
-    From then on the server is not ready: it refuses new work with 503, finishes what it has accepted within
-    `grace_s` seconds (None: as many as the config has), and cancels the rest; with `late` the rest is taken back first,
-    and whoever asked is told that, so that it is not done again where the server comes back. Raises StartError where
-    an address cannot be had, RanksLost where the service has lost a rank, or `late`, once its clients were told.
+    From then on the server is not ready: it refuses new work with 503, and finishes what it has accepted within
+    `grace_s` seconds (None: as many as the config has). The rest is taken back, and whoever asked is told that: it is
+    not done where the server comes back. Without `takes_signals` somebody else ends the service on signals. Raises
+    StartError where an address cannot be had, and the service's `loss`, once its clients were told.
     """
     stop = stop or asyncio.Event()
     grace_s = config.shutdown_timeout_s if grace_s is None else grace_s
@@ -117,8 +117,9 @@ async def serve(
     log_without_texts()
     service.start()
     ends = asyncio.get_running_loop().time() + grace_s
-    try:
-        with _stopping(stop):
+    late = taken_back(grace_s)
+    with _stopping(stop) if takes_signals else contextlib.nullcontext():
+        try:
             await http_server.start(listener)
             if grpc_server is not None:
                 await grpc_server.start()
@@ -134,16 +135,23 @@ async def serve(
                 async with asyncio.timeout_at(ends):
                     while gate.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
                         await asyncio.sleep(0.01)
-            if gate.num_requests and late is not None and service.loss is None:
+            if gate.num_requests and service.loss is None:
                 await asyncio.to_thread(service.lost, late)
             ending = [http_server.stop(_LAST_ANSWERS_S)]
             if grpc_server is not None:
                 ending.append(grpc_server.stop(grace=_LAST_ANSWERS_S))
             await asyncio.gather(*ending)
-    finally:
-        await asyncio.to_thread(service.stop, max(ends - asyncio.get_running_loop().time(), 1.0))
-    if service.loss is not None:
+        finally:
+            await asyncio.to_thread(service.stop, max(ends - asyncio.get_running_loop().time(), 1.0))
+    if service.loss is not None and service.loss is not late:
         raise service.loss
+
+
+def taken_back(grace_s: float) -> RanksLost:
+    """What those are told who asked for what a server that is to stop has no time for."""
+    return RanksLost(
+        f"not done within the {grace_s:g} s that this server had left when it was told to stop; it was taken back"
+    )
 
 
 class RunningServer:
@@ -215,7 +223,10 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _stopping(stop: asyncio.Event) -> Iterator[None]:
-    """Sets `stop` on SIGTERM and SIGINT, where this is the main thread, which alone can take signals."""
+    """Sets `stop` on SIGTERM and SIGINT, where this is the main thread, which alone can take signals.
+
+    They would end the process again when it is left: all that others wait for is to be done within.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -34,7 +34,7 @@ def truncation(request: ScoreRequest, model: ModelConfig, info: ModelInfo) -> Tr
     asked = request.truncation
     if asked is None:
         return None if model.truncation == "error" else Truncation(info.max_length, model.truncation)
-    if {"values", "step_rewards"} & {*info.outputs}:
+    if _is_by_token(info):
         raise InvalidRequest(
             f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
             "shorter samples"
@@ -74,8 +74,14 @@ def wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
         return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
     if info.max_length is not None and len(tokens) > info.max_length:
+        # Only what answers for whole samples may lose some of their tokens.
+        instead = "" if _is_by_token(info) else ", or start the server with --truncation left or right"
         return InvalidRequest(
-            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it, or "
-            "start the server with --truncation left or right"
+            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it{instead}"
         )
     return None
+
+
+def _is_by_token(info: ModelInfo) -> bool:
+    """Whether the model answers for single tokens or steps, whose positions clients count."""
+    return bool({"values", "step_rewards"} & {*info.outputs})

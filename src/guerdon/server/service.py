@@ -21,24 +21,16 @@ from guerdon.core import (
     Sequence,
     TrainRequest,
 )
-from guerdon.errors import (
-    DeadlineExceeded,
-    GuerdonError,
-    InvalidRequest,
-    Overloaded,
-    RanksLost,
-    Unavailable,
-    named,
-)
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, RanksLost, Unavailable, named
 from guerdon.metrics import Metrics
 from guerdon.server import reading, samples, triton
+from guerdon.server.auth import Access
 from guerdon.server.batching.loop import Group, Loop
 from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
-from guerdon.server.catalog import Catalog, Encoder, Served
+from guerdon.server.catalog import Catalog, Served, Tokenizer
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as Done
 from guerdon.server.dashboard.watch import Watch
-from guerdon.server.front.auth import Access
 from guerdon.server.repository import Repository
 from guerdon.server.rewards import Sum
 
@@ -70,7 +62,7 @@ class Service:
         process is the whole `group`.
         """
         self.ready = False
-        self.loss: RanksLost | None = None
+        self.loss: GuerdonError | None = None
         self.ending = asyncio.Event()
         self.metrics = Metrics() if critic is None else critic.metrics
         self.access = Access(config)
@@ -150,7 +142,7 @@ class Service:
         return self._loop.is_running
 
     def check_ready(self) -> None:
-        """Raises Unavailable where nothing is taken on, RanksLost where that is why."""
+        """Raises Unavailable where nothing is taken on, RanksLost or ServerFault where that is why."""
         if self.loss is not None:
             raise copy.copy(self.loss)
         if not self.ready:
@@ -173,10 +165,9 @@ class Service:
         """All that gives scores, loaded or not: sums first."""
         return self._catalog.infos()
 
-    def encoder(self, name: str) -> Encoder | None:
-        """What makes ids of a model's text, None where it reads text itself, is a sum, or is unloaded."""
-        entry = self._catalog.entries.get(name)
-        return None if entry is None or entry.served is None else entry.served.encoder
+    def tokenizer(self, name: str) -> Tokenizer | None:
+        """What makes ids of a model's text and text of its ids, as `Catalog.tokenizer`."""
+        return self._catalog.tokenizer(name)
 
     def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
         """The model or operation of that name; raises UnknownModel, which names those that are served."""
@@ -206,8 +197,8 @@ class Service:
     def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
         """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
 
-        For whoever has not decoded a request yet, of `num_bytes`: then that is not done for nothing. Where the queue
-        is nearly full, padding may have a request refused that would just have found room.
+        For whoever has not decoded a request yet, of `num_bytes`: then that is not done for nothing. Where more than
+        half the queue is full, padding may have a request refused that would have found room.
         """
         for component in self._components(name):
             self._catalog.entries[component].loaded()
@@ -378,8 +369,10 @@ class Service:
                 raise
 
     def _crashed(self) -> None:
-        """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
-        self.ready = False
+        """Called on the loop's thread when it cannot go on: nothing will be scored any more, and the service ends."""
+        self.ready, self.loss = False, self.loss or self._loop.loss
+        if not isinstance(self.loss, RanksLost):  # of which `lost` tells the clients first
+            self.end()
 
 
 def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:

@@ -37,7 +37,8 @@ def add_adapters(
     except ImportError as e:
         raise ConfigError("lora is set, and peft is not installed", "pip install 'guerdon[lora]'") from e
     settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
-    with torch.random.fork_rng():
+    # By itself it takes all GPUs there are, and memory on each.
+    with torch.random.fork_rng([trunk.device] if trunk.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)

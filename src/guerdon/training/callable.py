@@ -19,7 +19,7 @@ import torch
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.callable import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
-from guerdon.errors import InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
+from guerdon.errors import GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class UserCritic:
 
     What `model` must have is said at `CriticServerTrainer`. `save_elsewhere()` saves what the server does not keep.
     Of many ranks each runs all of it, with the same requests: which part is whose, and what they tell each other, the
-    model knows, and rank 0's results count.
+    model knows, and rank 0's results count. All of them make a step, or none does. Each clips by the norm of its own
+    gradient: a model whose weights are sharded clips by itself, at the end of `get_loss_and_metrics`.
     """
 
     max_batch_tokens = MAX_BATCH_TOKENS
@@ -108,20 +109,17 @@ class UserCritic:
         TrainFailed where the model, or another part of the user's, raises; ServerFault where it does on some ranks
         only, or not at the same step: then the ranks' weights differ, and `broken` says so.
         """
-        error, report = None, None
+        if self.broken:
+            raise ServerFault(self.broken)
         try:
             report = self._train(request, first_steps)
+        except RanksLost:
+            raise
         except BaseException as e:
-            error = e
-        if self.ranks.size > 1 and not isinstance(error, RanksLost):
-            told = self.ranks.tell_all(None if error is None else self.ranks.portable(error))
-            if len({(type(e), getattr(e, "num_steps", None)) for e in told}) > 1:
-                why = "; ".join(str(e) for e in told if e is not None)
-                self.broken = f"the ranks came to train request {request.id} differently, and must be restarted: {why}"
-                raise ServerFault(self.broken) from error
-        if error is not None:
-            raise error
-        assert report is not None
+            if not self.broken:
+                self._tell(request.id, e)
+            raise
+        self._tell(request.id)
         return report
 
     def _train(self, request: TrainRequest, first_steps: int | None) -> TrainReport:
@@ -132,9 +130,11 @@ class UserCritic:
             with self.between("prepare_for_training", "finish_training"):
                 for batch in itertools.islice(self._global_batches(request), first_steps):
                     if num_tokens := int((batch["mask"] > 0).sum()):
-                        done.append((self._train_step(batch), float(batch["mask"].sum()), num_tokens))
+                        done.append((self._train_step(request.id, batch), float(batch["mask"].sum()), num_tokens))
                     num_stand, step = num_stand + 1, self.step
         except Exception as e:
+            if self.broken or isinstance(e, RanksLost):
+                raise
             num_stand += self.step > step  # what raised came behind the step itself
             stand = f"its first {num_stand} global batches stand" if num_stand else "nothing was changed"
             if self._is_stepping:
@@ -144,6 +144,23 @@ class UserCritic:
         finally:
             self._optimizer.zero_grad()
         return self._report(request.id, done)
+
+    def _tell(self, name: str, error: BaseException | None = None, norm: float = 0.0) -> float:
+        """The norm of this rank's gradient, or one of another's that is not finite, once all have come equally far.
+
+        Raises ServerFault, on all of them, where they have not, or an `error` is not everybody's.
+        """
+        if self.ranks.size == 1:
+            return norm
+        # Always from here: what one rank has failed with the others hear of wherever they are.
+        told = self.ranks.tell_all((self.step, norm) if error is None else self.ranks.portable(error))
+        errors = [e for e in told if isinstance(e, GuerdonError)]
+        came_to = {(type(e), getattr(e, "num_steps", None)) if isinstance(e, GuerdonError) else e[0] for e in told}
+        if len(came_to) > 1:
+            why = "; ".join(map(str, errors)) or f"they are at steps {', '.join(str(step) for step, _ in told)}"
+            self.broken = f"the ranks came to train request {name} differently, and must be restarted: {why}"
+            raise ServerFault(self.broken) from error
+        return norm if errors else next((other for _, other in told if not math.isfinite(other)), norm)
 
     def validate(self, request: TrainRequest) -> TrainReport:
         """The loss of the request as `get_loss_and_metrics(batch, forward_only=True)` tells it; nothing changes."""
@@ -198,8 +215,8 @@ class UserCritic:
         finally:
             getattr(self._model, after, _nothing)()
 
-    def _train_step(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """One optimiser step, unless its gradient is not finite; the metrics that were logged."""
+    def _train_step(self, name: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """One optimiser step, unless the gradient of a rank is not finite; the metrics that were logged."""
         self._optimizer.zero_grad()
         started = time.monotonic()
         with self.between("prepare_for_training_step", "finish_training_step"):
@@ -208,7 +225,8 @@ class UserCritic:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm))
         more = {"grad_norm": grad_norm, "lr": self._optimizer.param_groups[0]["lr"], "step_time": step_time}
         metrics = _told(metrics | {"loss": loss, **more})
-        if math.isfinite(grad_norm):
+        metrics["grad_norm"] = self._tell(name, norm=grad_norm)
+        if math.isfinite(metrics["grad_norm"]):
             self._is_stepping = True
             self._optimizer.step()
             self._is_stepping = False

@@ -207,12 +207,14 @@ class CriticWithReward:
         if not self._swaps or self._there is engine:
             return
         try:
-            # Nobody is there until the other has arrived whole: memory may not suffice for it.
-            self._send_away()
-            engine.onload()
+            with self._ranks.waiting():  # for memory, and no layer runs meanwhile
+                # Nobody is there until the other has arrived whole: memory may not suffice for it.
+                self._send_away()
+                engine.onload()
         except Exception as e:
             log.exception("a swap failed")
-            engine.offload()  # what of it has arrived
+            with self._ranks.waiting():
+                engine.offload()  # what of it has arrived
             which = "critic" if engine is self._critic.engine else "reward model"
             raise _NotBrought(f"the {which} cannot be brought to the device ({type(e).__name__}: {e})") from e
         self._there = engine

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
-from guerdon.config import CriticConfig
+from guerdon.config import CriticConfig, LearningConfig
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import find_folder
@@ -82,7 +82,7 @@ class CriticTrainer:
         if config.lora is not None:
             part += f": adapters on {adapters.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
-        self._history = _digest(json.dumps({**self._made_with(), **_decisive(config)}, sort_keys=True))
+        self._history = _digest(json.dumps({**_decisive(config), **self._made_with()}, sort_keys=True))
         self._lineage = 0
         self._is_offloaded = False
         self._broken = ""
@@ -368,10 +368,13 @@ _OTHERS = {
 """What a fact that differs says of a checkpoint."""
 
 
+_NOT_DECISIVE = {"activation_checkpointing"}
+
+
 def _decisive(config: CriticConfig) -> dict[str, Any]:
     """The settings that decide, beside what is learnt from, which weights come out."""
-    names = ("learning_rate", "weight_decay", "betas", "lr_schedule", "warmup_steps", "total_steps")
-    return {name: getattr(config, name) for name in (*names, "gradient_clip_val", "loss_clip_val")}
+    names = {field.name for field in dataclasses.fields(LearningConfig)} - _NOT_DECISIVE | {"loss_clip_val"}
+    return {name: getattr(config, name) for name in names}
 
 
 def _digest(before: str, *arrays: np.ndarray) -> str:

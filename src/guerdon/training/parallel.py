@@ -51,7 +51,12 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         error = e
     told = ranks.tell_all(None if error is None else ranks.portable(error))
     if (first := next((other for other in told if other is not None), None)) is not None:
-        raise first from error
+        try:
+            raise first from error
+        finally:
+            # Else the errors and their frames, in which the tensors of `work` are, would hold each other until a
+            # collection.
+            del first, error, told
     return made
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from guerdon.algorithms.policy_losses import PolicyLossStats
 from guerdon.config import LearningConfig
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.placement import dtype_name
+from guerdon.engine.placement import dtype_name, gpu_bytes
 from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
 from guerdon.errors import ServerFault
@@ -36,6 +35,17 @@ log = logging.getLogger(__name__)
 
 Loss = Callable[[Tensor, Tensor | None, np.ndarray], tuple[Tensor, PolicyLossStats]]
 """Of a micro-batch's log-probs, entropies (or None) and rows' numbers: its share of the loss, and its sums."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """What a policy makes of B responses: float32 `[B,R]` on the CPU, without gradients.
+
+    Entry r of a row is about the response's token r, and 0 beyond the response; `entropies` only where asked for.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +153,11 @@ class PolicyTrainer:
         prompt_lengths: np.ndarray,
         temperature: float = 1.0,
         with_entropies: bool = False,
-    ) -> Any:
-        """Log-probs of the rows' responses at this temperature, and with entropies a pair of both; no gradients.
+    ) -> Logprobs:
+        """Log-probs of the rows' responses at this temperature, where asked for with their entropies.
 
-        Each is float32 `[B,R]` on the CPU, entry r about the response's token r, 0 beyond the response. Rows are int64
-        `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt is empty.
+        Rows are int64 `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt
+        is empty.
         """
         self._check_whole()
         return self._gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
@@ -155,12 +165,12 @@ class PolicyTrainer:
     def reference_logprobs(
         self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
     ) -> Tensor:
-        """What `logprobs` was before the first step."""
+        """What the log-probs of `logprobs` were before the first step."""
         assert self.keeps_reference
         if self._reference is None:
             with adapters.without_adapters(self.model):
-                return self._gathered(self.engine, rows, prompt_lengths, temperature, False)
-        return self._gathered(self._reference, rows, prompt_lengths, temperature, False)
+                return self._gathered(self.engine, rows, prompt_lengths, temperature, False).logprobs
+        return self._gathered(self._reference, rows, prompt_lengths, temperature, False).logprobs
 
     def _gathered(
         self,
@@ -169,7 +179,7 @@ class PolicyTrainer:
         prompt_lengths: np.ndarray,
         temperature: float,
         with_entropies: bool,
-    ) -> Any:
+    ) -> Logprobs:
         """The micro-batches' results of all ranks in the order of the rows, on the CPU."""
         with engine.no_gradients():
             made = [torch.zeros(len(rows), _width(rows, prompt_lengths)) for _ in range(1 + with_entropies)]
@@ -184,7 +194,7 @@ class PolicyTrainer:
             parallel.together(self._ranks, fill)
             for whole in made:
                 parallel.add_up(whole, self._ranks)
-        return tuple(made) if with_entropies else made[0]
+        return Logprobs(*made)
 
     def _of_own_rows(
         self,
@@ -213,7 +223,7 @@ class PolicyTrainer:
         """The model as loaded, once more; in the host's memory where the device has no room for it."""
         own_bytes = sum(parallel.local(p).numel() * p.element_size() for p in self.model.parameters())
         device = self.engine.device
-        has_room = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= 2 * own_bytes
+        has_room = device.type != "cuda" or gpu_bytes(device, 2 * own_bytes) >= 2 * own_bytes
         # Parts of one model cannot be on the CPU here and on a GPU there: sharded, it must fit.
         if not has_room and not self._ranks.is_sharded:
             log.warning("the reference stays on the CPU: %s has no room for it, and it will be slow there", device)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import orjson
 
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import bodies, tensors
@@ -61,7 +60,7 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
     """The body that answers `request`, and its JSON's length where binary tensors follow it, else None.
 
-    Values that are not finite are null in JSON's form.
+    Values that are not finite are null in JSON's form. Raises InvalidRequest where an output has too many for that.
     """
     requested, default = request.outputs, request.binary_default
     binary = [default if requested is None else requested.get(tensor.name, default) for tensor in reply.outputs]
@@ -207,10 +206,16 @@ def _header(id: str, parameters: dict[str, Any], outputs: list[Any] | None, **fi
         header["parameters"] = parameters
     if outputs is not None:
         header["outputs"] = outputs
-    return orjson.dumps(header)
+    return bodies.write(header)
 
 
-def _json_data(tensor: Tensor) -> list[Any]:
+def _json_data(tensor: Tensor) -> list[str] | np.ndarray:
+    """The elements as `bodies.write` takes them: numbers in the fewest digits that tell them from their neighbours."""
     if isinstance(tensor.data, list):
         return [element.decode("utf-8", "replace") for element in tensor.data]
-    return np.ravel(tensor.data).tolist()
+    if tensor.data.size > bodies.MAX_VALUES:
+        raise InvalidRequest(
+            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {bodies.MAX_VALUES:,}; "
+            "ask for it in binary form (binary_data), or send fewer samples"
+        )
+    return np.ravel(tensor.data)

@@ -7,6 +7,7 @@ from typing import Any
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
+from guerdon.messages import answered
 from guerdon.wire.bodies import check_depth, check_url, kind_of, model_of, object_of
 from guerdon.wire.forms import Asked, Form, number, told_plainly
 from guerdon.wire.labels import attributes_of
@@ -59,8 +60,7 @@ def read_slime(body: Any, query: Mapping[str, str]) -> Asked:
     if isinstance(prompt, str):
         request = joined([prompt], [response])
     elif isinstance(prompt, list):
-        answered = {"role": "assistant", "content": response}
-        request = conversed([*read_messages(prompt, "prompt"), answered])
+        request = conversed(answered(read_messages(prompt, "prompt"), response))
     else:
         raise InvalidRequest(f"prompt is {kind_of(prompt)}; send a string, or a list of messages")
     request.labels = [body["label"]] if "label" in body else None

@@ -19,6 +19,9 @@ from guerdon.adapters.nemo_rl.environment import EnvironmentReturn, RewardEnviro
 
 __all__ = ["EnvironmentReturn", "RewardEnvironment", "register"]
 
+_MAX_STEPS = 128
+"""Calls of `step` at once: asynchronous rollouts make one a sample, and the client sends as many requests at once."""
+
 
 def register(name: str = "guerdon") -> None:
     """Makes the environment known to NeMo-RL under `name`; raises ValueError where it has another of that name."""
@@ -37,4 +40,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import ray  # NeMo-RL has it
 
-    return ray.remote(RewardEnvironment)
+    # It holds nothing but connections: where its process is lost, another one answers what was asked.
+    actor = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=_MAX_STEPS)
+    return actor(RewardEnvironment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class RewardEnvironment:
-    """Ends every episode after one turn, with the reward of the whole conversation."""
+    """Ends every episode after one turn, with the reward of the whole conversation; may be called from any thread."""
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         """`cfg` is its part of the YAML's `env`: `url` (or several), `model`, `timeout_s`, `send`, `suffix`, `labels`.
@@ -38,7 +39,7 @@ class RewardEnvironment:
         """
         self._settings = Settings.of(cfg)
         self._judge = judge(self._settings.url, self._settings.model, self._settings.timeout_s)
-        self._has_looked = False
+        self._first_step = threading.Lock()  # taken once, for good
 
     def step(
         self, message_log_batch: Sequence[Log], metadata: Sequence[Any], return_extracted_answer: bool = False
@@ -46,8 +47,7 @@ class RewardEnvironment:
         """Rewards float32 `[B]`; raises SampleFailed where a sample got none, and what the server raised."""
         import torch  # NeMo-RL has it
 
-        if not self._has_looked:
-            self._has_looked = True
+        if self._first_step.acquire(blocking=False):
             self._settings.warn_of_templates(message_log_batch[0])
         samples = self._settings.samples(message_log_batch, metadata)
         rewards = self._judge.score(**samples).raise_for_failed().rewards

@@ -2,7 +2,8 @@
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
-It is the reference of the other forms, and computes what none of them can.
+It is the reference of the other forms, and computes what none of them can. On a GPU PyTorch's fused kernels take a
+mask only where every query head has keys of its own; without them all [H,queries,keys] logits would be held at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from guerdon.engine.attention import cascade
 from guerdon.engine.attention.patterns import Pattern
 from guerdon.engine.packing import PackedBatch, Segment
 
+QUERY_BLOCK = 1024
+"""Queries of one call on a GPU, where all their logits are written out or a window hides keys: few large calls."""
+
 
 def by_segment(
     batch: PackedBatch,
@@ -28,11 +32,13 @@ def by_segment(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One call a segment, on a CPU one a block of queries, over all it sees; `[1,H,T,D]`, differentiable, any mask."""
+    """One call a segment or a block of its queries, over all it sees; `[1,H,T,D]`, differentiable, any mask."""
     window = pattern.window if pattern is not None and causal else None
     written_out = bool(softcap) or sinks is not None
     out = []
-    for s in _pieces(batch) if causal and query.device.type == "cpu" else batch.segments:
+    on_cpu = query.device.type == "cpu"
+    size = cascade.QUERY_BLOCK if on_cpu else QUERY_BLOCK if written_out or pattern is not None else batch.num_tokens
+    for s in _pieces(batch, size) if causal else batch.segments:
         seen, first = visible(s, window)
         q = query[:, :, s.start : s.stop]
         k, v = (
@@ -46,6 +52,8 @@ def by_segment(
         if written_out:
             out.append(_written_out(q, k, v, mask, scale, softcap, sinks))
         else:
+            if not on_cpu:
+                k, v = _by_query_head(q, k, v)
             gqa = q.shape[1] != k.shape[1]
             out.append(
                 F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=triangle, scale=scale, enable_gqa=gqa)
@@ -53,11 +61,11 @@ def by_segment(
     return torch.cat(out, 2)
 
 
-def _pieces(batch: PackedBatch) -> Iterator[Segment]:
+def _pieces(batch: PackedBatch, size: int) -> Iterator[Segment]:
     """The segments in blocks of queries, each a child of the one before: of what a mask hides less is computed."""
     for s in batch.segments:
-        for start in range(s.start, s.stop, cascade.QUERY_BLOCK):
-            stop = min(start + cascade.QUERY_BLOCK, s.stop)
+        for start in range(s.start, s.stop, size):
+            stop = min(start + size, s.stop)
             before = ((s.start, start),) if start > s.start else ()
             yield Segment(start, stop, s.position + start - s.start, (*s.ancestors, *before), stop)
 
@@ -96,7 +104,7 @@ def _mask(
     if known is None:
         q = torch.arange(s.position, s.position + s.stop - s.start, device=device)[:, None]
         k = torch.arange(first, first + num_keys, device=device)[None]
-        zero = torch.zeros((), dtype=torch.long, device=device)
+        zero = torch.zeros((), dtype=torch.long)  # some functions index by it: on a GPU they would wait for it
         seen = k <= q if pattern is None else pattern.allows(zero, zero, q, k).expand(q.shape[0], num_keys)
         if dtype != torch.bool:
             seen = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
@@ -116,8 +124,7 @@ def _written_out(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention for what PyTorch's fused call lacks: soft-capped logits (Gemma 2) and attention sinks (gpt-oss)."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k, v = _by_query_head(q, k, v)
     weights = (q @ k.transpose(-1, -2)) * scale
     if softcap:
         weights = torch.tanh(weights / softcap) * softcap
@@ -128,3 +135,9 @@ def _written_out(
         weights = torch.cat([weights, column], -1)
     probs = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
     return probs[..., : k.shape[2]] @ v
+
+
+def _by_query_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of every query head."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))

@@ -211,7 +211,15 @@ def chosen(asked: Asked) -> Form:
 
 @functools.cache
 def _chosen(asked: Asked) -> tuple[Form, dict[str, str]]:
-    """The form, and why those before it are left out."""
+    """The form, and why others are left out that come before it, or would for a batch that copies more or less."""
+    form, failures = _first_passed(asked)
+    if asked.shared:
+        # Tried now, at the start, and not while such a batch waits for a compiler.
+        failures |= _first_passed(dataclasses.replace(asked, copies=not asked.copies))[1]
+    return form, failures
+
+
+def _first_passed(asked: Asked) -> tuple[Form, dict[str, str]]:
     *others, reference = candidates(asked)
     failures: dict[str, str] = {}
     for form in others:

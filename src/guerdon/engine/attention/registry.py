@@ -65,7 +65,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """The entry for transformers' attention registry: query `[1,H,T,D]`, key and value `[1,K,T,D]` to `[1,T,H,D]`.
 
-    A `sliding_window` keyword is ignored: the mask is the truth, and for some models the only place of it.
+    A `sliding_window` keyword is ignored: the mask is the truth, and for some models the only place of it. Raises
+    NotImplementedError where more is asked than the batch tells of.
     """
     for name in UNSUPPORTED:
         if others.get(name) is not None:
@@ -79,6 +80,9 @@ def packed_attention(
             return batch.attend(module, query, key, value, scale, allows, softcap, s_aux).transpose(1, 2), None
         batch.store(module, key, value)
         batch = batch.prompts
+    if key.shape[2] != batch.num_tokens:
+        # Some models append entries that are no tokens, such as DeepSeek-V4 one for every 128 of them.
+        raise NotImplementedError(f"packed attention knows no {key.shape[2]} keys of {batch.num_tokens} tokens")
     pattern, span = cut(attention_mask, causal, batch.max_length)
     if pattern is None and attention_mask is not None and query.device.type != "cpu":
         # Rows this short need no window: its forms are tried now, at the start, and not when a long one is waited for.

@@ -130,6 +130,8 @@ def varlen(
     """
     device = query.device
     forward = gathered(batch, span, device) if gathers else levels(batch, device)
+    # The kernel refuses heads whose numbers do not lie side by side.
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks) if x is not None):
         # Keys of one part are all different in levels, and no copies of gradients are summed.

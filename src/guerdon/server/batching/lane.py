@@ -100,8 +100,8 @@ class Lane(Generic[OrderT]):
         return orders
 
     def check_room(self, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded where the queue has no room for so much more, as `Room.check`."""
-        self._room.check(num_sequences, num_tokens, client)
+        """Raises Overloaded where the queue has no room for what is coming, as `Room.check_coming`."""
+        self._room.check_coming(num_sequences, num_tokens, client)
 
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet."""

@@ -13,9 +13,9 @@ from typing import Any
 from guerdon import tracing
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
-from guerdon.logs import failure
+from guerdon.logs import failure, without_frames
 from guerdon.metrics import Metrics
-from guerdon.server.batching.attempt import Attempt
+from guerdon.server.batching.attempt import Attempt, check_device
 from guerdon.server.batching.attempt import Group as Group
 from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.lane import Lane
@@ -51,7 +51,7 @@ class Order:
         self.traced = tracing.part()
 
     def execute(self, group: Group) -> None:
-        """Does it; whatever it raises goes into the outcome."""
+        """Does it; whatever it raises goes into the outcome. Raises as `check_device`, and then nothing follows."""
         run, then, self.run, self.then = self.run, self.then, None, None  # what they hold goes with them
         assert run is not None
         traced, self.traced = self.traced, None
@@ -60,9 +60,11 @@ class Order:
                 result = run(group)
         except GuerdonError as e:
             self.fail(e)
+            check_device(e)
         except BaseException as e:
             failure(log, logging.ERROR, "an order failed", error=e)
             self.fail(ServerFault(f"{type(e).__name__}: {e}"))
+            check_device(e)
         else:
             with contextlib.suppress(InvalidStateError):
                 self.outcome.set_result(result)
@@ -84,8 +86,8 @@ class Loop:
     """Runs batches and orders of all models in turn, on a thread of its own.
 
     `deliver(jobs)` is called on that thread with the jobs that a batch completed, `on_crash()` when the thread
-    ends although it was not told to; then every job that waits has failed. `recheck` is the share, by model, of what
-    was answered that is scored again by the plain forward, as exactly as the model's `dtypes` allow.
+    ends although it was not told to; `loss` says why, and every job that waits fails. `recheck` is the share, by model,
+    of what was answered that is scored again by the plain forward, as exactly as the model's `dtypes` allow.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Loop:
         self._recheck = Recheck(recheck or {}, dtypes or {}, metrics)
         self._wake = threading.Condition()
         self._stopping = False
-        self.loss: RanksLost | None = None
+        self.loss: GuerdonError | None = None
         self._running: Batch | Order = Batch()
         self._running_of = ""
         self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
@@ -172,7 +174,7 @@ class Loop:
         self._metrics.set("guerdon_batch_budget_tokens", limits.max_batch_tokens, model)
 
     def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded where the model's queue is full for this client already."""
+        """Raises Overloaded where the model's queue is full already for what this client sends."""
         with self._wake:
             self._lanes[model].check_room(num_sequences, num_tokens, client)
 
@@ -184,7 +186,7 @@ class Loop:
     def stop(self, timeout_s: float) -> bool:
         """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`.
 
-        Returns whether the thread has ended. Where a rank was lost, `loss` says so.
+        Returns whether the thread has ended. Where a rank was lost, or the thread broke down, `loss` says so.
         """
         with self._wake:
             self._stopping = True
@@ -238,8 +240,9 @@ class Loop:
             failure(
                 log, logging.CRITICAL, "the thread that computes has ended; nothing can be scored any more", error=e
             )
+            unknown = ServerFault("the server cannot compute any more; restart it")
+            self.loss = error = without_frames(e) if isinstance(e, ServerFault) else unknown
             self._on_crash()
-            error = ServerFault("the server cannot compute any more; restart it")
             self._fail(error, *self._drop_all())
             self._fail(error, *self._taken())
 

@@ -19,13 +19,14 @@ class Room:
     def check(self, num_sequences: int, num_tokens: int, client: str) -> None:
         """Raises Overloaded where the client may not have so much more wait.
 
-        A client of whom nothing waits may send a request of any size, unless more waits already than should: so a
-        request that is larger than the client's part, or than the whole queue, is not refused for ever, and what
-        waits beyond the bounds is one request at most.
+        Unless more waits already than should, a client of whom nothing waits may send a request of any size, and every
+        client one that is larger than all that it could have: so a request that no empty queue has the room for is not
+        refused for ever, and what waits beyond the bounds is one request at most.
         """
         sequences, tokens = self.sequences, self.tokens
         is_within = sequences.taken <= sequences.total and tokens.taken <= tokens.total
-        if is_within and not sequences.held(client):
+        is_too_large = num_sequences > sequences.most(client) or num_tokens > tokens.most(client)
+        if is_within and (is_too_large or not sequences.held(client)):
             return
         if sequences.has_room(client, num_sequences) and tokens.has_room(client, num_tokens):
             return
@@ -36,6 +37,14 @@ class Room:
             f"{sequences.taken} ({tokens.taken} tokens) wait{whose}; try again later, or send fewer at once",
             self.retry_after_s(),
         )
+
+    def check_coming(self, num_sequences: int, num_tokens: int, client: str) -> None:
+        """As `check`, of a request that nobody has read yet: it has at most about so many tokens, padding included.
+
+        Of one that may be as large as half of what the client could have no more than that half is asked for.
+        """
+        most = self.tokens.most(client)
+        self.check(num_sequences, num_tokens if num_tokens > most else min(num_tokens, most // 2), client)
 
     def take(self, num_sequences: int, num_tokens: int, client: str) -> None:
         """Counts what waits from now on."""

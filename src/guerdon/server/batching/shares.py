@@ -46,6 +46,10 @@ class Shares:
         """Takes so much back."""
         self.take(client, -amount)
 
+    def most(self, client: str) -> int:
+        """What the client could have if nobody else had any."""
+        return self._common + (self._own if client in self._clients else 0)
+
     def held(self, client: str) -> int:
         """What the client has; where there are no parts, what all have."""
         return self._held.get(client, 0) if self._clients else self.taken

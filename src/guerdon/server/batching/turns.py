@@ -15,6 +15,11 @@ class FairTurns:
         self._free = count
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the client whose turn is next comes first
 
+    @property
+    def is_free(self) -> bool:
+        """Whether who comes now has a turn at once."""
+        return bool(self._free)
+
     @contextlib.asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """A context that has a turn; entering it waits for one."""

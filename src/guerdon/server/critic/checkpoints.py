@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from guerdon.core import CheckpointInfo
-from guerdon.durable import ASIDE, DAMAGED, Damaged, place, read_manifest, remove, seal, verify, write_new
+from guerdon.durable import ASIDE, DAMAGED, Damaged, make_folder, place, read_manifest, remove, seal, verify, write_new
 from guerdon.errors import InvalidRequest, StartError
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Checkpoints:
         self._keep, self._best, self._mode = keep, best, mode
         self._all: dict[int, Checkpoint] = {}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             for leftover in folder.glob(ASIDE + "*"):
                 shutil.rmtree(leftover)
             names = [path.name for path in folder.iterdir()]

@@ -7,13 +7,14 @@ never applied twice. The methods that take the group run on the loop's thread, o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from guerdon.config import CriticConfig
 from guerdon.core import (
@@ -31,7 +32,6 @@ from guerdon.core import (
 from guerdon.errors import (
     Cancelled,
     CheckpointError,
-    DeadlineExceeded,
     GuerdonError,
     InvalidRequest,
     Offloaded,
@@ -41,17 +41,15 @@ from guerdon.errors import (
     TrainFailed,
 )
 from guerdon.metrics import Metrics
+from guerdon.server.aside import off_loop
 from guerdon.server.batching.loop import Group, Loop, Order
 from guerdon.server.critic import train_checks
 from guerdon.server.critic.answers import Answer, other_content
 from guerdon.server.critic.history import History
+from guerdon.server.critic.outcome import outcome_of, warn
 from guerdon.server.critic.progress import Progress
-from guerdon.server.front.body import off_loop
 
 log = logging.getLogger(__name__)
-
-_DROPPABLE = (Operation.STATE, Operation.VALIDATE, Operation.SAVE, Operation.LOAD)
-"""What is not done where its caller has left, or waits no longer, before it has begun."""
 
 Result = TrainReport | CheckpointInfo | CriticState | None
 
@@ -116,6 +114,7 @@ class Critic:
     def restore(self, group: Group) -> None:
         """Brings the worker's trainer to where the critic was before it was stopped or killed, if it is durable."""
         self._history.restore(group.lead)
+        self._look_for_fault()
         self._show()
         self._save_if_due(group)
 
@@ -124,8 +123,16 @@ class Critic:
         self._history.close()
 
     def give_up(self, loss: RanksLost) -> None:
-        """Takes back what is under way, from another thread: nothing can be done any more; as `History.give_up`."""
-        self._history.give_up(loss)
+        """Takes back what is under way, from another thread: nothing can be done any more; as `History.give_up`.
+
+        Whoever asked for what the disk does not let go, and so is done at the next start, is told StorageFailed.
+        """
+        try:
+            self._history.give_up(loss)
+        except StorageFailed as e:
+            log.error("%s", e)
+            for _, order in [*self._waiting.values()]:
+                order.fail(e)
 
     async def call(
         self, operation: Operation, asked: TrainRequest | ControlRequest | Coming, loop: Loop, client: str = ""
@@ -160,38 +167,18 @@ class Critic:
                 self.refused(operation, e, what)
             raise
         del content  # where the same waits already, its arrays go now
-        if order is not place:
+        if is_known := order is not place:
             loop.drop(self.lane, place)
             if not isinstance(asked, TrainRequest | ControlRequest):
                 asked.release()
             self.metrics.add("guerdon_train_requests", 1, self.name, "known")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(order.outcome)
-        except TimeoutError:
-            pass
-        except asyncio.CancelledError:
-            if operation in _DROPPABLE and loop.drop(self.lane, order):
-                _warn(what, Cancelled("the client left before it began; it is dropped"))
-            raise
-        except GuerdonError as e:
-            if order is not place:
-                _warn(what, e)
-            raise
-        late = f"{operation} takes longer than {timeout_s:g} s"
-        if operation in _DROPPABLE and loop.drop(self.lane, order):
-            error = DeadlineExceeded(f"{late}: it had not begun, and is dropped")
-        else:
-            again = f"; ask again with train_id {what.split(' ', 1)[1]!r}" if operation is Operation.TRAIN else ""
-            error = DeadlineExceeded(f"{late}, and goes on{again}")
-        _warn(what, error)
-        raise error
+        return await outcome_of(order, operation, what, timeout_s, loop, self.lane, is_known=is_known)
 
     def refused(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """Says and counts that what was asked was not even begun."""
         if isinstance(error, asyncio.CancelledError):
             error = Cancelled("the client left before it was read")
-        _warn(what or str(operation), error)
+        warn(what or str(operation), error)
         if operation is Operation.TRAIN:
             self.metrics.add("guerdon_train_requests", 1, self.name, type(error).__name__)
 
@@ -228,7 +215,7 @@ class Critic:
             try:
                 return run(group)
             except GuerdonError as e:
-                _warn(what, e)
+                warn(what, e)
                 raise
 
         loop.fill(self.lane, order, run_and_tell, *size, then)
@@ -265,19 +252,15 @@ class Critic:
         if self._history.is_durable:
             self.metrics.observe("guerdon_journal_seconds", written - started, self.name)
         try:
-            report = group.lead(Command(Signal.TRAIN, self.name, train=request))
+            with self._withdrawing(position):
+                report = group.lead(Command(Signal.TRAIN, self.name, train=request))
         except TrainFailed as e:
             self._look_for_fault()
-            self._history.done(request, position, Answer(digest, None, str(e), e.num_steps))
-            self._show()
+            try:
+                self._history.done(request, position, Answer(digest, None, str(e), e.num_steps))
+            finally:
+                self._show()
             raise
-        except GuerdonError:
-            self._look_for_fault()
-            self._history.withdraw(position)
-            raise
-        except BaseException as e:
-            self._history.withdraw(position)
-            self._break(e)
         assert isinstance(report, TrainReport)
         self.metrics.observe("guerdon_train_seconds", time.monotonic() - written, self.name)
         self.progress.done(report)
@@ -319,16 +302,10 @@ class Critic:
         source = self._history.checkpoint(asked.checkpoint)
         position = self._history.accept(source.info.name)
         try:
-            group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
-        except GuerdonError as e:
-            self._look_for_fault()
-            self._history.withdraw(position)
-            if isinstance(e, CheckpointError):
-                raise InvalidRequest(f"{e}; {e.help}") from e
-            raise
-        except BaseException as e:
-            self._history.withdraw(position)
-            self._break(e)
+            with self._withdrawing(position):
+                group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
+        except CheckpointError as e:
+            raise InvalidRequest(f"{e}; {e.help}") from e
         self._history.gone_back(source)
         self._show()
         try:
@@ -375,13 +352,32 @@ class Critic:
         if self._is_offloaded:
             raise Offloaded(f"{self.name} is offloaded: {what} is refused until `onload`")
 
-    def _break(self, error: BaseException) -> NoReturn:
+    @contextlib.contextmanager
+    def _withdrawing(self, position: int) -> Iterator[None]:
+        """Takes back what was accepted where it raises what says that nothing was changed, or leaves that unknown.
+
+        Raises StorageFailed in its place where the disk does not let it go.
+        """
+        try:
+            yield
+        except TrainFailed:  # which says how much of it stands
+            raise
+        except GuerdonError:
+            self._look_for_fault()
+            self._history.withdraw(position)
+            raise
+        except BaseException as e:
+            fault = self._broken_by(e)
+            self._history.withdraw(position)
+            raise fault from e
+
+    def _broken_by(self, error: BaseException) -> ServerFault:
         """A trainer says by a GuerdonError how far it came; after any other error nobody knows."""
         back = "; it comes back as it was before this" if self._history.is_durable else ""
         self._fault = f"{self.name} has broken down: {type(error).__name__}: {error}; restart it{back}"
         log.critical("%s", self._fault, exc_info=error)
         self._show()
-        raise ServerFault(self._fault) from error
+        return ServerFault(self._fault)
 
     def _look_for_fault(self) -> None:
         """After an error: takes over what the trainer itself says of weights that are spoilt."""
@@ -392,7 +388,3 @@ class Critic:
 
     def _show(self) -> None:
         self.progress.show(self._now(), self._history.measured, bool(self._fault))
-
-
-def _warn(what: str, error: BaseException) -> None:
-    log.warning("%s: %s: %s", what, type(error).__name__, str(error))

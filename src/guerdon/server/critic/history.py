@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from guerdon.config import CriticConfig
+from guerdon.config import CriticConfig, LearningConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.durable import storing
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
@@ -26,24 +27,11 @@ from guerdon.server.critic.journal import Journal, Record
 
 log = logging.getLogger(__name__)
 
+_NOT_DECISIVE = {"activation_checkpointing"}
 # What decides, beside the requests and the weights at the beginning, which weights come out of them.
 _SETTINGS = (
-    "attribute_weights",
-    "mean",
-    "std",
-    "global_batch_size",
-    "learning_rate",
-    "weight_decay",
-    "betas",
-    "optimizer",
-    "lr_schedule",
-    "warmup_steps",
-    "total_steps",
-    "gradient_clip_val",
-    "loss_clip_val",
-    "lora",
-    "lora_alpha",
-    "lora_targets",
+    *(field.name for field in dataclasses.fields(LearningConfig) if field.name not in _NOT_DECISIVE),
+    *("attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val"),
 )
 
 _MEASURED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
@@ -100,21 +88,23 @@ class History:
             return self._begun
 
     def withdraw(self, position: int) -> None:
-        """Takes back what was accepted, as nothing of it was done."""
+        """Takes back what was accepted, as nothing of it was done, before anyone is told; raises as `done`."""
         with self._alone():
             self._withdraw(position)
 
     def give_up(self, loss: RanksLost) -> None:
-        """Takes back what was accepted and has not come to its end: the ranks that do it are lost, and this one ends.
+        """Takes back what was accepted and has not come to its end: this process ends, or has lost those that do it.
 
         From another thread than all else, which finds from now on that nothing is noted any more. Whoever asked is then
         told to ask again, and may do so without an id: so what is told must not be done at the next start. What was
         noted before is done, and its answer is on its way, or known to whoever asks again with the id.
+
+        Raises StorageFailed where the disk keeps it: then whoever asked may not be told that.
         """
         with self._noting:
+            self._loss = loss
             if self._begun is not None:
                 self._withdraw(self._begun)
-            self._loss = loss
 
     def answer(self, id: str) -> Answer | None:  # noqa: A002 - what it is called everywhere
         """The answer to the train request of that id, if it is known; raises StorageFailed while it is not safe."""
@@ -149,9 +139,12 @@ class History:
 
         Where the newest one has it all, with the same metrics, that is it: so a save can be asked for again. `facts`
         are the trainer's `step` and `weights_version`. Raises InvalidRequest where there is no folder for it,
-        StorageFailed where the disk cannot take it; then the older checkpoints are as they were.
+        StorageFailed where the disk cannot take it; then the older checkpoints are as they were. Raises RanksLost where
+        something was given up.
         """
-        checkpoints, position = self._kept("saved"), self._journal.position
+        checkpoints = self._kept("saved")
+        with self._alone():  # the weights have what was given up, where that came to its end nevertheless
+            position = self._journal.position
         newest = checkpoints.newest_whole(at=position)
         if newest is not None and newest.info.metrics == metrics:
             return newest.info

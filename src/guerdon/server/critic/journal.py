@@ -23,8 +23,8 @@ from safetensors.numpy import load as unpack
 from safetensors.numpy import save as pack
 
 from guerdon.core import TrainRequest
-from guerdon.durable import ASIDE, DAMAGED, locked, storing, sync, write_new
-from guerdon.errors import StartError, StorageFailed
+from guerdon.durable import ASIDE, DAMAGED, locked, make_folder, storing, sync, write_new
+from guerdon.errors import StartError
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class Journal:
         self._folder = folder
         self._owed: dict[Path, Path | None] = {}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(folder)
+            make_folder(folder)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EROFS, "it cannot be written")
+            self._lock = _locked(folder)
             for leftover in folder.glob(ASIDE + "*"):
                 leftover.unlink()
         except OSError as e:
@@ -88,7 +88,8 @@ class Journal:
     def append(self, settings: dict[str, Any], content: TrainRequest | str, digest: str = "") -> int:
         """The position of a new record: of a train request and its digest, or of a return to the checkpoint named.
 
-        When this returns, the record outlives a crash; raises StorageFailed, and then nothing of it remains.
+        When this returns, the record outlives a crash; raises StorageFailed, and then nothing of it remains once
+        `settle` has returned.
         """
         self.settle()
         position = self._next
@@ -100,14 +101,14 @@ class Journal:
             try:
                 write_new(path, data)
             except OSError:
-                self._owe(path)
+                self._remove(path)
                 raise
         self._paths[position] = path
         return position
 
     def withdraw(self, position: int) -> None:
-        """Takes a record back of which nothing was done."""
-        self._owe(self._paths.pop(position))
+        """Takes a record back of which nothing was done; raises StorageFailed as `mark_done` does."""
+        self._remove(self._paths.pop(position))
 
     def mark_done(self, position: int) -> None:
         """Notes that a train request came to its end; from when this returns, a power cut included, it counts as done.
@@ -219,13 +220,9 @@ class Journal:
         self._owed[path] = renamed
         self.settle()
 
-    def _owe(self, path: Path) -> None:
-        """Removes a record; what the disk refuses is tried again before anything else is accepted or answered."""
+    def _remove(self, path: Path) -> None:
         self._owed[path] = None
-        try:
-            self.settle()
-        except StorageFailed as e:
-            log.error("record %s must go before another start: %s", path, e)
+        self.settle()
 
 
 def digest_of(request: TrainRequest) -> str:

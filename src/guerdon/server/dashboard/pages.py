@@ -10,11 +10,9 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 import orjson
 from starlette.types import Receive, Scope
@@ -24,13 +22,14 @@ from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo
 from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.metrics import UNKNOWN
+from guerdon.server.aside import off_loop
+from guerdon.server.auth import Caller
 from guerdon.server.batching.turns import FairTurns
 from guerdon.server.dashboard import asked, snapshot, trying
 from guerdon.server.dashboard.extremes import Kept
 from guerdon.server.front import about
-from guerdon.server.front.asgi import JSON, Headers, Reply, unless_left
-from guerdon.server.front.auth import Caller
-from guerdon.server.front.body import off_loop, read_body
+from guerdon.server.front.asgi import JSON, Headers, Reply, query_of, unless_left
+from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import caller_of
 from guerdon.server.service import Service
@@ -94,7 +93,7 @@ class Pages:
 
     async def snapshot(self, scope: Scope, receive: Receive) -> Reply:
         """What the page shows of the last `?window=` seconds, beside what `?reference=` names."""
-        what = asked.read(_query(scope), "window", "reference", "model")
+        what = asked.read(query_of(scope), "window", "reference", "model")
         caller = caller_of(scope)
         if what.model:
             what = dataclasses.replace(what, model=self._service.scored_by(what.model).name)
@@ -135,7 +134,7 @@ class Pages:
             raise RouteNotFound("this server keeps no samples' texts; start it with --dashboard-samples")
         if not self._may_read(caller):
             caller.need(Role.ADMIN, "to read samples' texts")
-        query = _query(scope)
+        query = query_of(scope)
         what = asked.read(query, "model", "window")
         info = self._service.scored_by(query.get("model", ""))
         start = self._service.watch.now() - what.window_s
@@ -154,10 +153,10 @@ class Pages:
             trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), 65_536)
             info = service.scored_by(trial.model)
             counted.model = info.name
-            encoder = service.encoder(info.name)
+            tokenizer = service.tokenizer(info.name)
             reply = await unless_left(service.score(info.name, trial.request, client), receive)
             payload = await unless_left(
-                service.reader.run(client, lambda: bodies.write(trying.answer(trial, info, reply, encoder))), receive
+                service.reader.run(client, lambda: bodies.write(trying.answer(trial, info, reply, tokenizer))), receive
             )
         return 200, [JSON, *_SAFE], payload
 
@@ -187,9 +186,9 @@ class Pages:
 
     def _sample(self, one: Kept, info: ModelInfo) -> dict[str, Any]:
         prompt, response = one.prompt, one.response
-        encoder = self._service.encoder(info.name)
-        if one.tokens is not None and encoder is not None and one.vocabulary == info.vocabulary:
-            pieces = encoder.pieces(one.tokens)
+        tokenizer = self._service.tokenizer(info.name)
+        if one.tokens is not None and tokenizer is not None and one.vocabulary == info.vocabulary:
+            pieces = tokenizer.pieces(one.tokens)
             prompt = "".join(pieces[: one.num_prompt_tokens]) or None
             response = "".join(pieces[one.num_prompt_tokens :])
         return {
@@ -217,7 +216,3 @@ def _takes_gzip(scope: Scope) -> bool:
 def _address(scope: Scope) -> str | None:
     server = scope.get("server")
     return None if not server or server[1] is None else f"{server[0]}:{server[1]}"
-
-
-def _query(scope: Scope) -> Mapping[str, str]:
-    return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))

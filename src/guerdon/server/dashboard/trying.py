@@ -11,7 +11,7 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, common_prefix
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
-from guerdon.server.catalog import Encoder
+from guerdon.server.catalog import Tokenizer
 from guerdon.wire.bodies import kind_of, model_of, object_of
 from guerdon.wire.forms import number, text_of
 from guerdon.wire.labels import attributes_of
@@ -48,17 +48,17 @@ class Trial:
         text = request.texts[i] if request.texts is not None else _plain((request.messages or [])[i])[-1]["content"]
         return Sequence(np.empty(0, np.int64), text).num_tokens
 
-    def ids(self, encoder: Encoder) -> list[tuple[np.ndarray, np.ndarray]]:
+    def ids(self, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each sample's tokens and its prompt's, int64 `[T]`; both empty where one cannot be read."""
         request = self.request
         if request.messages is not None:
-            rows = encoder.encode_messages(request.messages)
-            texts = [text if isinstance(text, str) else "" for text in encoder.render_prompts(self.prompts)]
+            rows = tokenizer.encode_messages(request.messages)
+            texts = [text if isinstance(text, str) else "" for text in tokenizer.render_prompts(self.prompts)]
         else:
             assert request.texts is not None
-            rows, texts = encoder.encode(request.texts), self.prompts
+            rows, texts = tokenizer.encode(request.texts), self.prompts
         different = [*dict.fromkeys(texts)]
-        encoded = dict(zip(different, encoder.encode(different), strict=True))
+        encoded = dict(zip(different, tokenizer.encode(different), strict=True))
         prompts = [encoded[text] for text in texts]
         nothing = np.empty(0, np.int64)
         return [
@@ -98,19 +98,19 @@ def read(body: Any) -> Trial:
     return Trial(model, joined([prompt], responses), [prompt] * len(responses))
 
 
-def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, encoder: Encoder | None) -> dict[str, Any]:
+def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
     told: list[Any] = [None] * len(reply.results)
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
-    if encoder is not None and is_short:
-        told = trial.ids(encoder)
+    if tokenizer is not None and is_short:
+        told = trial.ids(tokenizer)
     return {
         "model": info.name,
         "weights_version": reply.weights_version,
         "queue_s": reply.queue_s,
         "compute_s": reply.compute_s,
         "results": [
-            _result(result, info, length or trial.length(i), ids, encoder)
+            _result(result, info, length or trial.length(i), ids, tokenizer)
             for i, (result, length, ids) in enumerate(zip(reply.results, reply.lengths, told, strict=True))
         ],
     }
@@ -144,7 +144,7 @@ def _result(
     info: ModelInfo,
     length: int,
     ids: tuple[np.ndarray, np.ndarray] | None,
-    encoder: Encoder | None,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     told: dict[str, Any] = {"reward": None, "error": None, "attributes": {}, "components": {}, "num_tokens": length}
     told |= {"tokens": None, "steps": None}
@@ -157,19 +157,21 @@ def _result(
         told["components" if info.kind == "sum" else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
         told["error"] = text_of(e)
-    if ids is None or encoder is None or len(ids[0]) != length:  # what was cut at the start or the end
+    if ids is None or tokenizer is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
-    told["tokens"] = _tokens(ids, None if score is None else score.values, encoder)
+    told["tokens"] = _tokens(ids, None if score is None else score.values, tokenizer)
     if score is not None and score.steps is not None:
         told["steps"] = _steps(ids[0], score.steps, info)
     return told
 
 
-def _tokens(ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, encoder: Encoder) -> list[dict[str, Any]]:
+def _tokens(
+    ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
     tokens, prompt = ids
     num_prompt = common_prefix(tokens, prompt)
     numbers = [None] * len(tokens) if values is None else values.tolist()
-    pieces = encoder.pieces(tokens)
+    pieces = tokenizer.pieces(tokens)
     return [
         {"text": piece, "value": value, "in_prompt": i < num_prompt}
         for i, (piece, value) in enumerate(zip(pieces, numbers, strict=True))

@@ -1,10 +1,11 @@
-"""What the handlers of HTTP requests share: replies, how they are sent, and work that ends where its client leaves."""
+"""What the handlers of HTTP requests share: queries, replies and how they are sent, work that ends with its client."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,11 @@ Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 JSON = (b"content-type", b"application/json")
 
 _WATCH_AFTER_S = 0.01
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    """What stands behind the URL's `?`, also what has no value: a misspelt name is refused either way."""
+    return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
 
 async def send_reply(send: Send, reply: Reply, *, more_body: bool = False) -> None:

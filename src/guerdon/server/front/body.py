@@ -1,4 +1,4 @@
-"""The body of a request: read within bounds of size and time, decompressed within the same, and worked on aside."""
+"""The body of a request: read within bounds of size and time, and decompressed within the same."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import asyncio
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.types import Receive, Scope
 
 from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from guerdon.server.aside import off_loop
 from guerdon.server.front.gate import Place
 from guerdon.wire import bodies
 from guerdon.wire.kserve import InferRequest
-
-T = TypeVar("T")
-
-INLINE_BYTES = 1 << 20
-"""A larger body is decoded in a thread, since the event loop would stand still meanwhile."""
 
 _WEIGHED_BYTES = 65_536
 _INFLATE_INLINE_BYTES = 65_536
@@ -28,11 +24,6 @@ _INFLATE_STEP_BYTES = 4 << 20
 
 class UploadTooSlow(DeadlineExceeded):
     """The body did not come within the time that it has; what still comes of it is not read."""
-
-
-async def off_loop(work: Callable[[], T], num_bytes: int, inline_bytes: int = INLINE_BYTES) -> T:
-    """What `work` returns, which is called in a thread where the `num_bytes` that it handles are many."""
-    return work() if num_bytes <= inline_bytes else await asyncio.to_thread(work)
 
 
 class Coming:

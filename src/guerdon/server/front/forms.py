@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope
 
@@ -13,8 +12,9 @@ from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import UnknownModel
 from guerdon.metrics import UNKNOWN
-from guerdon.server.front.asgi import JSON, Reply, score_headers, unless_left
-from guerdon.server.front.body import off_loop, read_body
+from guerdon.server.aside import off_loop
+from guerdon.server.front.asgi import JSON, Reply, query_of, score_headers, unless_left
+from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import caller_of
 from guerdon.server.service import Service
@@ -42,7 +42,7 @@ class FormHandler:
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
         """The answer; of the model that the body names, else the URL's `?model=`, else the default one."""
-        service, query = self._service, _query(scope)
+        service, query = self._service, query_of(scope)
         name = query.get("model", "")
         # Until the body tells of another model, the request is counted as one to this.
         client = caller_of(scope).name
@@ -80,11 +80,6 @@ class FormHandler:
 
 def _write(asked: Asked, reply: ScoreReply, info: ModelInfo) -> bytes:
     return bodies.write(asked.answer(reply, info))
-
-
-def _query(scope: Scope) -> dict[str, str]:
-    """What stands behind the URL's `?`, also what has no value: a misspelt name is refused either way."""
-    return dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
 
 def _num_characters(asked: Asked) -> int:

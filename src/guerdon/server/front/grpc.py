@@ -30,9 +30,10 @@ from guerdon.errors import (
 )
 from guerdon.logs import failure, without_frames
 from guerdon.metrics import UNKNOWN
+from guerdon.server.aside import answer_bytes, off_loop
+from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.front import about, tls
-from guerdon.server.front.auth import ANYBODY, PYTRITONS_METADATA, Caller
-from guerdon.server.front.body import Coming, off_loop
+from guerdon.server.front.body import Coming
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.receiving import Receiving
 from guerdon.server.front.spans import with_span
@@ -294,7 +295,9 @@ class _Front:
                 decoded, asked = await off_loop(decode, size)
                 del decode
                 answer = await service.call(info.name, asked, caller.name)
-            reply = await off_loop(functools.partial(_encode, answer, decoded, info), size)
+            table_bytes = answer_bytes(answer, info)
+            place.reach(min(table_bytes, self._limits.max_body_mb << 20))
+            reply = await off_loop(functools.partial(_encode, answer, decoded, info), max(size, table_bytes))
             # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
             place.answered()
             context.add_done_callback(_leaving(held.pop_all()))

@@ -8,7 +8,7 @@ from guerdon.access import is_loopback
 from guerdon.config import ServerConfig
 from guerdon.errors import Forbidden, Unauthenticated
 from guerdon.metrics import UNKNOWN, Metrics
-from guerdon.server.front.auth import PYTRITONS_HEADER, Access, Caller
+from guerdon.server.auth import PYTRITONS_HEADER, Access, Caller
 
 CALLER = "guerdon.caller"
 """Where the scope has who asks."""

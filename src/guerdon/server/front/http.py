@@ -32,6 +32,7 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.metrics import UNKNOWN
+from guerdon.server.aside import answer_bytes, off_loop
 from guerdon.server.dashboard.pages import Pages
 from guerdon.server.front import about
 from guerdon.server.front.asgi import (
@@ -44,7 +45,7 @@ from guerdon.server.front.asgi import (
     unless_left,
     version_header,
 )
-from guerdon.server.front.body import Coming, UploadTooSlow, announced, off_loop, read_body
+from guerdon.server.front.body import Coming, UploadTooSlow, announced, read_body
 from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import Guard, caller_of
@@ -157,7 +158,10 @@ class _Front:
                 del decode
                 assert isinstance(asked, ScoreRequest)
                 answer = await unless_left(service.score(info.name, asked, caller.name), receive)
-            payload, header_length = await off_loop(functools.partial(_encode, answer, request, info), size)
+            table_bytes = answer_bytes(answer, info)
+            place.reach(min(table_bytes, self._body_limits[0]))
+            encode = functools.partial(_encode, answer, request, info)
+            payload, header_length = await off_loop(encode, max(size, table_bytes))
         headers: Headers = []
         if isinstance(answer, ScoreReply):
             headers = score_headers(answer)

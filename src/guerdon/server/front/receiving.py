@@ -11,6 +11,7 @@ from typing import Any
 from guerdon.config import LimitsConfig
 from guerdon.errors import InvalidRequest, Overloaded
 from guerdon.server.batching.shares import Shares
+from guerdon.server.batching.turns import FairTurns
 from guerdon.server.front.body import UploadTooSlow
 from guerdon.server.front.gate import RETRY_AFTER_S
 
@@ -18,16 +19,16 @@ from guerdon.server.front.gate import RETRY_AFTER_S
 class Receiving:
     """Reads messages within bounds of number, memory and time.
 
-    So many may come at once as there is memory for. Where there are several clients, one of these is each client's
-    own, so that those of others that never come cannot keep it out; what then is left is everybody's, and one at the
-    least.
+    So many may come at once as there is memory for. Where there are several clients, and fewer than that, one of these
+    is each client's own, so that those of others that never come cannot keep it out. What is left, else all, is
+    everybody's, for which the clients take turns.
     """
 
     def __init__(self, limits: LimitsConfig, clients: tuple[str, ...]) -> None:
         count = max(1, limits.max_bodies_mb // limits.max_body_mb)
-        own = clients if len(clients) > 1 else ()
-        self._own = {name: asyncio.Semaphore() for name in own}
-        self._common = asyncio.Semaphore(max(1, count - len(own)))
+        own = clients if 1 < len(clients) < count else ()
+        self._own = {name: FairTurns(1) for name in own}
+        self._common = FairTurns(count - len(own))
         self._calls = Shares(limits.max_requests, clients)
         self._limits = limits
 
@@ -40,7 +41,7 @@ class Receiving:
             raise Overloaded("too many calls wait for their messages; try again", RETRY_AFTER_S)
         self._calls.take(client, 1)
         try:
-            async with self._turns(client):
+            async with self._turns(client).turn(client):
                 data = await _read(context, timeout_s)
         finally:
             self._calls.give(client, 1)
@@ -48,9 +49,9 @@ class Receiving:
             raise InvalidRequest(f"no message came, or one of more than {self._limits.max_body_mb} MiB")
         return data
 
-    def _turns(self, client: str) -> asyncio.Semaphore:
+    def _turns(self, client: str) -> FairTurns:
         own = self._own.get(client)
-        return self._common if own is None or (own.locked() and not self._common.locked()) else own
+        return self._common if own is None or (self._common.is_free and not own.is_free) else own
 
 
 async def _read(context: Any, timeout_s: float) -> Any:

@@ -32,7 +32,7 @@ function model(m) {
     ["Attributes", m.attribute_names.join(", ")],
     ["Steps", m.step_rule],
     ["Takes", takes.filter(([key]) => m[key]).map(([, word]) => word).join(", ")],
-    ["Longest", m.max_length ? `${count(m.max_length)} tokens` : ""],
+    ["Longest sequence", m.max_length ? `${count(m.max_length)} tokens` : ""],
   ];
   return el("article", { class: "card model" },
     el("h3", {}, m.name, el("small", {}, m.is_critic ? "critic" : m.components ? "sum" : m.kind.replaceAll(/[-_]/g, " "))),

@@ -40,7 +40,7 @@ export function showVerdict(snapshot, name, windowS) {
     bad: "Something is wrong",
   }[level];
   const text = {
-    ok: `No errors to speak of in the last ${windowName(windowS)}${beside(snapshot, name, trained)}.`,
+    ok: `Fewer than 1% errors in the last ${windowName(windowS)}${beside(snapshot, name, trained)}.`,
     idle: `No request came for ${name} in the last ${windowName(windowS)}.`,
   }[level];
   document.title = `${title} · ${name} · guerdon`;

@@ -8,7 +8,7 @@ import { Histogram } from "./histogram.js";
 import { axis, card } from "./panels.js";
 import { Scatter } from "./scatter.js";
 
-const LEGEND = [["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger: more of the rewards"]];
+const LEGEND = [["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger colour: more rewards"]];
 /** Both are kept by the minute; so much may lie in the window and in the reference. */
 const OVERLAP_S = 60;
 let over, against, length, charts;
@@ -16,7 +16,7 @@ let over, against, length, charts;
 /** The cards, empty. */
 export function make() {
   over = card({ title: "Distribution over time" });
-  against = card({ title: "Now and before" });
+  against = card({ title: "This window and the reference" });
   length = card({ title: "Length against reward", unit: "tokens", id: "length", wide: true });
   byId("rewards-grid").replaceChildren(over.node, against.node, length.node);
   charts = {

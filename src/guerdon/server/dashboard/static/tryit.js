@@ -13,7 +13,7 @@ export function make() {
   model = el("select", { id: "try-model" });
   prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "What a person asks" });
   template = el("input", { type: "checkbox", id: "try-template" });
-  templateField = el("label", { class: "check" }, template, "by the model's chat template");
+  templateField = el("label", { class: "check" }, template, "use the model's chat template");
   responses = el("div", { class: "responses" });
   add = el("button", { type: "button", class: "quiet", onclick: () => addResponse().focus() }, "Add a response");
   submit = el("button", { type: "submit", class: "primary" }, "Score");

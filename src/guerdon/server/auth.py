@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from guerdon.access import KEYS_VARIABLE, AccessConfig, Role
+from guerdon.access import KEYS_VARIABLE, AccessConfig, Role, has_keys, is_entry, variable_entries
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
 from guerdon.metrics import UNKNOWN
 
@@ -53,7 +53,8 @@ class Access:
     """The keys of one server; `names` are their holders'."""
 
     def __init__(self, config: AccessConfig) -> None:
-        """Reads the keys; raises ConfigError, which names the line and never shows a key."""
+        """Reads the keys; raises ConfigError, which names the line and never shows a key, or says that there is none
+        where there should be."""
         self._callers: list[tuple[bytes, Caller]] = []
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file)
@@ -64,9 +65,9 @@ class Access:
             self._read(lines, str(path))
             if not self._callers:
                 raise ConfigError(f"{path} has no keys", _FORM)
-        lines = os.environ.get(KEYS_VARIABLE, "").splitlines()
-        entries = [[line] if line.lstrip().startswith("#") else line.split(",") for line in lines]
-        self._read([entry for line in entries for entry in line], KEYS_VARIABLE)
+        self._read(variable_entries(), KEYS_VARIABLE)
+        if has_keys(config) and not self._callers:  # whoever set it does not mean that nobody needs one
+            raise ConfigError(f"{KEYS_VARIABLE} is set, and has no keys", f"{_FORM}; or unset it")
         self.names = tuple(dict.fromkeys(caller.name for _, caller in self._callers))
 
     @property
@@ -107,9 +108,9 @@ class Access:
 
     def _read(self, lines: list[str], where: str) -> None:
         for number, line in enumerate(lines, 1):
-            parts = line.split()
-            if not parts or parts[0].startswith("#"):
+            if not is_entry(line):
                 continue
+            parts = line.split()
             if len(parts) != 3:
                 raise ConfigError(f"entry {number} of {where} is no key", _FORM)
             role, name, key = parts

@@ -1,0 +1,46 @@
+"""A user's function as a model: which settings it can have, and that none is accepted and does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from guerdon.config import ModelConfig
+from guerdon.engine.callable import FunctionScorer
+from guerdon.errors import ConfigError
+
+OF_CHECKPOINTS: dict[str, Any] = {
+    "revision": "main", "dtype": "bfloat16", "require_packed": True, "deterministic": True, "attribute_weights": [1.0],
+    "mean": 1.5, "std": 2.0, "recheck_share": 0.5, "pooling": "mean", "step_separator": "##", "step_reduction": "mean",
+}  # fmt: skip
+OF_TOKENS: dict[str, Any] = {"max_length": 10, "truncation": "left"}
+
+
+@pytest.mark.parametrize("name", OF_CHECKPOINTS)
+@pytest.mark.parametrize("function", ["scorers:score", "rewarding:brevity"])
+def test_a_setting_that_would_do_nothing_is_refused(function: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .*, and {function} is a function, .* does nothing") as caught:
+        FunctionScorer(ModelConfig(model=function, **{name: OF_CHECKPOINTS[name]}))
+    assert caught.value.help
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_lengths_in_tokens_are_for_functions_of_tokens_alone(name: str) -> None:
+    settings = {name: OF_TOKENS[name]}
+    for function in ("rewarding:brevity", "rewarding:words"):
+        with pytest.raises(ConfigError, match=f"{name} is .* a function of texts"):
+            FunctionScorer(ModelConfig(model=function, **settings))
+    FunctionScorer(ModelConfig(model="scorers:score", **settings))
+
+
+def test_what_a_function_can_have_it_may_be_given() -> None:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "max_batch_tokens": 100,
+        "max_queue_tokens": 9,
+        "max_queue_sequences": 9,
+    }
+    assert FunctionScorer(ModelConfig(model="rewarding:brevity", name="short", **settings)).max_batch_tokens == 100
+    info = FunctionScorer(ModelConfig(model="scorers:score", max_length=10, truncation="right")).info
+    assert info.max_length == 10

@@ -1,0 +1,84 @@
+"""Where a GPU has no memory left: at the start that is an error, and no reason to run the model in another way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from guerdon.config import LanguageModelConfig, ModelConfig
+from guerdon.engine import generating
+from guerdon.engine.checkpoints import open_checkpoint
+from guerdon.engine.critics import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.forward import Forward
+from guerdon.engine.generating import DecoderChoice
+from guerdon.engine.language import LanguageEngine
+from guerdon.engine.placement import check_memory
+from guerdon.engine.policies import load_policy
+from guerdon.errors import TooLarge
+
+GPU = torch.device("cuda", 0)
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the documentation")
+
+
+@pytest.mark.parametrize("path", ["single", "packed+shared", "packed"])
+def test_a_self_check_without_memory_chooses_nothing(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tried = Forward.run, []
+
+    def short(engine: Forward, by: str, *args: Any, **kwargs: Any) -> Any:
+        tried.append(by)
+        if by == path:
+            full()
+        if by == "packed+shared":
+            raise NotImplementedError("so that others are tried")
+        return run(engine, by, *args, **kwargs)
+
+    loaded = load_critic(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path))))
+    monkeypatch.setattr(Forward, "run", short)
+    with pytest.raises(
+        TooLarge, match=r"no memory is left .*: CUDA out of memory\. Tried to allocate 20\.00 MiB\.$"
+    ) as e:
+        Engine(loaded)
+    assert tried[-1] == path and "--device" in e.value.help
+
+
+def test_a_decoder_without_memory_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(LanguageModelConfig(model=str(zoo.language_model("llama", tmp_path))))
+    engine = LanguageEngine(policy)
+    monkeypatch.setattr(generating.PackedDecoder, "begin", full)
+    with pytest.raises(TooLarge, match="CUDA out of memory"):
+        DecoderChoice(policy, engine)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Tells of a GPU of which so many bytes are free, and as many kept by PyTorch for later."""
+
+    def tell(free_bytes: int, kept_bytes: int) -> None:
+        free = [free_bytes]
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, free_bytes + kept_bytes))
+
+    return tell
+
+
+def test_what_pytorch_keeps_for_later_is_free(tmp_path: Path, gpu: Callable[[int, int], None]) -> None:
+    checkpoint = open_checkpoint(str(zoo.checkpoint("llama", tmp_path)))
+    own_bytes = 2 * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    gpu(own_bytes - 8, 8)
+    check_memory(checkpoint, torch.bfloat16, GPU)
+    gpu(own_bytes - 8, 7)
+    with pytest.raises(TooLarge, match="are free on cuda:0"):
+        check_memory(checkpoint, torch.bfloat16, GPU)
