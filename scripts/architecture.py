@@ -92,10 +92,10 @@ def _overview(figure: Any, axes: Any) -> None:
     axes.axis("off")
     _large_box(axes, (2, 3), (29, 18), "Your trainer", "TRL, OpenRLHF, verl,\nslime, NeMo, trlX", ASKS)
     _large_box(axes, (2, 24.5), (29, 18), "guerdon's actors", "REINFORCE and PPO:\nthey train a policy", ASKS)
-    server = "batches by\ntokens;\na prompt that\nresponses\nshare is\ncomputed once"
+    server = "batches by\ntokens;\na shared\nprompt is\ncomputed\nonce"
     _large_box(axes, (42, 3), (20, 39.5), "Server", server, ROOM)
     _large_box(axes, (70, 3), (28, 18), "Reward model", "packed forward,\nno padding", ROOM)
-    _large_box(axes, (70, 24.5), (28, 18), "Critic", "trains as it serves,\nfrom a journal on disk", LEARNS)
+    _large_box(axes, (70, 24.5), (28, 18), "Critic", "trains as it serves;\neach update journalled", LEARNS)
     for y in (12, 33.5):
         _large_arrow(axes, (31.6, y), (41.4, y))
         _large_arrow(axes, (62.6, y), (69.4, y))
@@ -112,7 +112,8 @@ def _large_box(
     middle, num_lines = corner[0] + size[0] / 2, text.count("\n") + 1
     top = corner[1] + (size[1] - 4.4 - 3.1 * num_lines) / 2
     axes.text(middle, top + 1.4, title, ha="center", va="center", fontsize=18, weight="bold", color=INK)
-    axes.text(middle, top + 4.2, text, ha="center", va="top", fontsize=15, color=FAINT, linespacing=1.3)
+    for i, line in enumerate(text.split("\n")):  # each by itself: those with a descender would stand further apart
+        axes.text(middle, top + 6.3 + 3.1 * i, line, ha="center", va="baseline", fontsize=15, color=FAINT)
 
 
 def _large_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:

@@ -22,17 +22,13 @@ PARTS = {
 """The parts of a step, as the table has them, and their colours."""
 TITLE_AT = -0.4
 """Where a title begins: above the names, in widths of the axes."""
-SERVERS = {
-    "guerdon, a request a sequence": "guerdon,\na request a sequence",
-    "guerdon, a request a prompt": "guerdon,\na request a prompt",
-    "PyTriton, a request a sequence": "PyTriton,\na request a sequence",
-    "LitServe, a request a sequence, one at a time": "LitServe,\na request a sequence",
-    "infinity, a request a prompt": "infinity,\na request a prompt",
-    "PyTriton, a request a prompt, padded to its longest": "PyTriton,\na request a prompt",
-    "Ray Serve, a request a prompt": "Ray Serve,\na request a prompt",
+LABELS = {
+    "in process: transformers, one by one": "transformers itself,\none by one",
+    "in process: transformers, sorted by length and padded": "transformers itself,\nsorted, padded",
+    "PyTriton, a request a prompt, padded to its longest": "PyTriton,\na prompt, padded",
     "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton,\nas NeMo-Aligner pads",
 }
-"""Rows of the table of servers that are drawn: each one's best form, guerdon's and PyTriton's others beside it."""
+"""Rows of the table of servers that are drawn whatever their rates, and what they are called."""
 
 
 def table(title: str, number: int = 0) -> list[dict[str, str]]:
@@ -78,13 +74,13 @@ def draw(path: Path) -> None:
 
 def _servers(axes: Any) -> None:
     rows = {row["scoring"]: row for row in table("## Serving")}
-    names = list(SERVERS)[::-1]
+    names = _drawn(list(rows))[::-1]
     rates = [float(rows[name]["sequences/s"]) for name in names]
     spans = [[float(x) for x in rows[name]["range"].split("–")] for name in names]
     errors = [[rate - low for rate, (low, _) in zip(rates, spans, strict=True)],
               [high - rate for rate, (_, high) in zip(rates, spans, strict=True)]]  # fmt: skip
     colours = [OURS if name.startswith("guerdon") else THEIRS for name in names]
-    axes.barh([SERVERS[name] for name in names], rates, color=colours, height=0.62, xerr=errors,
+    axes.barh([_label(name) for name in names], rates, color=colours, height=0.62, xerr=errors,
               error_kw={"ecolor": FAINT, "elinewidth": 1})  # fmt: skip
     widest = max(high for _, high in spans)
     for i, (_, high) in enumerate(spans):
@@ -95,31 +91,46 @@ def _servers(axes: Any) -> None:
             va="center",
             fontweight="bold" if names[i].startswith("guerdon") else None,
         )
-    axes.set_xlim(0, 1.15 * widest)
+    axes.set_xlim(0, 1.2 * widest)
     axes.set_xlabel(f"sequences a second, median and range\n{measured('## Serving')}", loc="left")
     axes.set_title(
-        "Scoring chat text, eight responses a prompt of 180", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
+        "Scoring eight responses to prompts of 180 tokens", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
     )
+
+
+def _drawn(names: list[str]) -> list[str]:
+    """Of the table's rows, best first, those of LABELS, guerdon's server, and of every other server its best form."""
+    found, seen = [], {"in process"}
+    for name in names:
+        server = re.split("[,:]", name)[0]
+        if name in LABELS or server == "guerdon" or server not in seen:
+            found.append(name)
+            seen.add(server)
+    return found
+
+
+def _label(name: str) -> str:
+    server, _, form = name.partition(", ")
+    return LABELS.get(name, f"{server},\n{form.removesuffix(', one at a time')}")
 
 
 def _step(axes: Any) -> None:
     rows = {row[""]: row for row in table("## A step of REINFORCE")}
-    names = [
-        min((name for name in rows if name.startswith("TRL")), key=lambda name: float(rows[name]["step"])),
-        "guerdon",
-    ]
-    labels = ["TRL's\nRLOOTrainer" + names[0].removeprefix("TRL").replace(", ", ",\n"), "guerdon"]
-    starts = [0.0, 0.0]
+    theirs = sorted((name for name in rows if name.startswith("TRL")), key=lambda name: -float(rows[name]["step"]))
+    names = [*theirs, "guerdon"]
+    labels = ["TRL's RLOOTrainer" + name.removeprefix("TRL").replace(", ", ",\n") for name in theirs] + ["guerdon"]
+    starts = [0.0] * len(names)
     for part, colour in PARTS.items():
         widths = [float(rows[name][part]) for name in names]
         axes.barh(labels, widths, left=starts, color=colour, height=0.5, label=part)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for i, name in enumerate(names):
         seconds = float(rows[name]["step"])
-        times = "" if name != "guerdon" else f"   {float(rows[names[0]]['step']) / seconds:.1f} times as fast"
+        least, most = (float(rows[other]["step"]) / seconds for other in (theirs[-1], theirs[0]))
+        times = "" if name != "guerdon" else f"   {most:.1f} and {least:.1f} times as fast"
         axes.text(starts[i] + 0.015 * max(starts), i, f"{seconds:.1f} s{times}", va="center", fontweight="bold")
-    axes.set_xlim(0, 1.25 * max(starts))
-    axes.set_ylim(-0.5, 1.5)
+    axes.set_xlim(0, 1.2 * max(starts))
+    axes.set_ylim(-0.5, len(names) - 0.5)
     axes.set_xlabel(f"seconds, medians of all steps\n{measured('## A step of REINFORCE')}", loc="left")
     axes.set_title("A step of REINFORCE, its parts", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT, pad=24)
     axes.legend(ncols=5, frameon=False, loc="lower left", bbox_to_anchor=(TITLE_AT - 0.03, 0.95),
