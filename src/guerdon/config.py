@@ -104,6 +104,10 @@ class LearningConfig:
     )
 
 
+LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name != "activation_checkpointing")
+"""The settings of `LearningConfig` that decide which weights come out of what is learnt from."""
+
+
 @dataclass
 class ModelConfig(EngineConfig):
     """One served model."""

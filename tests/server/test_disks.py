@@ -254,14 +254,15 @@ def test_a_folder_that_cannot_be_synced_keeps_nothing_of_what_was_refused(
         assert critic.trainer.weight == after([A, B])
 
 
+def refuse(path: Path | int, missing_ok: bool = False) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
 @pytest.mark.parametrize("how", ["failed", "refused", "broke down"])
 def test_nobody_is_told_that_nothing_was_done_before_its_record_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The server ends then, and the next start does what the record says."""
-
-    def refuse(path: Path | int, missing_ok: bool = False) -> None:
-        raise OSError(errno.EIO, "Input/output error")
 
     with Driver(tmp_path) as critic:
         critic.train(A)
@@ -286,9 +287,6 @@ def test_nobody_is_told_that_nothing_was_done_before_its_record_is_gone(
 def test_a_record_that_can_neither_be_kept_nor_removed_is_removed_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path | int, missing_ok: bool = False) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     with Driver(tmp_path) as critic:
         critic.train(A)
         with monkeypatch.context() as patch:

@@ -106,14 +106,20 @@ def test_a_train_that_was_done_before_is_answered(tmp_path: Path) -> None:
         assert critic.trainer.weight == after([A])
 
 
-async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> None:
-    service = ArithmeticService(tmp_path)
+async def one_runs_and_one_waits(folder: Path) -> tuple[ArithmeticService, asyncio.Task[Any], asyncio.Task[Any]]:
+    """A service with a train that has begun, and one that waits behind it."""
+    service = ArithmeticService(folder)
     service.start()
     running = asyncio.create_task(service.call("critic_train", WAITS))
     await begun(service)
     waiting = asyncio.create_task(service.call("critic_train", LATER))
     while not service._loop.depth()["critic_infer"][0]:
         await asyncio.sleep(0.01)
+    return service, running, waiting
+
+
+async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> None:
+    service, running, waiting = await one_runs_and_one_waits(tmp_path)
     with disk:
         losing = asyncio.create_task(lose(service))
         with pytest.raises(RanksLost, match="process 7"):
@@ -212,13 +218,7 @@ async def lost_with_the_disk(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    service = ArithmeticService(tmp_path)
-    service.start()
-    running = asyncio.create_task(service.call("critic_train", WAITS))
-    await begun(service)
-    waiting = asyncio.create_task(service.call("critic_train", LATER))
-    while not service._loop.depth()["critic_infer"][0]:
-        await asyncio.sleep(0.01)
+    service, running, waiting = await one_runs_and_one_waits(tmp_path)
     with patch.context() as broken:
         broken.setattr(Path, "unlink", refuse)
         await lose(service)

@@ -126,6 +126,5 @@ def test_the_steps_of_rloo_are_those_of_trl(name: str, tmp_path: Path) -> None:
     for parameter, got in trainer.model.named_parameters():
         moved = wanted[parameter] - before[parameter]
         assert moved.norm() > 0
-        # AdamW's first steps are as large for a gradient of rounding noise as for any other: a few weights of each
-        # thousand have one, and may move the other way.
-        assert (got - wanted[parameter]).norm() <= 2e-2 * moved.norm(), parameter
+        # AdamW's first steps are as large for a gradient of rounding noise as for any other.
+        assert (got - wanted[parameter]).norm() <= 1e-2 * moved.norm(), parameter

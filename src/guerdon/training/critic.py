@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
-from guerdon.config import CriticConfig, LearningConfig
+from guerdon.config import LEARNING, CriticConfig
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import find_folder
@@ -368,13 +368,9 @@ _OTHERS = {
 """What a fact that differs says of a checkpoint."""
 
 
-_NOT_DECISIVE = {"activation_checkpointing"}
-
-
 def _decisive(config: CriticConfig) -> dict[str, Any]:
     """The settings that decide, beside what is learnt from, which weights come out."""
-    names = {field.name for field in dataclasses.fields(LearningConfig)} - _NOT_DECISIVE | {"loss_clip_val"}
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in (*LEARNING, "loss_clip_val")}
 
 
 def _digest(before: str, *arrays: np.ndarray) -> str:

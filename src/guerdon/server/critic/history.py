@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from guerdon.config import CriticConfig, LearningConfig
+from guerdon.config import LEARNING, CriticConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.durable import storing
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
@@ -27,12 +26,8 @@ from guerdon.server.critic.journal import Journal, Record
 
 log = logging.getLogger(__name__)
 
-_NOT_DECISIVE = {"activation_checkpointing"}
 # What decides, beside the requests and the weights at the beginning, which weights come out of them.
-_SETTINGS = (
-    *(field.name for field in dataclasses.fields(LearningConfig) if field.name not in _NOT_DECISIVE),
-    *("attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val"),
-)
+_SETTINGS = (*LEARNING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
 
 _MEASURED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
 
