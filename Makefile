@@ -13,8 +13,13 @@ JOBS   ?= 2
 # Files of tests run side by side, each with one thread for torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
+# Tests whose bounds a processor's arithmetic could break.
+NUMERIC := tests/algorithms $(addprefix tests/engine/test_,$(addsuffix .py,engine engine_ranks fewer_passes gradients \
+	heads last_layer loading token_logprobs)) $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser \
+	policy_exact training_ranks))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all browser docs pages fuzz trainers ray check audit format bench clean
+.PHONY: help demo test test-all test-small browser docs pages fuzz trainers ray check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +32,10 @@ test: $(VENV)/.dev  ## the quick tests, JOBS=2 files at a time
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-small: $(VENV)/.dev  ## the numeric tests with the instructions of smaller processors: AVX2, then none beyond SSE
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
 
 browser: $(VENV)/.dev  ## see to a Chromium, with which `test` tries the live page
 	scripts/chromium.sh

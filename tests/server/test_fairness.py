@@ -127,7 +127,7 @@ LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=8)
 REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), LENGTHS, st.integers(-1, 2)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(REQUESTS, st.lists(st.integers(0, 11), max_size=4), st.sampled_from([(), (3, 5)]), st.booleans())
 def test_every_sequence_is_taken_once_or_dropped(
     requests: list[tuple[str, list[int], int]], dropped: list[int], sizes: tuple[int, ...], shares: bool
@@ -152,7 +152,7 @@ def test_every_sequence_is_taken_once_or_dropped(
     assert not s._groups and all(not s.room.tokens.held(c) for c in "abc")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(REQUESTS)
 def test_clients_that_keep_waiting_are_never_further_apart_than_a_batch(
     requests: list[tuple[str, list[int], int]],
@@ -169,7 +169,7 @@ def test_clients_that_keep_waiting_are_never_further_apart_than_a_batch(
         assert not busy or max(busy) - min(busy) <= BUDGET + 150
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(REQUESTS)
 def test_a_client_alone_is_served_as_without_names(requests: list[tuple[str, list[int], int]]) -> None:
     named, nameless = scheduler(("a", "b", "c")), scheduler()
@@ -295,7 +295,7 @@ class Order:
 AMOUNTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(AMOUNTS, st.sampled_from([(), ("a",), ("a", "b"), ("a", "b", "c")]), st.integers(1, 100))
 def test_shares_never_exceed_their_total_and_each_client_has_its_own_part(
     asked: list[tuple[str, int]], clients: tuple[str, ...], total: int

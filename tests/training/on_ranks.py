@@ -186,11 +186,11 @@ def fail_alone(made: CriticTrainer, ranks: Ranks) -> None:
 
 
 def more_settings(critic_folder: Path, kinds: tuple[str, ...], ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Masters, adapters or 8-bit states of these kinds of MORE after some steps, or why they are not to be had."""
+    """Returns each kind's weights (the masters of half precision) after some steps, or why the layout refuses it."""
     told: dict[str, Any] = {}
     for kind in kinds:
         try:
-            made = critic(critic_folder, ranks, **MORE[kind])
+            made = critic(critic_folder, ranks, **MORE.get(kind, {}))
         except ConfigError as e:
             told[kind] = f"{e} {e.help}"
             continue
@@ -200,8 +200,9 @@ def more_settings(critic_folder: Path, kinds: tuple[str, ...], ranks: Ranks = AL
         made.train(REQUEST, 2)
         groups = [g for m in fsdp_modules(made.engine) for g in m._get_fsdp_state()._fsdp_param_groups]
         assert kind != "bfloat16" or all(group._reduce_dtype == torch.float32 for group in groups)
-        masters = {n: t for n, t in state(made)["optimiser"].items() if n.endswith("/master")}
-        told[kind] = masters or state(made)["weights"]
+        kept = state(made)
+        masters = {n.removesuffix("/master"): t for n, t in kept["optimiser"].items() if n.endswith("/master")}
+        told[kind] = kept["weights"] | {n.replace("trunk.", "model.", 1): t for n, t in masters.items()}
     return told
 
 

@@ -487,7 +487,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("path", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     told=st.dictionaries(st.sampled_from(SAMPLES), TEXTS | JSON, max_size=3),
     options=st.dictionaries(st.sampled_from(OPTIONS), JSON, max_size=1),
@@ -504,7 +504,7 @@ def test_no_body_does_worse_than_be_refused(path, told, options):
 
 
 @pytest.mark.parametrize("path", ["/classify", "/pooling", "/score", "/v1/embeddings", "/encode", "/predict"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(reward=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_every_form_tells_the_same_number(path, reward):
     body = {"/score": {"text_1": "a", "text_2": "b"}, "/encode": {"text": "a"}, "/predict": {"inputs": "a"}}
