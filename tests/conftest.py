@@ -1,4 +1,4 @@
-"""What holds for every test: signals as an interactive shell leaves them, and no limit that a busy machine could break."""
+"""Gives every test default signals for its child processes, and no time limit that a busy machine could exceed."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ ROOMS = {  # room: the rooms that it may know besides itself
         "client",
         "core",
         "critic_server_trainer",
+        "engine",
         "errors",
         "local",
         "reward_model_server",

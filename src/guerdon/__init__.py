@@ -54,6 +54,10 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
+    if name in ("CriticServerTrainer", "RewardModelServer"):
+        from guerdon.engine.host_threads import limit_spinning
+
+        limit_spinning()
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return value
 

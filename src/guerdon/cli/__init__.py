@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from guerdon import console
 from guerdon.cli.subcommands import make_parser
+from guerdon.engine.host_threads import limit_spinning
 from guerdon.errors import GuerdonError, StartError
 from guerdon.exits import Exit
 
@@ -33,6 +34,7 @@ def _main(argv: Sequence[str]) -> int:
         return console.fail("no command is given", "name one of those above: guerdon COMMAND --help", Exit.CANNOT_START)
     args = parser.parse_args(argv)
     console.speak(getattr(args, "log_format", "text"))
+    limit_spinning()
     try:
         return int(args.run(args) or Exit.DONE)
     except StartError as e:
