@@ -92,7 +92,7 @@ class RemoteCritic:
                 fail(group, scores)
                 continue
             for i, rollout in enumerate(group):
-                rollout.values = scores.values[i]
+                rollout.values = _fitted(scores.values[i], len(rollout.tokens))
                 if scores.rewards is not None:
                     rollout.reward = float(scores.rewards[i])
                 if (error := scores.errors[i]) is not None:
@@ -158,6 +158,11 @@ def _name(names: CriticNames) -> str | Mapping[str, str]:
     if (names.infer, names.train, names.save) == (f"{name}_infer", f"{name}_train", f"{name}_save"):
         return name
     return {"infer": names.infer, "train": names.train, "save": names.save}
+
+
+def _fitted(values: np.ndarray, length: int) -> np.ndarray:
+    """Returns the values of a rollout's own tokens: what was sent may have another ending, behind the last action."""
+    return np.pad(values[:length], (0, max(0, length - len(values))))
 
 
 def _values(rollout: Rollout) -> np.ndarray:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from guerdon.actor.rollouts import Prompt
+from guerdon.actor.endings import find_ending
+from guerdon.actor.rollouts import Ending, Prompt
 from guerdon.actor.settings import DataConfig, RemoteRewardConfig
 from guerdon.client.rows import read_rows
 from guerdon.core import Message
@@ -93,6 +94,11 @@ class Prompts:
             )
 
     @property
+    def ending(self) -> Ending | None:
+        """How the policy's chat template ends an answer; None if no prompt is a conversation, or it cannot be found."""
+        return next((p.ending for p in (*self.training, *self.validation) if p.ending is not None), None)
+
+    @property
     def digest(self) -> str:
         """12 hex digits that change with the prompts, their tokens and their order."""
         digest = hashlib.blake2b(digest_size=6)
@@ -142,7 +148,7 @@ class Prompts:
 
 
 def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max_new_tokens: int) -> None:
-    """Raises ConfigError where the servers of the section `where` would be sent what these prompts cannot become."""
+    """Logs what the servers of the section `where` are sent; raises ConfigError if these prompts cannot become that."""
     everyone = [*prompts.training, *prompts.validation]
     plain = next((prompt for prompt in everyone if prompt.messages is None), None)
     if remote.send == "messages" and plain is not None:
@@ -150,12 +156,35 @@ def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max
             f"{where}.send is messages, and the prompt of row {plain.id} is plain text",
             "send text or tokens, or set data.template",
         )
-    longest = max(len(prompt.tokens) for prompt in everyone) + max_new_tokens
+    ending = prompts.ending
+    longest = max(len(prompt.tokens) for prompt in everyone) + max_new_tokens + len(ending.tokens if ending else ())
     if remote.pad_to_length is not None and longest > remote.pad_to_length:
         raise ConfigError(
             f"{where}.pad_to_length is {remote.pad_to_length}, and prompt and response may have {longest} tokens",
             "give more, or less of data.max_prompt_length or rollouts.max_new_tokens",
         )
+    _tell(remote, where, ending)
+
+
+def _tell(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None:
+    """Logs what the reward model gets of an answer."""
+    if remote.send == "messages":
+        log.info("the reward model gets messages, which its own chat template formats")
+        return
+    what = {"tokens": "the policy's token ids", "text": "the text of prompt and response"}[remote.send]
+    if remote.suffix:
+        log.info("the reward model gets %s, and %r behind a response that an EOS ended", what, remote.suffix)
+    elif ending is None:
+        log.info("the reward model gets %s, with nothing added", what)
+    else:
+        log.info("the reward model gets %s, and behind an answer, also one that is cut, %r", what, ending.text)
+        if ending.differs:
+            log.warning(
+                "the chat template writes some answers otherwise than the policy gives them: %s; with %s.send: "
+                "messages the reward model gets them as its own template has them",
+                ending.differs,
+                where,
+            )
 
 
 class _Reader:
@@ -172,6 +201,8 @@ class _Reader:
         self._bos = _leading_bos(tokenizer)
         self._limit = limit
         self._skipped = skipped
+        self._tokenizer = tokenizer
+        self._ending: Ending | InvalidRequest | None = None
 
     def read(self, source: str, split: str) -> list[Prompt]:
         """The source's prompts in their order, without those that are too long."""
@@ -205,6 +236,7 @@ class _Reader:
             if isinstance(text, InvalidRequest):
                 raise _wrong(source, row, str(text))
         plain = [str(texts[row]) for row, _ in chunk]
+        ending = self._ending_of(conversations, texts)
         prompts = []
         for (row, _), text, ids in zip(chunk, plain, self._encoder.encode(plain), strict=True):
             if isinstance(ids, InvalidRequest):
@@ -214,11 +246,26 @@ class _Reader:
                 ids = np.concatenate([np.array(self._bos, dtype=np.int64), ids])
             if not len(ids):
                 raise _wrong(source, row, "the prompt is empty")
-            if self._limit is not None and len(ids) > self._limit:
+            own_ending = None if messages is None else ending
+            # An answer of max_new_tokens must leave room for its ending, too, in a reward model of the same length.
+            spared = 0 if own_ending is None or self._config.max_prompt_length else len(own_ending.tokens)
+            if self._limit is not None and len(ids) > self._limit - spared:
                 self._skipped.append(Skipped(source, row, len(ids)))
             else:
-                prompts.append(Prompt(row, ids, text, None if messages is None else tuple(messages)))
+                asked = None if messages is None else tuple(messages)
+                prompts.append(Prompt(row, ids, text, asked, own_ending))
         return prompts
+
+    def _ending_of(self, conversations: dict[int, list[Message]], texts: dict[int, Any]) -> Ending | None:
+        """Returns how the template ends answers, which is found once, by the first conversation."""
+        if self._ending is None and conversations:
+            row, first = next(iter(conversations.items()))
+            self._ending = find_ending(self._encoder, self._tokenizer, first, texts[row])
+            if isinstance(self._ending, InvalidRequest):
+                log.warning(
+                    "it is not known how the chat template ends an answer, and nothing is added: %s", self._ending
+                )
+        return None if isinstance(self._ending, InvalidRequest) else self._ending
 
 
 def _leading_bos(tokenizer: Any) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.rollouts import Prompt, Rollout, response_text
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.actor.settings import RolloutConfig
 from guerdon.distributed.ranks import ALONE, Ranks
@@ -298,7 +298,7 @@ class Generation:
         return self._rollout(row) if row.is_done else None
 
     def _rollout(self, row: _Row) -> Rollout:
-        tokenizer = self._policy.tokenizer
+        has_eos = row.tokens[-1] in self._eos
         return Rollout(
             prompt=row.prompt,
             group=row.group,
@@ -306,6 +306,6 @@ class Generation:
             tokens=np.concatenate([row.prompt.tokens, np.array(row.tokens, dtype=np.int64)]),
             is_end=row.is_end,
             logprobs=np.array(row.logprobs, dtype=np.float32),
-            text="" if tokenizer is None else tokenizer.decode(row.tokens, skip_special_tokens=True),
-            has_eos=row.tokens[-1] in self._eos,
+            text=response_text(self._policy.tokenizer, row.tokens, has_eos),
+            has_eos=has_eos,
         )

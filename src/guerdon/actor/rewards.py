@@ -158,7 +158,7 @@ def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, An
         return token_samples_of(group, config.pad_to_length)
     hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
     if config.send == "text":
-        return hints | {"texts": [r.prompt.text + r.text + (config.suffix if r.has_eos else "") for r in group]}
+        return hints | {"texts": [_text_of(rollout, config.suffix) for rollout in group]}
     conversations = []
     for rollout in group:
         if rollout.prompt.messages is None:
@@ -169,10 +169,18 @@ def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, An
     return hints | {"messages": conversations}
 
 
+def _text_of(rollout: Rollout, suffix: str) -> str:
+    """Returns prompt and response as one text, ended by the suffix or else as the chat template ends an answer."""
+    prompt, ending = rollout.prompt, rollout.prompt.ending
+    if suffix or ending is None:
+        return prompt.text + rollout.text + (suffix if rollout.has_eos else "")
+    return prompt.text + ending.lead + rollout.text + ending.text
+
+
 def token_samples_of(group: list[Rollout], pad_to_length: int | None) -> dict[str, Any]:
-    """The same, of the policy's own tokens."""
+    """The same, of the policy's own tokens, ended as the chat template ends an answer."""
     return {
-        "tokens": [rollout.tokens for rollout in group],
+        "tokens": [rollout.completed for rollout in group],
         "groups": [rollout.group for rollout in group],
         "prompt_lengths": [rollout.prompt_length for rollout in group],
         "pad_to_length": pad_to_length,
@@ -186,7 +194,7 @@ def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 def fitting(group: list[Rollout], pad_to_length: int | None) -> list[Rollout]:
     """The rollouts that can be sent; those longer than `pad_to_length` have failed."""
-    too_long = [r for r in group if pad_to_length is not None and len(r.tokens) > pad_to_length]
+    too_long = [r for r in group if pad_to_length is not None and len(r.completed) > pad_to_length]
     fail(too_long, InvalidRequest(f"longer than pad_to_length, {pad_to_length}"))
     return [rollout for rollout in group if rollout not in too_long]
 

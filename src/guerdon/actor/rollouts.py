@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,16 +11,32 @@ from guerdon.core import Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """What a chat template writes around an answer: `text` behind it, also as `tokens` int64, and `lead` before it.
+
+    `lead` comes between the rendered prompt and the answer, and is almost always empty. `differs` says why the same
+    answer sent as messages may still be scored otherwise; empty if it cannot.
+    """
+
+    text: str
+    tokens: np.ndarray
+    lead: str = ""
+    differs: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One prompt: its `id` is its row in the data, `tokens` int64 `[P]`, `text` what they say.
 
-    `messages` is the conversation that the text was made from, None where it was text from the start.
+    `messages` is the conversation that the text was made from, and `ending` how its chat template ends the answer;
+    both are None if the prompt was text from the start.
     """
 
     id: int
     tokens: np.ndarray
     text: str
     messages: tuple[Message, ...] | None = None
+    ending: Ending | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,3 +72,29 @@ class Rollout:
     def response_length(self) -> int:
         """Tokens of the response, L - P."""
         return len(self.tokens) - len(self.prompt.tokens)
+
+    @property
+    def completed(self) -> np.ndarray:
+        """`tokens` as a reward model should read them, int64: ended as the prompt's chat template ends an answer.
+
+        The ending takes the place of the EOS. A response that was cut gets it as well, as it would by messages.
+        """
+        ending = self.prompt.ending
+        if ending is None:
+            return self.tokens
+        if self.has_eos:
+            return np.concatenate([self.tokens[:-1], ending.tokens])
+        stopped = self.response_length if self.is_end else 0  # a stop text may be how the ending begins
+        known = min(stopped, len(ending.tokens))
+        while known and not np.array_equal(self.tokens[-known:], ending.tokens[:known]):
+            known -= 1
+        return np.concatenate([self.tokens, ending.tokens[known:]])
+
+
+def response_text(tokenizer: Any, tokens: list[int], has_eos: bool) -> str:
+    """Returns what a response says, without its EOS and other special tokens; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    said = tokens[:-1] if has_eos else tokens
+    text: str = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

@@ -177,7 +177,8 @@ class RemoteRewardConfig:
     )
     suffix: str = setting(
         "",
-        "with send: text, what stands behind a response that an EOS ended, such as that EOS, which no text has",
+        "with send: text, what stands behind a response that an EOS ended, such as that EOS, which no text has; takes "
+        "the place of the chat template's ending",
     )
     timeout_s: float = setting(3600.0, "seconds that a request may take with all its tries", above=0)
 

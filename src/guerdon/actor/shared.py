@@ -148,7 +148,7 @@ class SharedGenerator:
     ) -> Iterator[list[Rollout]]:
         """As `Generator`; raises as TransformersGenerator's."""
         # Only rank 0 has to know what the prompts say.
-        sent = [dataclasses.replace(prompt, text="", messages=None) for prompt in prompts]
+        sent = [dataclasses.replace(prompt, text="", messages=None, ending=None) for prompt in prompts]
         made = self._policy.lead(Generate(sent, num, config, seed, greedy))
         while True:
             for group in made.groups:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, room_of
-from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.rollouts import Prompt, Rollout, response_text
 from guerdon.actor.settings import RolloutConfig
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.policies import LoadedPolicy
@@ -121,7 +121,8 @@ class VllmGenerator:
         )
 
     def _rollout(self, prompt: Prompt, group: int, index: int, output: Any) -> Rollout:
-        tokens, tokenizer = list(output.token_ids), self._policy.tokenizer
+        tokens = list(output.token_ids)
+        has_eos = tokens[-1] in self._policy.eos_token_ids
         logprobs = [of_token[token].logprob for token, of_token in zip(tokens, output.logprobs, strict=True)]
         return Rollout(
             prompt=prompt,
@@ -130,8 +131,8 @@ class VllmGenerator:
             tokens=np.concatenate([prompt.tokens, np.array(tokens, dtype=np.int64)]),
             is_end=output.finish_reason == "stop",
             logprobs=np.array(logprobs, dtype=np.float32),
-            text="" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True),
-            has_eos=tokens[-1] in self._policy.eos_token_ids,
+            text=response_text(self._policy.tokenizer, tokens, has_eos),
+            has_eos=has_eos,
         )
 
 

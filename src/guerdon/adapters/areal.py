@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import samples_of
+from guerdon.adapters.samples import ended, samples_of
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import ConfigError
 
@@ -33,16 +33,22 @@ class RewardFunction:
         model: str = "reward_model",
         *,
         send: Literal["text", "tokens"] = "text",
+        ending: str = "",
         labels: str | None = None,
         timeout_s: float = SOON_S,
     ) -> None:
         """`send` says what of prompt and completion is scored: their text, or the policy's token ids.
 
+        A text is completed to `ending`, such as ChatML's `<|im_end|>` and newline, of which the policy stops short.
+
         The data set's column `labels` is told to models that take labels. A call is given up after `timeout_s`.
         """
         if send not in ("text", "tokens"):
             raise ConfigError(f"send is {send!r}", "choose text or tokens")
+        if send == "tokens" and ending:
+            raise ConfigError(f"ending is {ending!r}, and send is tokens", "send text, or leave the ending out")
         self._judge, self._send, self._labels = judge(url, model, timeout_s), send, labels
+        self._ending = ending
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
@@ -54,7 +60,7 @@ class RewardFunction:
     def _asked(
         self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
     ) -> ScoreArgs:
-        asked = samples_of([prompt], [completion])
+        asked = samples_of([prompt], [ended(completion, self._ending)])
         if self._send == "tokens":
             asked.pop("texts")
             asked |= {"tokens": [[*prompt_ids, *ids]], "prompt_lengths": [len(prompt_ids)]}

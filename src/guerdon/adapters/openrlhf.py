@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import components_of
+from guerdon.adapters.samples import components_of, ended
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import GuerdonError
 from guerdon.wire.rows import groups_of
@@ -25,9 +25,16 @@ log = logging.getLogger(__name__)
 class RewardFunction:
     """Asks a served model for the rewards of whole texts; from any thread. It can be pickled."""
 
-    def __init__(self, url: str | Sequence[str], model: str = "reward_model", *, timeout_s: float = TIMEOUT_S) -> None:
-        """A call is given up after `timeout_s`."""
-        self._judge = judge(url, model, timeout_s)
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        model: str = "reward_model",
+        *,
+        ending: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Completes each text to `ending`, such as ChatML's whole one; gives a call up after `timeout_s`."""
+        self._judge, self._ending = judge(url, model, timeout_s), ending
 
     def __call__(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
         """The rewards of `queries`, each a prompt and its response with their special tokens, and their components'.
@@ -37,7 +44,8 @@ class RewardFunction:
         """
         if not len(queries):
             return {"rewards": [], "scores": [], "extra_logs": {}}
-        samples: ScoreArgs = {"texts": queries, "labels": labels if len(labels) else None}
+        texts = [ended(query, self._ending) for query in queries]
+        samples: ScoreArgs = {"texts": texts, "labels": labels if len(labels) else None}
         if len(prompts):
             samples |= {"prompts": prompts, "groups": groups_of(list(prompts))}
         try:

@@ -137,6 +137,10 @@ class TextEncoder:
         """
         return [self._render(conversation, is_prompt=True) for conversation in conversations]
 
+    def render(self, conversation: list[Message]) -> str | InvalidRequest:
+        """Returns what the chat template makes of a whole conversation, or the error if it refuses it."""
+        return self._render(conversation)
+
     def pieces(self, tokens: np.ndarray) -> list[str]:
         """The text that each token adds to those before it, special tokens included.
 
