@@ -23,6 +23,7 @@ BASE = {
     "metrics",
     "pictures",
     "tracing",
+    "vocabulary",
     "yaml_files",
 }
 PARTS = {"wire", "client", "server", "engine", "distributed", "algorithms", "training", "actor"}

@@ -279,7 +279,8 @@ class ModelInfo:
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `step_rule` tells where steps end,
     and how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
-    none. `vocabulary` is a digest of the tokenizer's tokens and their ids.
+    none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see
+    `vocabulary.identity`); both are empty without one.
     """
 
     name: str
@@ -303,6 +304,7 @@ class ModelInfo:
     step_rule: str = ""
     step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

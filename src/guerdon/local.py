@@ -75,6 +75,10 @@ class LocalRewardModel:
         """What the model takes and gives."""
         return ModelSignature.from_metadata(signature.metadata(self._info()))
 
+    def config(self) -> dict[str, Any]:
+        """The model's configuration in Triton's terms."""
+        return signature.config(self._info(), self._service.max_request_sequences)
+
     def close(self) -> None:
         """Ends at once: futures that have no result yet end with Cancelled."""
         if os.getpid() == self._pid:  # else the lock may be held by nobody

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -204,6 +205,13 @@ def test_ids_of_two_vocabularies_are_not_taken_for_the_same(other: dict[str, int
     with pytest.raises(InvalidRequest, match=r"takes no token ids: helpful reads text or ids .* 300 .*; safe reads"):
         parts.check(ScoreRequest(tokens=[np.array([1])]))
     parts.check(ScoreRequest(texts=["a"]))
+
+
+def test_nor_are_ids_of_two_tokenizers_of_one_size() -> None:
+    told = [json.dumps({"tokens": digest, "added": {}, "template": ""}) for digest in ("one", "two")]
+    one, same, other = (replace(CHECKPOINT, name="safe", tokenizer=tokenizer) for tokenizer in (told[0], *told))
+    assert sum_of(one, same).info.takes_tokens and sum_of(one, same, OF_TOKENS).info.tokenizer == told[0]
+    assert not sum_of(one, other).info.takes_tokens and not sum_of(one, other).info.tokenizer
 
 
 def test_what_not_all_can_read_is_refused_with_their_names() -> None:

@@ -19,13 +19,15 @@ from guerdon.actor.rewards import (
     fitting,
     groups_of,
     token_samples_of,
+    tokenizer_of,
 )
-from guerdon.actor.rollouts import Rollout
+from guerdon.actor.rollouts import Ending, Rollout
 from guerdon.actor.settings import CriticNames, RemoteCriticConfig
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.futures import TrainFuture
 from guerdon.core import CheckpointInfo, CriticState, TrainReport
 from guerdon.errors import ConfigError, GuerdonError
+from guerdon.vocabulary import difference, identity
 
 
 class RemoteCritic:
@@ -63,6 +65,17 @@ class RemoteCritic:
                 f"{what} gives no rewards",
                 "start it with --reward-model, or set combine_rm_and_critic_server to false and name a reward_model",
             )
+
+    def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
+        """Raises ConfigError if the policy's token ids mean other tokens to the critic, or to the reward model."""
+        other = tokenizer_of(self._client, "critic")
+        if other and (why := difference(identity(tokenizer), other)) is not None:
+            raise ConfigError(
+                f"the critic's tokenizer is another than the policy's ({why}), and it values the policy's token ids",
+                "make the critic of a model with the policy's tokenizer",
+            )
+        if self._rewards is not None:
+            self._rewards.check_tokenizer(tokenizer, ending)
 
     def remember_in(self, memory: dict[str, Any]) -> None:
         """As RemoteRewards does; of a reward model beside the critic the server does not name the weights."""

@@ -27,6 +27,7 @@ def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummar
     with RemoteCritic(config.remote_critic_rm) as critic:
         critic.wait_ready(stopping.left_s())
         with Run(config, score=critic.score, critic=critic, stopping=stopping, shared=shared) as run:
+            critic.check_tokenizer(run.policy.policy.tokenizer, run.data.ending)
             critic.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}

@@ -25,6 +25,7 @@ def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> Run
     with RemoteRewards(config.remote_rm) as rewards:
         rewards.wait_ready(stopping.left_s())
         with Run(config, score=rewards.score, stopping=stopping, shared=shared) as run:
+            rewards.check_tokenizer(run.policy.policy.tokenizer, run.data.ending)
             rewards.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}

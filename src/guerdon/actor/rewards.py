@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
-from guerdon.actor.rollouts import Rollout
+from guerdon.actor.rollouts import Ending, Rollout
 from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
 from guerdon.actor.stopping import heeding
-from guerdon.client import RetryPolicy, RewardClient, Scores
+from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 from guerdon.messages import answered
+from guerdon.vocabulary import difference, has_other_template, identity
 
 T = TypeVar("T")
 
@@ -59,6 +61,27 @@ class RemoteRewards:
     def remember_in(self, memory: dict[str, Any]) -> None:
         """From now on keeps in a run's memory which weights have given rewards, so that a resume knows them."""
         self._weights_seen = memory.setdefault("reward_weights", self._weights_seen)
+
+    def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
+        """Raises ConfigError if token ids are sent, and mean other tokens to the reward model than to this tokenizer.
+
+        With an `ending`, found by the policy's chat template, also says if the reward model has another template.
+        """
+        if self._config.send != "tokens":
+            return
+        own, other = identity(tokenizer), tokenizer_of(self._client, "reward model")
+        if not other:
+            return
+        if (why := difference(own, other)) is not None:
+            raise ConfigError(
+                f"the reward model's tokenizer is another than the policy's ({why}), and `send` is tokens",
+                "set `send` to text or messages, or take a reward model with the policy's tokenizer",
+            )
+        if ending is not None and has_other_template(own, other):
+            log.warning(
+                "the reward model's chat template is another than the policy's, by which its token ids are made; with "
+                "`send: messages` it reads answers by its own"
+            )
 
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt, and returns at once."""
@@ -127,6 +150,17 @@ class Pending(Generic[T]):
             except GuerdonError as e:
                 answer = e
             yield group, answer
+
+
+def tokenizer_of(client: RewardClient | CriticClient, what: str) -> str:
+    """Returns the identity of the served model's tokenizer; empty, and a line on the log, if the server tells none."""
+    try:
+        told = client.config().get("parameters", {}).get("tokenizer", {}).get("string_value", "")
+        json.loads(told)
+    except (GuerdonError, AttributeError, TypeError, ValueError):
+        log.info("the %s's server tells no tokenizer: its token ids must mean the same as the policy's", what)
+        return ""
+    return str(told)
 
 
 @contextmanager

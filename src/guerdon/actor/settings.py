@@ -172,8 +172,8 @@ class RemoteRewardConfig:
     )
     send: Literal["tokens", "text", "messages"] = setting(
         "tokens",
-        "what the reward model gets: the policy's token ids, right only where both have the same tokenizer, or else "
-        "text or messages",
+        "what the reward model gets: the policy's token ids, refused if they mean other tokens to it, or text, or "
+        "messages",
     )
     suffix: str = setting(
         "",

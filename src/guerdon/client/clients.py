@@ -93,6 +93,11 @@ class RewardClient(ThreadedClient[Session]):
         session = self._session_here()
         return session.run(session.caller.describe(self._model))
 
+    def config(self) -> dict[str, Any]:
+        """The configuration of the model in Triton's terms; raises what the server raised."""
+        session = self._session_here()
+        return session.run(session.caller.configuration(self._model))
+
 
 class AsyncRewardClient(AsyncClient[AsyncSession]):
     """`RewardClient` for one event loop: the same arguments, with `await`; close it with `aclose` or `async with`."""
@@ -126,6 +131,10 @@ class AsyncRewardClient(AsyncClient[AsyncSession]):
     async def info(self) -> ModelSignature:
         """What the model takes and gives."""
         return await self._session.run(self._session.caller.describe(self._model))
+
+    async def config(self) -> dict[str, Any]:
+        """The configuration of the model in Triton's terms; raises what the server raised."""
+        return await self._session.run(self._session.caller.configuration(self._model))
 
     async def _score(self, request: ScoreRequest) -> Scores:
         return await self._session.run(self._session.caller.ask(scoring(self._model, request)))

@@ -217,6 +217,11 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         session = self._session_here()
         return session.run(session.caller.describe(self._model("infer")))
 
+    def config(self) -> dict[str, Any]:
+        """The configuration, in Triton's terms, of the model that gives the values; raises what the server raised."""
+        session = self._session_here()
+        return session.run(session.caller.configuration(self._model("infer")))
+
     def _control(self, request: ControlRequest) -> Future[Any]:
         session = self._session_here()
         call, alone = self._controlling(session, request)
@@ -317,6 +322,10 @@ class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
     async def info(self) -> ModelSignature:
         """What the model that gives the values takes and gives."""
         return await self._session.run(self._session.caller.describe(self._model("infer")))
+
+    async def config(self) -> dict[str, Any]:
+        """The configuration, in Triton's terms, of the model that gives the values; raises what the server raised."""
+        return await self._session.run(self._session.caller.configuration(self._model("infer")))
 
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
         call, alone = self._controlling(self._session, request)

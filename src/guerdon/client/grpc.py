@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
-from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.retry import Configure, Describe, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted, with_way_in
 from guerdon.errors import (
     Cancelled,
@@ -52,14 +53,15 @@ _UNTRUSTED = (
 class Exchange:
     """One gRPC exchange with a server: what is sent for a step, and what its answer means."""
 
-    step: Ready | Describe | Infer
+    step: Ready | Describe | Configure | Infer
 
     @property
     def url(self) -> str:
         return self.step.endpoint.url
 
     def method(self) -> str:
-        return {Ready: "ModelReady", Describe: "ModelMetadata", Infer: "ModelInfer"}[type(self.step)]
+        names = {Ready: "ModelReady", Describe: "ModelMetadata", Configure: "ModelConfig", Infer: "ModelInfer"}
+        return names[type(self.step)]
 
     def request(self) -> Any:
         """The message to send."""
@@ -68,6 +70,8 @@ class Exchange:
                 return pb.ModelReadyRequest(name=self.step.model)
             case Describe():
                 return pb.ModelMetadataRequest(name=self.step.model)
+            case Configure():
+                return pb.ModelConfigRequest(name=self.step.model)
             case Infer(request=request):
                 return kserve_grpc.encode_request(request, self.step.model)
 
@@ -90,6 +94,8 @@ class Exchange:
                     inputs={tensor.name: tensor.datatype for tensor in message.inputs},
                     outputs={tensor.name: tensor.datatype for tensor in message.outputs},
                 )
+            case Configure():
+                return json_format.MessageToDict(message.config, preserving_proto_field_name=True)
             case Infer():
                 try:
                     reply = kserve_grpc.decode_reply(message)
@@ -136,7 +142,7 @@ class GrpcTransport:
         self._channel = _Channel(grpc, address, policy)
         self._metadata = _metadata(address)
 
-    def perform(self, step: Ready | Describe | Infer) -> Any:
+    def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         exchange = Exchange(step)
         metadata = exchange.metadata(self._metadata)
@@ -161,7 +167,7 @@ class AsyncGrpcTransport:
         self._channel = _Channel(grpc.aio, address, policy)
         self._metadata = _metadata(address)
 
-    async def perform(self, step: Ready | Describe | Infer) -> Any:
+    async def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         exchange = Exchange(step)
         metadata = exchange.metadata(self._metadata)

@@ -15,7 +15,7 @@ import orjson
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
-from guerdon.client.retry import Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.retry import Configure, Describe, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import WITHOUT_CERTIFICATE, error_of, untrusted, with_way_in
 from guerdon.errors import (
     Cancelled,
@@ -45,7 +45,7 @@ _LASTING = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
 class Exchange:
     """One HTTP exchange with a server: what is sent for a step, and what its answer means."""
 
-    step: Ready | Describe | Infer
+    step: Ready | Describe | Configure | Infer
 
     @property
     def url(self) -> str:
@@ -59,6 +59,8 @@ class Exchange:
                 return {"method": "GET", "url": f"{path}/ready"}
             case Describe():
                 return {"method": "GET", "url": path}
+            case Configure():
+                return {"method": "GET", "url": f"{path}/config"}
             case Infer(request=request):
                 body, header_length = kserve.encode_request(request)
                 headers = {"Content-Type": "application/octet-stream", _HEADER_LENGTH: str(header_length)}
@@ -74,6 +76,10 @@ class Exchange:
                 return None
             case Describe():
                 return ModelSignature.from_metadata(_json(response))
+            case Configure():
+                if not isinstance(config := _json(response), dict):
+                    raise ServerFault(f"{self.url} sent a malformed configuration")
+                return config
             case Infer():
                 length = response.headers.get(_HEADER_LENGTH)
                 try:
@@ -144,7 +150,7 @@ class HttpTransport:
         self._busy: set[_Connection] = set()
         self._is_closed = False
 
-    def perform(self, step: Ready | Describe | Infer) -> Any:
+    def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         exchange = Exchange(step)
         try:
@@ -214,7 +220,7 @@ class AsyncHttpTransport:
         self._idle: list[httpx.AsyncClient] = []  # as above
         self._is_closed = False
 
-    async def perform(self, step: Ready | Describe | Infer) -> Any:
+    async def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
         """The step's result; raises its GuerdonError."""
         exchange = Exchange(step)
         client = self._idle.pop() if self._idle else httpx.AsyncClient(**self._options)
@@ -254,7 +260,7 @@ def _options(address: Address) -> dict[str, Any]:
     return address.httpx_options() | {"limits": httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)}
 
 
-def _timeout(step: Ready | Describe | Infer, policy: RetryPolicy) -> httpx.Timeout:
+def _timeout(step: Ready | Describe | Configure | Infer, policy: RetryPolicy) -> httpx.Timeout:
     return httpx.Timeout(step.timeout_s, connect=min(policy.connect_timeout_s, step.timeout_s))
 
 

@@ -90,6 +90,15 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
+class Configure:
+    """Fetch the model's configuration; a dict in Triton's terms comes back."""
+
+    endpoint: Endpoint
+    model: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Infer:
     """Send the request, with the headers of a trace where there is one; an InferResult comes back."""
 
@@ -116,7 +125,7 @@ class InferResult:
     compute_s: float = 0.0
 
 
-Step = Ready | Describe | Infer | Wait
+Step = Ready | Describe | Configure | Infer | Wait
 Clock = Callable[[], float]
 
 
@@ -178,6 +187,16 @@ class Caller:
         """The model's signature, from the server that is up."""
         deadline = self.clock() + self.policy.timeout_s
         return (yield from self._try(lambda endpoint: self._signature(endpoint, model, deadline), 0, deadline))
+
+    def configuration(self, model: str) -> Generator[Step, Any, dict[str, Any]]:
+        """The model's configuration, from the server that is up; raises the server's error if it tells none."""
+        deadline = self.clock() + self.policy.timeout_s
+
+        def ask(endpoint: Endpoint) -> Generator[Step, Any, dict[str, Any]]:
+            left_s = max(0.001, deadline - self.clock())
+            return (yield Configure(endpoint, model, min(self.policy.connect_timeout_s, left_s)))
+
+        return (yield from self._try(ask, 0, deadline))
 
     def wait_ready(self, model: str, timeout_s: float) -> Generator[Step, Any, None]:
         """Returns once some server has the model ready; raises DeadlineExceeded saying what each of them said.

@@ -53,6 +53,7 @@ def describe(
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,
         vocabulary="" if encoder is None else encoder.vocabulary(),
+        tokenizer="" if encoder is None else encoder.identity(),
     )
 
 

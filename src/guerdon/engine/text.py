@@ -13,6 +13,7 @@ import numpy as np
 from guerdon.core import Message, Truncation
 from guerdon.errors import CheckpointError, InvalidRequest
 from guerdon.messages import plain
+from guerdon.vocabulary import identity
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -70,6 +71,10 @@ class TextEncoder:
         """12 hex digits that change with the tokens and their ids."""
         tokens = sorted(self._tokenizer.get_vocab().items())
         return hashlib.blake2b(repr(tokens).encode(errors="backslashreplace"), digest_size=6).hexdigest()
+
+    def identity(self) -> str:
+        """Returns what ids mean to the tokenizer, as `guerdon.vocabulary` compares it."""
+        return identity(self._tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> TextEncoder | None:

@@ -11,6 +11,7 @@ import numpy as np
 from guerdon.config import ComponentConfig, RewardConfig
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, named
+from guerdon.vocabulary import difference
 
 
 class Running:
@@ -169,7 +170,9 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
     # A function of tokens takes any ids, and knows of no EOS.
     vocab_sizes = {info.vocab_size for info in readers} - {None}
     eos_token_ids = {info.eos_token_id for info in readers} - {None}
+    tokenizers = [info.tokenizer for info in readers if info.tokenizer]
     has_one_vocabulary = len(vocab_sizes) <= 1 and len(eos_token_ids) <= 1
+    has_one_vocabulary &= not any(difference(tokenizers[0], other) for other in tokenizers[1:])
     names = tuple(info.name for info in infos)
     return ModelInfo(
         config.name,
@@ -186,6 +189,7 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         takes_labels=any(info.takes_labels for info in infos),
         weights_version=_version(names, [info.weights_version for info in infos]),
         path="sum",
+        tokenizer=tokenizers[0] if tokenizers and has_one_vocabulary else "",
         why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),
     )
 
@@ -204,4 +208,5 @@ def _reading(info: ModelInfo) -> str:
         return "text"
     ids = "token ids" if info.vocab_size is None else f"ids of a vocabulary of {info.vocab_size}"
     ids += "" if info.eos_token_id is None else f" with EOS {info.eos_token_id}"
+    ids += f" (digest {info.vocabulary})" if info.vocabulary else ""
     return f"text or {ids}" if info.takes_text else ids

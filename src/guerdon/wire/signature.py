@@ -50,6 +50,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
 
     `max_batch_size` is the most samples of one request. Clients ask for every output that stands here. Left out are
     those that only our own clients read, among them `errors`, as asking for it changes how a failed row is reported.
+    The parameter `tokenizer` tells what ids mean, as `vocabulary.identity` has it; none means that it is not known.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
@@ -59,6 +60,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         ]
 
     must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
+    told = {"tokenizer": info.tokenizer} if isinstance(info, ModelInfo) and info.tokenizer else {}
     return {
         "name": info.name,
         "platform": PLATFORM,
@@ -66,6 +68,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         "max_batch_size": max_batch_size if isinstance(info, ModelInfo) else 0,
         "input": entries(input_specs(info), optional=not must_have),
         "output": entries(output_specs(info)),
+        "parameters": {name: {"string_value": value} for name, value in told.items()},
     }
 
 
