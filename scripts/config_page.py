@@ -24,8 +24,8 @@ HEAD = """\
 
 Every setting is a key of a YAML file, and nearly every one a flag; a flag overrides the file. A value that is not of
 its type, or out of its bounds, is an error at the start that names the setting. `auto` stands for a value that is found
-out at start, and an empty default for none. A flag whose setting is `true` or `false` has a second form that turns it
-off: `--no-fsdp` for `--fsdp`.
+out at start, and an empty default for none. A flag whose setting is `true` or `false` takes that word, or none for
+`true`, and has a second form that turns it off: `--fsdp`, `--fsdp true`, `--no-fsdp`.
 
 | section | is given to |
 | --- | --- |

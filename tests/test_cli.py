@@ -339,6 +339,55 @@ def test_an_actors_flags_are_paths_in_its_yaml_and_go_before_it(run_yaml: str) -
     assert not config.run.resume and config.policy.betas == [0.5, 0.6]
 
 
+@pytest.mark.parametrize(
+    ("given", "is_on"),
+    [
+        ("--data.template true", True),
+        ("--data.template=true", True),
+        ("--data.template", True),
+        ("--data.template false", False),
+        ("--data.template=false", False),
+        ("--no-data.template", False),
+        ("--no-data.template false", True),
+    ],
+)
+def test_a_boolean_may_be_written_out(given: str, is_on: bool, run_yaml: str) -> None:
+    assert actor_settings(*given.split(), run_yaml).data.template is is_on
+    assert actor_settings(run_yaml, *given.split(), "--run.steps", "3").data.template is is_on
+
+
+def test_a_boolean_is_one_of_two_words(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        actor_settings(run_yaml, "--data.template=yes")
+    assert "--data.template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("reinforce", "rewards come from http://10.0.0.1:1234; results go to out/run"),
+        ("ppo", "values and rewards come from http://localhost:5556; results go to out/run"),
+    ],
+)
+def test_an_actor_says_what_it_loads_before_torch_is_imported(
+    command: str, says: str, run_yaml: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch comes now')")  # where -m looks first
+    text = Path(run_yaml).read_text()
+    Path(run_yaml).write_text(text if command == "reinforce" else text.partition("remote_rm")[0])
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "p").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "guerdon", command, run_yaml],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"guerdon: loading policy ./p, prompts prompts.jsonl; {says}\n"
+    assert done.stderr.endswith("torch comes now\n")
+
+
 def test_an_actors_yaml_alone(run_yaml: str) -> None:
     config = actor_settings(run_yaml)
     assert config.rollouts.stop == ["END"] and config.remote_rm.reward_model.port == 1234

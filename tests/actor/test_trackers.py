@@ -75,7 +75,7 @@ def test_a_line_a_step_and_after_a_resume_each_step_once(tmp_path: Path) -> None
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, -3.0)]
     assert rows[2]["loss"] is None and rows[1]["time"] <= rows[3]["time"]
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"step-00000{i}.md" for i in range(3)]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [f"step-00000{i}.txt" for i in range(3)]
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path: Path) -> None:
@@ -103,6 +103,25 @@ def test_tensorboard_has_the_same_without_what_was_done_again(tmp_path: Path) ->
     assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, -3.0)]
     assert [event.value for event in events.Scalars("kl/kl")] == [0.5]
     assert "fine" in events.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_samples_on_disk_are_plain_text(tmp_path: Path) -> None:
+    rows = [rollout(1.25, text="*bold* & | <b>\n2. reward 9.000\x1b[31m"), rollout(None, is_end=False)]
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-000009.md").touch()  # as earlier versions called them, behind the resumed step
+    tracked = opened(tmp_path, 7)
+    tracked.samples(7, rows)
+    tracked.close()
+    (path,) = (tmp_path / "samples").iterdir()
+    assert path.read_text() == (
+        "Samples after step 7\n\n"
+        "1. reward 1.250\n\n"
+        "  prompt:\n    say | `this`\n    and <b>that</b>\n\n"
+        "  response:\n    *bold* & | <b>\n    2. reward 9.000\\x1b[31m\n\n"
+        "2. no reward: no score\n\n"
+        "  prompt:\n    say | `this`\n    and <b>that</b>\n\n"
+        "  response, cut at the longest:\n    fine\n"
+    )
 
 
 def test_the_table_of_samples_shows_texts_as_they_are() -> None:

@@ -46,7 +46,7 @@ class RemoteCritic:
             )
         server = config.critic
         self._config = config
-        self._url = server.url or f"http://{server.ip}:{server.port}"
+        self._url = server.address
         with addressed("critic.url, ip or port"):
             self._client = CriticClient(self._url, _name(server.name), policy=RetryPolicy.patient(config.timeout_s))
         self._rewards = None if config.combine_rm_and_critic_server else RemoteRewards(config)

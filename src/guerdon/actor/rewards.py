@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.rollouts import Ending, Rollout
-from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
+from guerdon.actor.settings import RemoteRewardConfig
 from guerdon.actor.stopping import heeding
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
@@ -38,7 +38,7 @@ class RemoteRewards:
     def __init__(self, config: RemoteRewardConfig) -> None:
         """Raises ConfigError for a malformed address."""
         self._config = config
-        self._urls = urls_of(config.reward_model)
+        self._urls = config.reward_model.addresses
         with addressed("reward_model.urls, ip or port"):
             self._client = RewardClient(
                 self._urls, config.reward_model.name, policy=RetryPolicy.patient(config.timeout_s)
@@ -179,11 +179,6 @@ def addressed(settings: str) -> Iterator[None]:
         yield
     except InvalidRequest as e:
         raise ConfigError(str(e), f"correct {settings} in the settings") from e
-
-
-def urls_of(server: RewardModelServer) -> list[str]:
-    """The addresses of a reward model's server."""
-    return server.urls or [f"http://{server.ip}:{server.port}"]
 
 
 def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, Any]:

@@ -142,6 +142,11 @@ class RewardModelServer:
     port: int = setting(5555, "its HTTP port", least=0, most=65_535)
     urls: list[str] = setting([], "in place of ip and port: http:// or grpc:// addresses that share the load")
 
+    @property
+    def addresses(self) -> list[str]:
+        """Where it is asked."""
+        return self.urls or [f"http://{self.ip}:{self.port}"]
+
 
 @dataclass
 class CriticNames:
@@ -160,6 +165,11 @@ class CriticServer:
     ip: str = setting("localhost", "host name or address")
     port: int = setting(5556, "its HTTP port", least=0, most=65_535)
     url: str | None = setting(None, "in place of ip and port: an http:// or grpc:// address")
+
+    @property
+    def address(self) -> str:
+        """Where it is asked."""
+        return self.url or f"http://{self.ip}:{self.port}"
 
 
 @dataclass
@@ -314,6 +324,19 @@ def remote_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, RemoteRew
     if isinstance(config, ReinforceRunConfig):
         return "remote_rm", config.remote_rm
     return "remote_critic_rm", config.remote_critic_rm
+
+
+def described(config: ReinforceRunConfig | PPORunConfig) -> str:
+    """Returns in one line what a run loads and whom it asks."""
+    remote = remote_of(config)[1]
+    asked = f"rewards come from {', '.join(remote.reward_model.addresses)}"
+    if isinstance(remote, RemoteCriticConfig) and remote.combine_rm_and_critic_server:
+        asked = f"values and rewards come from {remote.critic.address}"
+    elif isinstance(remote, RemoteCriticConfig):
+        asked = f"values come from {remote.critic.address}, {asked}"
+    return (
+        f"policy {config.policy.model}, prompts {config.data.prompts}; {asked}; results go to {config.run.output_dir}"
+    )
 
 
 def scheduled(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:

@@ -24,6 +24,7 @@ from guerdon.durable import ASIDE
 from guerdon.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Notes the metrics of a step; those of a name that is not there are unknown."""
 
-    def samples(self, step: int, table: str) -> None:
-        """Notes a table of samples, in Markdown."""
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Notes these responses with their prompts and rewards."""
 
     def close(self) -> None:
         """Ends it, with everything on its way there."""
@@ -60,9 +61,8 @@ class Trackers:
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Notes a table of these responses and their rewards."""
-        table = sample_table(step, rollouts)
-        self._each(lambda tracker: tracker.samples(step, table))
+        """As Tracker.samples."""
+        self._each(lambda tracker: tracker.samples(step, rollouts))
 
     def close(self) -> None:
         """As Tracker.close."""
@@ -90,6 +90,22 @@ def check_installed(names: Sequence[str]) -> None:
         _mlflow()
 
 
+def sample_text(step: int, rollouts: Sequence[Rollout]) -> str:
+    """Prompts, responses and rewards as plain text; what they say stands indented, and no escape of a terminal's."""
+    blocks = [f"Samples after step {step}"]
+    for number, rollout in enumerate(rollouts, 1):
+        reward = f"no reward: {rollout.error}" if rollout.reward is None else f"reward {rollout.reward:.3f}"
+        ended = "response:" if rollout.is_end else "response, cut at the longest:"
+        blocks.append(f"{number}. {reward}\n\n  prompt:\n{_indented(rollout.prompt.text)}")
+        blocks.append(f"  {ended}\n{_indented(rollout.text)}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _indented(text: str) -> str:
+    plain = _CONTROLS.sub(lambda control: f"\\x{ord(control[0]):02x}", text)
+    return "\n".join(f"    {line}".rstrip() for line in plain.split("\n"))
+
+
 def sample_table(step: int, rollouts: Sequence[Rollout]) -> str:
     """Prompts, responses and rewards as a table in Markdown, with nothing in a text that could be read as markup."""
     lines = [f"# Samples after step {step}", "", "| reward | prompt | response |", "| ---: | --- | --- |"]
@@ -110,7 +126,7 @@ def _cell(text: str) -> str:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, a line a step, and `samples/step-000010.md`."""
+    """`metrics.jsonl`, a line a step, and `samples/step-000010.txt`."""
 
     def __init__(self, output_dir: Path, step: int) -> None:
         self._path = output_dir / METRICS_FILE
@@ -120,7 +136,7 @@ class MetricsFile:
         aside.write_bytes(b"".join(_line(row) for row in kept))
         aside.rename(self._path)
         self._file = self._path.open("ab")
-        for path in self._samples.glob("step-*.md"):
+        for path in self._samples.glob("step-*.*"):
             if not step or int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
@@ -129,10 +145,11 @@ class MetricsFile:
         self._file.write(_line({"step": step, "time": round(time.time(), 3), **metrics}))
         self._file.flush()
 
-    def samples(self, step: int, table: str) -> None:
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Writes a file of its own."""
         self._samples.mkdir(exist_ok=True)
-        (self._samples / f"step-{step:06d}.md").write_text(table, encoding="utf-8")
+        text = sample_text(step, rollouts)
+        (self._samples / f"step-{step:06d}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
         """Syncs and closes the file."""
@@ -168,9 +185,9 @@ class TensorBoard:
             section = METRICS[name][0]
             self._writer.add_scalar(f"{section}/{name}", value, step)
 
-    def samples(self, step: int, table: str) -> None:
-        """A text."""
-        self._writer.add_text("samples", table, step)
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A table in Markdown, which it renders."""
+        self._writer.add_text("samples", sample_table(step, rollouts), step)
 
     def close(self) -> None:
         """Writes what is on its way."""
@@ -198,9 +215,10 @@ class WeightsAndBiases:
         """One row."""
         self._run.log({"step": step, **metrics})
 
-    def samples(self, step: int, table: str) -> None:
-        """A piece of HTML, which shows Markdown as it is written."""
-        self._run.log({"step": step, "samples": _wandb().Html(f"<pre>{table}</pre>")})
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A piece of HTML, which shows the text as it is."""
+        shown = html.escape(sample_text(step, rollouts))
+        self._run.log({"step": step, "samples": _wandb().Html(f"<pre>{shown}</pre>")})
 
     def close(self) -> None:
         """Waits until everything is there."""
@@ -228,9 +246,9 @@ class MLflow:
         """One metric each; its servers refuse those that are not finite."""
         self._mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
-    def samples(self, step: int, table: str) -> None:
+    def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """A file."""
-        self._mlflow.log_text(table, f"samples/step-{step:06d}.md")
+        self._mlflow.log_text(sample_text(step, rollouts), f"samples/step-{step:06d}.txt")
 
     def close(self) -> None:
         """Ends the run there."""

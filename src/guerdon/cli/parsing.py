@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from guerdon import console
 from guerdon.exits import Exit
 
+_BOOLEANS = ("true", "false")
 _MOST_COLUMNS = 100
 """Of a help text: longer lines are hard to read, however wide the terminal is."""
 
@@ -76,11 +77,27 @@ class Parser(argparse.ArgumentParser):
         """As the base's, but that what is not known is an error here, where its neighbours are."""
         self.fill()
         given = sys.argv[1:] if args is None else args
-        parsed, unknown = super().parse_known_args([_hyphenated(arg) for arg in given], namespace)
+        parsed, unknown = super().parse_known_args(self._without_booleans(map(_hyphenated, given)), namespace)
         if unknown:
             self._near = _nearest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def _without_booleans(self, args: Iterable[str]) -> list[str]:
+        """Returns the arguments with `--flag true` and `--flag=false` as `--flag` and `--no-flag`."""
+        made: list[str] = []
+        is_open = False  # a flag stands last that may have its value behind it
+        for arg in args:
+            flag, equals, value = arg.partition("=")
+            is_flag = isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction)
+            if is_open and arg in _BOOLEANS:
+                made[-1] = made[-1] if arg == "true" else _negated(made[-1])
+            elif is_flag and value in _BOOLEANS:
+                made.append(flag if value == "true" else _negated(flag))
+            else:
+                made.append(arg)
+            is_open = is_flag and not equals
+        return made
 
     def error(self, message: str) -> NoReturn:
         """Ends as every start error does: what is wrong, and what to do."""
@@ -97,6 +114,10 @@ class Parser(argparse.ArgumentParser):
 
 def _nearest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
+
+
+def _negated(flag: str) -> str:
+    return f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else f"--no-{flag.removeprefix('--')}"
 
 
 def _hyphenated(arg: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from guerdon import console
 from guerdon.access import without_key
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor
+from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor, described
 from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
@@ -125,6 +125,7 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         check_actor(config)
     console.set_up("info")
     console.need("torch", "tensorboard", "matplotlib")
+    console.say(f"loading {described(config)}")  # now: torch alone takes seconds
 
 
 def run_bench(args: argparse.Namespace) -> int:
