@@ -174,8 +174,12 @@ def test_what_is_sent_is_said_at_the_start(
     warned = " ".join(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert (prompts.ending.text if prompts.ending else None) == ending
     assert told == [
-        "the reward model gets the policy's token ids, "
-        + ("with nothing added" if ending is None else f"and behind an answer, also one that is cut, {ending!r}")
+        "the reward model gets the policy's token ids"
+        + (
+            ", with nothing added"
+            if ending is None
+            else f"; each answer, even a cut one, ends as its template has it: {ending!r}"
+        )
     ]
     assert says in warned and bool(says) == bool(warned)
 

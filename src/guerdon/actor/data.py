@@ -177,7 +177,9 @@ def _tell(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None
     elif ending is None:
         log.info("the reward model gets %s, with nothing added", what)
     else:
-        log.info("the reward model gets %s, and behind an answer, also one that is cut, %r", what, ending.text)
+        log.info(
+            "the reward model gets %s; each answer, even a cut one, ends as its template has it: %r", what, ending.text
+        )
         if ending.differs:
             log.warning(
                 "the chat template writes some answers otherwise than the policy gives them: %s; with %s.send: "
