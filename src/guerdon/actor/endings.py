@@ -36,10 +36,13 @@ def find_ending(
     if start < 0:
         return InvalidRequest("the chat template does not write the assistant's answer")
     behind = start + len(_ANSWER)
-    asked, cut, ids = (_ids(encoder, text) for text in (prompt, whole[:behind], whole))
+    encoded = encoder.encode([prompt, whole[:behind], whole, whole[behind:]])
+    if wrong := [ids for ids in encoded if isinstance(ids, InvalidRequest)]:
+        return wrong[0]
+    asked, cut, ids, alone = (np.asarray(ids) for ids in encoded)
     # Tokenised in its place: by itself it may get a blank of its own.
     is_prefix = np.array_equal(ids[: len(cut)], cut)
-    tokens = ids[len(cut) :] if is_prefix else _ids(encoder, whole[behind:])
+    tokens = ids[len(cut) :] if is_prefix else alone
     is_asked = whole[:start].startswith(prompt)
     lead = whole[len(prompt) : start] if is_asked else ""
     if not is_asked or lead.strip():
@@ -53,10 +56,3 @@ def find_ending(
     else:
         differs = ""
     return Ending(whole[behind:], tokens, lead, differs)
-
-
-def _ids(encoder: TextEncoder, text: str) -> np.ndarray:
-    (ids,) = encoder.encode([text])
-    if isinstance(ids, InvalidRequest):
-        raise ids
-    return ids
