@@ -56,6 +56,7 @@ def running(config: ServerConfig) -> Iterator[RunningServer]:
 def settings(folder: Path | None, **others: Any) -> ServerConfig:
     """A small checkpoint `reward_model`, where there is a folder for it, and the functions of this module."""
     models = [ModelConfig(model=f"browser.page_servers:{name}", name=name) for name in FUNCTIONS]
+    models.append(ModelConfig(model="browser.page_servers:marked", name="twice"))
     if folder is not None:
         models.insert(0, ModelConfig(model=str(served.reward_model(folder / "rm"))))
     return ServerConfig(**{"port": 0, "grpc_port": None, "models": models, **others})

@@ -80,12 +80,62 @@ def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
         for tile in ("requests", "tokens", "queue", "latency", "saved")
     }
     assert times["requests"] == times["tokens"] != times["latency"]
-    assert re.match(r"last \d+\ss$", times["requests"])
+    assert times["requests"] == "last 1\u00a0min"
     assert (times["latency"], times["saved"]) == ("last 15\u00a0min", "last 15\u00a0min")
     assert times["queue"] == "now"
     assert "since the start" in page.locator("#tile-requests .under").inner_text()
     legend = page.locator("#traffic .card", has_text="Requests").first.locator(".legend")
     comes(page, lambda: re.match(r"all\s*[\d.]+\s*failed", legend.inner_text()))
+    assert "last 1\u00a0min" in page.locator("#traffic .card", has_text="Requests").first.inner_text()
+
+
+def test_a_legend_does_not_read_0_between_two_answers(url: str, visit: Visit) -> None:
+    def pause(told: dict[str, Any]) -> None:
+        """As it is where a request takes longer than a step."""
+        lines = told["series"]["models"]["reward_model"]
+        for name in ("requests_per_s", "received_tokens_per_s", "queue_sequences"):
+            lines[name][-2:] = [0.0, 0.0]
+        lines["requests_per_s"][-6:-2] = [3.0] * 4
+
+    page = visit(f"{url}/?model=reward_model", prepare=lambda page: alter(page, pause))
+    for title, figure in (
+        ("Requests", r"all\s*[1-9.]"),
+        ("Tokens", r"received\s*[1-9.]"),
+        ("Latency", r"p99\s*[1-9.]"),
+    ):
+        legend = page.locator("#traffic .card", has_text=title).first.locator(".legend")
+        comes(page, lambda legend=legend, figure=figure: re.match(figure, legend.inner_text()), title)
+
+
+def test_a_sum_that_takes_long_is_not_called_healthy(url: str, visit: Visit) -> None:
+    def slow(told: dict[str, Any]) -> None:
+        told["totals"]["total"]["latency_s"] |= {"p50": 29.5, "p90": 40, "p99": 50}
+
+    with RewardClient(url, model="total") as client:
+        client.score(texts=["a", "b"])
+    page = visit(f"{url}/?model=total", prepare=lambda page: alter(page, slow))
+    page.wait_for_selector("#verdict :text('half take over 29.5')")
+    assert page.locator("#verdict h1").inner_text() != "Healthy"
+
+
+def test_a_component_that_only_its_sum_asks_is_not_called_idle(url: str, visit: Visit) -> None:
+    def through_the_sum(told: dict[str, Any]) -> None:
+        told["totals"]["fair"]["requests"] = {}
+        lines = told["series"]["models"]["fair"]
+        lines["requests_per_s"] = [value and 0.0 for value in lines["requests_per_s"]]
+
+    page = visit(f"{url}/?model=fair", prepare=lambda page: alter(page, through_the_sum))
+    page.wait_for_selector("text=Requests are counted at the sum that it is part of")
+    assert "idle" not in page.locator("#verdict h1").inner_text()
+
+
+def test_two_sequences_again_and_again_are_no_correlation(url: str, visit: Visit) -> None:
+    with RewardClient(url, model="twice") as client:
+        client.score(texts=["<", "<< and a longer one"] * 40)
+    page = visit(f"{url}/?model=twice")
+    page.wait_for_selector("text=Too few different sequences for a correlation (2 of 20)")
+    assert "Length predicts" not in page.locator("#verdict").inner_text()
+    assert "ρ" not in page.locator("#verdict").inner_text()
 
 
 def test_padding_is_not_called_saving(url: str, visit: Visit) -> None:
@@ -217,6 +267,8 @@ def test_responses_are_tried(url: str, visit: Visit) -> None:
     assert MARKUP in page.locator(".scored li").nth(1).inner_text()
     assert page.locator(".scored :is(img, script)").count() == 0
     assert page.locator(".scored .pill").count() == 1, "one is the best"
+    assert re.fullmatch(r"\d+ tokens", page.locator(".scored .told").first.inner_text()), "they have no values to read"
+    assert "values" not in (page.locator(".heat-text").first.get_attribute("aria-label") or "")
     places = "found => found.map((one) => one.getBoundingClientRect()).map(({ x, width }) => [x, width])"
     for part in (".bar", ".zero"):
         (first, second) = page.locator(f".scored {part}").evaluate_all(places)
@@ -265,6 +317,7 @@ def test_each_token_of_a_critic_has_its_value(critic: RunningServer, visit: Visi
     page.wait_for_selector(".heat-text")
     assert page.locator(".token:is(.high, .low)").count() == page.locator(".token").count() > 3
     assert page.locator(".token.prompt").count() >= 1
+    assert "to read its value" in page.locator(".scored .told").inner_text()
     assert "yes it is" in page.locator(".heat-text").inner_text()
     page.locator(".heat-text").focus()
     page.keyboard.press("ArrowRight")

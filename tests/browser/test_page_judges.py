@@ -96,18 +96,26 @@ def test_why_there_is_nothing_to_compare_with(
 
 
 @pytest.mark.parametrize(
-    ("spearman", "count", "level", "begins"),
+    ("spearman", "count", "num_distinct", "level", "begins"),
     [
-        (0.62, 500, "high", "Longer sequences score higher: Spearman +0.62"),
-        (-0.62, 500, "high", "Shorter sequences score higher: Spearman −0.62"),
-        (0.62, 20, "fine", "Spearman +0.62"),
-        (0.1, 500, "fine", "Spearman +0.10"),
-        (None, 500, "none", "No correlation yet"),
+        (0.62, 500, 500, "high", "Longer sequences score higher: Spearman +0.62"),
+        (-0.62, 500, 500, "high", "Shorter sequences score higher: Spearman −0.62"),
+        (0.62, 20, 20, "none", "Too few rewards for a correlation (20 of 50)"),
+        (1.0, 5000, 2.0, "none", "Too few different sequences for a correlation (2 of 20)"),
+        (1.0, 5000, 19.9, "none", "Too few different sequences for a correlation (19 of 20)"),
+        (0.62, 5000, 20, "high", "Longer sequences score higher: Spearman +0.62"),
+        (0.55, 5000, 20, "fine", "Spearman +0.55"),
+        (0.1, 500, 500, "fine", "Spearman +0.10"),
+        (None, 500, 500, "none", "No correlation: all lengths or all rewards are the same"),
+        (None, 0, 0, "none", "No correlation yet"),
     ],
-    ids=["longer", "shorter", "few", "little", "none"],
+    ids=["longer", "shorter", "few", "two", "nearly", "enough", "chance", "little", "constant", "none"],
 )
-def test_length_in_words(spearman: float | None, count: int, level: str, begins: str, page: Any) -> None:
-    told = call(page, "health", "lengthOf", {"spearman": spearman, "pearson": spearman, "count": count})
+def test_length_in_words(
+    spearman: float | None, count: int, num_distinct: float, level: str, begins: str, page: Any
+) -> None:
+    length = {"spearman": spearman, "pearson": spearman, "count": count, "num_distinct": num_distinct}
+    told = call(page, "health", "lengthOf", length)
     assert told["level"] == level
     assert told["text"].startswith(begins)
 
@@ -115,7 +123,7 @@ def test_length_in_words(spearman: float | None, count: int, level: str, begins:
 def snapshot(**changes: Any) -> dict[str, Any]:
     lines = {"requests_per_s": [1.0] * 10, "errors_per_s": [0.0] * 10, "sequences_per_s": [8.0] * 10}
     whole: dict[str, Any] = {
-        "server": {"is_ready": True, "why": ""},
+        "server": {"is_ready": True, "why": "", "request_timeout_s": 600},
         "models": [{"name": "m", "is_loaded": True}],
         "series": {"from": 0, "step_s": 10, "length": 10, "models": {"m": lines | changes.pop("lines", {})}},
         "totals": {"m": {"sequences": {"ok": 9e6, "failed": 1}, "rechecked": {"differs": 1}, "out_of_memory": 1}},
@@ -125,6 +133,8 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     # What is from before the window stands in no verdict.
     whole["totals"]["m"]["window"] = {"failed_sequences": 0, "out_of_memory": 0, "rechecked_differs": 0}
     whole["totals"]["m"]["window"] |= changes.pop("window", {})
+    whole["totals"]["m"]["latency_s"] = {"p50": 0.1, "p90": 0.2, "p99": 0.3, "wait": 0.05, "compute": 0.04}
+    whole["totals"]["m"]["latency_s"] |= changes.pop("latency", {})
     return whole | changes
 
 
@@ -150,6 +160,45 @@ CRITIC = {"fault": None, "is_durable": True, "num_unsaved": 0, "step": 1, "repor
 def test_what_is_to_be_looked_at(changes: dict[str, Any], level: str, text: str, page: Any) -> None:
     found = call(page, "health", "findings", snapshot(**changes), "m")
     assert [(one["level"], one["text"]) for one in found] == [(level, text)]
+
+
+@pytest.mark.parametrize(
+    ("latency", "text"),
+    [
+        ({"p50": 29.5, "wait": 27, "compute": 1}, "Requests wait long"),
+        ({"p50": 29.5, "wait": 0.1, "compute": 29}, "Requests are slow"),
+        ({"p50": 29.5, "wait": None, "compute": None}, "Requests are slow"),
+        ({"p50": 2.5, "wait": 2.4, "compute": 0.1}, "Requests wait long"),
+        ({"p50": 2.5, "wait": 1.5, "compute": 1}, None),
+        ({"p50": 1.9, "wait": 1.9, "compute": 0.001}, None),
+        ({"p50": None, "p99": None, "wait": None, "compute": None}, None),
+        ({"p99": 300}, "Requests come near their time-out"),
+    ],
+)
+def test_how_long_requests_may_take(latency: dict[str, Any], text: str | None, page: Any) -> None:
+    found = call(page, "health", "findings", snapshot(latency=latency), "m")
+    assert [one["text"] for one in found] == ([] if text is None else [text])
+
+
+def test_a_slow_request_is_told_in_figures(page: Any) -> None:
+    latency = {"p50": 29.5, "p99": 40, "wait": 27, "compute": 1}
+    server = {"is_ready": True, "why": "", "request_timeout_s": 60}
+    slow, near = call(page, "health", "findings", snapshot(latency=latency, server=server), "m")
+    assert slow["detail"] == "half take over 29.5\u00a0s, with a mean wait of 27\u00a0s"
+    assert near["detail"] == "1% take over 40\u00a0s of 60\u00a0s"
+    critic = snapshot(latency={"p99": 40}, server=server, models=[{"name": "m", "is_loaded": True, "is_critic": True}])
+    assert call(page, "health", "findings", critic, "m") == [], "a critic's have no time-out"
+
+
+def test_a_queue_that_stands_still_is_told(page: Any) -> None:
+    lines = {"queue_sequences": [0.0] * 5 + [8.0] * 5, "sequences_per_s": [8.0] * 6 + [0.0] * 4}
+    (found,) = call(page, "health", "findings", snapshot(lines=lines), "m")
+    assert (found["text"], found["detail"]) == (
+        "The queue stands still",
+        "8 sequences waiting, and nothing answered for 40\u00a0s",
+    )
+    lines["sequences_per_s"][-1] = 1.0
+    assert call(page, "health", "findings", snapshot(lines=lines), "m") == []
 
 
 def test_nothing_is_to_be_looked_at_where_all_is_well(page: Any) -> None:

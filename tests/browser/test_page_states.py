@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 import served
-from browser.conftest import PHONE, Visit, alter, until
+from browser.conftest import PHONE, WIDE, Visit, alter, until
 from browser.page_servers import running, settings, under_a_prefix
+from guerdon.config import ModelConfig
 from server.keys import KEYS, keyed
 
 NO_ANSWER = ("Failed to load resource",)
@@ -53,6 +54,47 @@ def test_an_idle_server_says_so(idle: str, visit: Visit) -> None:
     assert page.title().startswith("Ready, and idle")
 
 
+def test_a_server_whose_first_request_waits_is_not_idle(idle: str, visit: Visit) -> None:
+    def wait(told: dict[str, Any]) -> None:
+        for lines in told["series"]["models"].values():
+            lines["queue_sequences"][-1] = 8.0
+
+    page = visit(idle, prepare=lambda page: alter(page, wait))
+    assert page.locator("#verdict h1").inner_text() == "Ready, and busy"
+    assert "8 sequences waiting for longwinded" in page.locator("#verdict").inner_text()
+
+
+LONG_NAME = "a_reward_model_with_a_rather_long_name_of_which_nothing_may_be_hidden"
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) -> None:
+    config = settings(None)
+    config.models = [ModelConfig(model="browser.page_servers:fair", name=name) for name in ("short", LONG_NAME)]
+    with running(config) as server:
+        page = visit(server.http_url, size=size)
+        page.wait_for_selector(f"#models :text('{LONG_NAME}')")
+        under = page.evaluate(
+            """() => {
+              const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+              const texts = [];
+              for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+                if (node.parentElement.closest("select, .hidden")) continue;
+                const range = document.createRange();
+                range.selectNodeContents(node);
+                for (const at of range.getClientRects()) texts.push([node, at]);
+              }
+              const isOver = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+              return [...document.querySelectorAll("main .pill")].flatMap((pill) =>
+                texts.filter(([node, at]) => !pill.contains(node) && isOver(pill.getBoundingClientRect(), at))
+                  .map(([node]) => node.textContent));
+            }"""
+        )
+        assert under == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert page.locator("#models .pill").count() == 2
+
+
 def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) -> None:
     held: list[Any] = []
     page = visit(
@@ -81,6 +123,8 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
     forward(page, 10)
     page.wait_for_selector("body[data-state=stale]")
     assert re.search(r"No answer for 1\d\ss; trying again", page.locator("#notice").inner_text())
+    assert page.locator("#server .pill").inner_text() == "No answer"
+    assert "No answer" in page.title()
     forward(page, 20)
     page.wait_for_selector("body[data-state=stopped]")
     assert "has not answered since" in page.locator("#notice").inner_text()
@@ -95,6 +139,26 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
         page.wait_for_selector("body[data-state=live]")
         assert not page.locator("#notice").is_visible()
         assert page.locator("#verdict h1").inner_text() == "Ready, and idle"
+
+
+def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> None:
+    held: list[Any] = []
+    is_hanging = [True]
+    page = visit(idle, prepare=with_a_clock)
+    hold_the_clock(page)
+    assert page.locator("#server .pill.ok").inner_text() == "Ready"
+    page.route("**/dashboard/snapshot*", lambda route: held.append(route) if is_hanging else route.continue_())
+    forward(page, 9)  # four intervals
+    page.wait_for_selector("body[data-state=stale]")
+    assert held, "it was asked"
+    assert page.locator("#server .pill").inner_text() == "No answer"
+    assert page.locator("#server .pill.ok").count() == 0
+    assert re.search(r"What is shown is from \d\d:\d\d:\d\d", page.locator("#notice").inner_text())
+    is_hanging.clear()
+    for route in held:
+        route.continue_()
+    page.wait_for_selector("body[data-state=live]")
+    assert page.locator("#server .pill.ok").inner_text() == "Ready"
 
 
 def test_a_key_is_asked_for_where_there_are_keys(tmp_path: Path, visit: Visit) -> None:

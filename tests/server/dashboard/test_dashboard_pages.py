@@ -166,6 +166,9 @@ def test_a_snapshot_of_live_load(sums):
     assert told["totals"]["total"]["requests"]["ok"] >= 2
     latency = told["totals"]["total"]["latency_s"]
     assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"]
+    assert latency["wait"] > 0
+    assert latency["compute"] > 0
+    assert told["server"]["request_timeout_s"] == 600
 
     rewards, answered = told["rewards"]["total"], sums.post("/get_reward?model=total", json=asked).json()["rewards"]
     count = len(rewards["count"])

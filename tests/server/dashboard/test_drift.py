@@ -97,6 +97,18 @@ def test_correlations_count_a_weight_as_repetitions():
         assert measure(x, y, weights * 1.0) == pytest.approx(measure(many_x, many_y, ones(many_x)))
 
 
+def test_pairs_that_come_again_and_again_are_few():
+    x, y = np.array([3.0, 8.0]), np.array([0.2, 0.6])
+    noise = np.random.default_rng(0).normal(scale=1e-6, size=200)
+    assert drift.num_distinct(x, y, np.array([700.0, 700.0])) == pytest.approx(2)
+    assert drift.num_distinct(np.tile(x, 100), np.tile(y, 100) + noise, np.ones(200)) == pytest.approx(2)
+    # 30 others beside them weigh little.
+    many = np.concatenate([np.tile(x, 100), np.arange(30.0) + 20]), np.concatenate([np.tile(y, 100), np.arange(30.0)])
+    assert 2 < drift.num_distinct(*many, np.ones(230)) < 3
+    assert drift.num_distinct(np.arange(50.0), np.zeros(50), np.ones(50)) == pytest.approx(50)
+    assert drift.num_distinct(np.empty(0), np.empty(0), np.empty(0)) == 0
+
+
 def test_binned_means_hold_all_of_the_weight():
     x = np.arange(100.0)
     bins = drift.binned(x, 2 * x, ones(x), 4)

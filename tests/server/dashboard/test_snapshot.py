@@ -96,6 +96,7 @@ def test_histograms_of_both_have_the_same_bins(service):
 def test_length_against_reward(service):
     length = rewards_of(service)["length"]
     assert (length["count"], length["spearman"], length["pearson"]) == (100, pytest.approx(1), pytest.approx(1))
+    assert length["num_distinct"] == pytest.approx(100)
     assert sorted(length["points"].tolist()) == [[10 * reward, reward] for reward in WINDOW]
     assert sum(one["count"] for one in length["bins"]) == 100
     assert [one["tokens"] for one in length["bins"]] == pytest.approx([10 * one["mean"] for one in length["bins"]])

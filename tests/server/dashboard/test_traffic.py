@@ -92,6 +92,19 @@ def test_percentiles_are_those_of_the_requests_in_the_window():
     assert math.isnan(traffic.over(server.recent.whole(60), NAMES.index("rm"), True)["latency_s"]["p50"])
 
 
+def test_waiting_and_computing_are_told_as_means_of_the_answered():
+    server = Server()
+    for waited, computed in ((20, 1), (30, 2)):
+        server.metrics.observe("guerdon_request_queue_time_seconds", waited, "sum")
+        server.metrics.observe("guerdon_request_inference_time_seconds", computed, "sum")
+    server.read(10)
+    over = traffic.over(server.recent.whole(60), NAMES.index("sum"), False)["latency_s"]
+    assert (over["wait"], over["compute"]) == (pytest.approx(25), pytest.approx(1.5))
+    nothing = traffic.over(server.recent.whole(60), NAMES.index("rm"), True)["latency_s"]
+    assert math.isnan(nothing["wait"])
+    assert math.isnan(nothing["compute"])
+
+
 def test_what_failed_is_told_of_the_window_alone():
     server = Server()
     for second in (10, 200):

@@ -115,6 +115,19 @@ def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
     return pearson(ranks(x, weights), ranks(y, weights), weights) if len(x) > 1 else math.nan
 
 
+def num_distinct(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
+    """Returns Kish's effective number of different pairs: 2 for two pairs that both come a thousand times.
+
+    `y` is rounded to a hundredth of its range, because one sequence's reward differs a little from batch to batch.
+    """
+    if not len(x):
+        return 0.0
+    levels = np.round((y - y.min()) * 100 / max(np.ptp(y), 1e-300))
+    _, places = np.unique(x + 1j * levels, return_inverse=True)
+    sums = np.bincount(places, weights)
+    return float(sums.sum() ** 2 / (sums**2).sum())
+
+
 def ranks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The rank of each number, float64 `[N]`; equal ones share the middle of theirs."""
     _, places = np.unique(values, return_inverse=True)

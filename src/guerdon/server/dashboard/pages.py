@@ -178,6 +178,7 @@ class Pages:
             "address": address,
             "samples_allowed": self._service.watch.extremes is not None and self._may_read(caller),
             "role": caller.role.name.lower(),
+            "request_timeout_s": self._config.request_timeout_s,
         }
 
     def _may_read(self, caller: Caller) -> bool:

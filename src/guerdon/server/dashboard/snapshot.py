@@ -222,5 +222,6 @@ def _length(pool: Pool) -> dict[str, Any]:
         "pearson": drift.pearson(tokens, rewards, weights),
         "spearman": drift.spearman(tokens, rewards, weights),
         "count": sum(moments.count for _, moments in pool.parts),
+        "num_distinct": drift.num_distinct(tokens, rewards, weights),
         "bins": [{"tokens": at, "mean": mean, "count": count} for at, mean, count in bins],
     }

@@ -21,6 +21,8 @@ METRICS = (
     "guerdon_batch_sequences",
     "guerdon_batch_budget_tokens",
     "guerdon_e2e_request_latency_seconds",
+    "guerdon_request_queue_time_seconds",
+    "guerdon_request_inference_time_seconds",
     "guerdon_out_of_memory",
     "guerdon_recheck_sequences",
 )
@@ -29,6 +31,7 @@ METRICS = (
 _FAILINGS = ("failed_sequences", "out_of_memory", "rechecked_differs")
 _COUNTERS = (
     *("requests", "errors", "sequences", "received_tokens", "computed_tokens", "batches", "batch_sequences"),
+    *("answered", "waited_s", "computed_s"),
     *_FAILINGS,
 )
 _LEVELS = ("queue_sequences", "queue_tokens", "budget_tokens")
@@ -47,6 +50,9 @@ _OF_SAMPLES = {
     "guerdon_batch_sequences_count": "batches",
     "guerdon_batch_sequences_sum": "batch_sequences",
     "guerdon_out_of_memory_total": "out_of_memory",
+    "guerdon_request_queue_time_seconds_count": "answered",
+    "guerdon_request_queue_time_seconds_sum": "waited_s",
+    "guerdon_request_inference_time_seconds_sum": "computed_s",
 }
 _FINE = ("ok", "Cancelled")
 """Outcomes of requests that are no errors: a client that leaves is served no worse."""
@@ -119,10 +125,15 @@ def series(window: Window, row: int, is_computed: bool) -> dict[str, np.ndarray]
 
 
 def over(window: Window, row: int, is_computed: bool) -> dict[str, Any]:
-    """The latencies, the fill of the model's batches and what failed over a window of one step; NaN: not known."""
+    """Returns latencies, batch fill and failures over a window of one step; NaN if unknown.
+
+    `wait` and `compute` are the means of the answered requests, in seconds.
+    """
     told = series(window, row, is_computed)
     latency = {name.split("_")[1]: told[name][0] for name in _QUANTILES}
     grown = window.increases()[0, row * WIDTH : (row + 1) * WIDTH]
+    for name, column in {"wait": "waited_s", "compute": "computed_s"}.items():
+        latency[name] = float(_ratio(grown[_COLUMNS[column]], grown[_COLUMNS["answered"]]))
     failings = {name: round(grown[_COLUMNS[name]]) for name in ("sequences", *_FAILINGS)}
     return {"latency_s": latency, "batch_fill": told["batch_fill"][0], "window": failings}
 

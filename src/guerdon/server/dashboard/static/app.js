@@ -12,31 +12,34 @@ import * as theme from "./theme.js";
 import * as traffic from "./traffic.js";
 import * as tryit from "./tryit.js";
 
-/** Without an answer for so long, the page says that what it shows is old. */
-const STALE_S = 10;
+/** Between two questions; a snapshot of a long window costs more and changes less. */
+const PAUSE_S = 2;
+const LONGEST_PAUSE_S = 10;
+/** If a question stays without an answer for so long, the page says so, and no longer that the server is ready. */
+const STALE_S = 6;
 /** And for so long, that the server has stopped. */
 const STOPPED_S = 30;
 
 const shown = {
-  model: null, windowS: 900, reference: "previous", snapshot: null, answered: null, failure: null, fault: null, version: null,
+  model: null, windowS: 900, reference: "previous", snapshot: null, answered: null, asked: null, failure: null, fault: null, version: null,
 };
 /** Models that the server would not tell of alone: a name from the address that it does not serve, for one. */
 const refused = new Set();
 let timer = 0;
 let round = 0;
 
-/** A snapshot of a long window costs more and changes less. */
 function pauseS() {
-  return Math.min(Math.max(shown.windowS / 600, 2), 20);
+  return shown.failure ? PAUSE_S : Math.min(Math.max(shown.windowS / 600, PAUSE_S), LONGEST_PAUSE_S);
 }
 
 async function refresh() {
   clearTimeout(timer);
   const mine = ++round;
+  shown.asked ??= Date.now();
   try {
     const told = await fetched();
     if (mine !== round) return; // the window was changed meanwhile
-    Object.assign(shown, { snapshot: told, answered: Date.now(), failure: null, fault: null });
+    Object.assign(shown, { snapshot: told, answered: Date.now(), asked: null, failure: null, fault: null });
     shown.version ??= told.server.version;
     draw();
   } catch (failure) {
@@ -82,7 +85,7 @@ function draw() {
   overview.showTiles(snapshot, model, windowS);
   rewards.show(snapshot, model, windowS, shown.reference);
   samples.show(snapshot, model, windowS);
-  traffic.show(snapshot, model);
+  traffic.show(snapshot, model, windowS);
   critic.show(snapshot);
   models.show(snapshot);
   tryit.show(snapshot);
@@ -133,8 +136,8 @@ function choose(change) {
 
 /** What the page says of answers that did not come. */
 function tell() {
-  const { failure, fault, answered, snapshot: told, version } = shown;
-  const silent = answered === null ? Infinity : (Date.now() - answered) / 1000;
+  const { failure, fault, answered, asked, snapshot: told, version } = shown;
+  const silent = asked === null ? 0 : (Date.now() - asked) / 1000;
   const again = () => el("button", { type: "button", onclick: () => refresh() }, "Try again");
   let state = answered === null ? "loading" : "live";
   let said = null;
@@ -151,14 +154,14 @@ function tell() {
     state = "refused";
     said = `The server refuses: ${failure.message}`;
     overview.showNotice("bad", said, again());
-  } else if (failure && silent > STOPPED_S) {
+  } else if (failure && (answered === null || silent > STOPPED_S)) {
     state = "stopped";
     said = answered === null ? `Cannot reach the server: ${failure.message}. Trying again.`
       : `The server has not answered since ${clock(answered / 1000)}: it has stopped, or cannot be reached. What is shown is from then.`;
     overview.showNotice("bad", said, again());
-  } else if (failure && silent > STALE_S) {
+  } else if (answered !== null && silent > STALE_S) {
     state = "stale";
-    said = `No answer for ${span(Math.floor(silent / 2) * 2)}; trying again.`;
+    said = `No answer for ${span(Math.floor(silent / 2) * 2)}; trying again. What is shown is from ${clock(answered / 1000)}.`;
     overview.showNotice("warn", said);
   } else if (!failure && told && told.server.version !== version) {
     said = `The server is guerdon ${told.server.version} now; this page came with ${version}.`;
@@ -166,9 +169,9 @@ function tell() {
   }
   if (said === null) overview.showNotice("", null);
   document.body.dataset.state = state;
-  const word = { stopped: "No answer", refused: "Refused", broken: "Cannot be shown" }[state];
+  const word = { stale: "No answer", stopped: "No answer", refused: "Refused", broken: "Cannot be shown" }[state];
   if (!word) return;
-  overview.showSilence(word);
+  overview.showSilence(word, state === "stale" ? "warn" : "bad");
   document.title = `${word} · guerdon`;
 }
 
@@ -190,8 +193,15 @@ function start() {
   tryit.make();
   menu.addEventListener("change", () => choose({ windowS: Number(menu.value) }));
   byId("model").addEventListener("change", (event) => choose({ model: event.target.value }));
-  document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : refresh()));
-  setInterval(() => shown.failure && tell(), 1000);
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      clearTimeout(timer);
+      return;
+    }
+    if (!shown.failure) shown.asked = null; // nobody waited for an answer meanwhile
+    refresh();
+  });
+  setInterval(() => document.hidden || tell(), 1000);
   refresh();
 }
 

@@ -1,6 +1,6 @@
 /** What in a snapshot a person should look at: pure, from the numbers alone, each finding with where to look. */
 
-import { count, difference, isNumber, number, percent, plural, span } from "./format.js";
+import { count, difference, isNumber, latency, number, percent, plural, span } from "./format.js";
 
 /** Shares of the window's requests that failed. */
 const FAILING = 0.01;
@@ -9,6 +9,13 @@ const FAILING_BADLY = 0.1;
 const LOSING = 0.001;
 /** Seconds that it takes to compute what waits. */
 const LONG_WAIT_S = 30;
+/** Seconds within which half of the requests should be answered. */
+const SLOW_S = 10;
+/** The same where requests wait WAITING times as long as they are computed. */
+const SLOW_IN_QUEUE_S = 2;
+const WAITING = 10;
+/** Share of the request time-out within which 99% should be answered. */
+const NEAR_TIMEOUT = 0.5;
 /** So many rewards at least, or distributions are not compared. */
 const ENOUGH = 50;
 /** A difference of means in the reference's standard deviations, and one of the distribution functions. */
@@ -20,6 +27,10 @@ const BY_CHANCE = 1.63;
 const NARROWED = 0.3;
 /** A rank correlation of length and reward. */
 const CORRELATED = 0.4;
+/** So many different pairs of length and reward at least, or they are not correlated. */
+const ENOUGH_DIFFERENT = 20;
+/** By so many times 1/sqrt(n - 1), the rank correlation of independent numbers differs from 0 once in a hundred times. */
+const CORRELATED_BY_CHANCE = 2.58;
 
 /** So long a server keeps rewards, but for those of its start. */
 const KEPT_S = 86_400;
@@ -60,10 +71,15 @@ export function driftOf(drift, absent = "Nothing to compare with yet") {
 
 /** What length tells of the reward: level none, fine or high, and why. */
 export function lengthOf(length) {
-  const { spearman, pearson, count: n } = length ?? {};
-  if (!n || !isNumber(spearman)) return { level: "none", text: "No correlation yet" };
+  const { spearman, pearson, count: n, num_distinct: different } = length ?? {};
+  if (!n) return { level: "none", text: "No correlation yet" };
+  if (n < ENOUGH) return { level: "none", text: `Too few rewards for a correlation (${count(n)} of ${ENOUGH})` };
+  if (different < ENOUGH_DIFFERENT) {
+    return { level: "none", text: `Too few different sequences for a correlation (${count(Math.floor(different))} of ${ENOUGH_DIFFERENT})` };
+  }
+  if (!isNumber(spearman)) return { level: "none", text: "No correlation: all lengths or all rewards are the same" };
   const figures = `Spearman ${signedNumber(spearman)}, Pearson ${signedNumber(pearson)}, n ${count(n)}`;
-  if (n < ENOUGH || Math.abs(spearman) < CORRELATED) return { level: "fine", text: figures };
+  if (Math.abs(spearman) < Math.max(CORRELATED, CORRELATED_BY_CHANCE / Math.sqrt(different - 1))) return { level: "fine", text: figures };
   const which = spearman > 0 ? "Longer" : "Shorter";
   return { level: "high", text: `${which} sequences score higher: ${figures}` };
 }
@@ -77,7 +93,8 @@ export function total(values, stepS) {
   return (values ?? []).reduce((sum, v) => sum + (isNumber(v) ? v * stepS : 0), 0);
 }
 
-function last(values) {
+/** The latest number of a series; null: there is none. */
+export function last(values) {
   return (values ?? []).findLast(isNumber) ?? null;
 }
 
@@ -85,7 +102,7 @@ function last(values) {
  * Findings of the model's snapshot, the worst first: { level: bad or warn, text, detail, href }. None: nothing stands out.
  */
 export function findings(snapshot, name) {
-  const found = [...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofRewards(snapshot, name)];
+  const found = [...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofLatency(snapshot, name), ...ofRewards(snapshot, name)];
   if (snapshot.critic) found.push(...ofCritic(snapshot.critic));
   return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
 }
@@ -107,6 +124,8 @@ export function checks(snapshot, name) {
   const { drift, length } = snapshot.rewards[name] ?? {};
   const told = [];
   if (all) told.push(["Errors", percent(total(lines.errors_per_s, snapshot.series.step_s) / all)]);
+  const { p50 } = snapshot.totals[name]?.latency_s ?? {};
+  if (isNumber(p50)) told.push(["Latency", latency(p50)]);
   if (isNumber(last(lines.queue_sequences))) told.push(["Queue", number(last(lines.queue_sequences))]);
   if (driftOf(drift).level === "same") told.push(["Drift", `${difference(drift.shift)} σ`]);
   if (lengthOf(length).level === "fine") told.push(["Length", `ρ ${signedNumber(length.spearman)}`]);
@@ -138,6 +157,10 @@ function ofTraffic({ series, totals }, name) {
   if (waiting && perSecond > 0 && waiting / perSecond > LONG_WAIT_S) {
     found.push({ level: "warn", text: "The queue is long", detail: `what waits takes about ${span(waiting / perSecond)}`, href: "#traffic" });
   }
+  const stuck = stuckS(lines, series.step_s);
+  if (stuck > LONG_WAIT_S) {
+    found.push({ level: "warn", text: "The queue stands still", detail: `${plural(waiting, "sequence")} waiting, and nothing answered for ${span(stuck)}`, href: "#traffic" });
+  }
   const sums = totals[name]?.window ?? {};
   const lost = sums.failed_sequences ?? 0;
   const lostShare = lost / Math.max(total(lines.sequences_per_s, series.step_s), lost, 1);
@@ -151,6 +174,28 @@ function ofTraffic({ series, totals }, name) {
   if (sums.out_of_memory) {
     const detail = `${plural(sums.out_of_memory, "forward")} had to be split in this window`;
     found.push({ level: "warn", text: "Out of memory", detail, href: "#traffic" });
+  }
+  return found;
+}
+
+/** Seconds at the end of the window in which something waited and nothing was answered; one step alone does not count. */
+function stuckS({ queue_sequences: queue = [], sequences_per_s: answered = [] }, stepS) {
+  const steps = queue.length - 1 - queue.findLastIndex((waiting, i) => !(waiting > 0) || answered[i] > 0);
+  return steps > 1 ? steps * stepS : 0;
+}
+
+function ofLatency({ server, models, totals }, name) {
+  const found = [];
+  const { p50, p99, wait, compute } = totals[name]?.latency_s ?? {};
+  const waits = wait > WAITING * compute;
+  if (p50 > SLOW_S || (waits && p50 > SLOW_IN_QUEUE_S)) {
+    const waiting = isNumber(wait) ? `, with a mean wait of ${latency(wait)}` : "";
+    found.push({ level: "warn", text: wait > compute ? "Requests wait long" : "Requests are slow", detail: `half take over ${latency(p50)}${waiting}`, href: "#traffic" });
+  }
+  // A critic's requests wait as long as a train takes.
+  const allowed = models.find((m) => m.name === name)?.is_critic ? null : server.request_timeout_s;
+  if (isNumber(allowed) && p99 >= NEAR_TIMEOUT * allowed) {
+    found.push({ level: "warn", text: "Requests come near their time-out", detail: `1% take over ${latency(p99)} of ${latency(allowed)}`, href: "#traffic" });
   }
   return found;
 }

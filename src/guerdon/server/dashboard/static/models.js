@@ -35,8 +35,9 @@ function model(m) {
     ["Longest sequence", m.max_length ? `${count(m.max_length)} tokens` : ""],
   ];
   return el("article", { class: "card model" },
-    el("h3", {}, m.name, el("small", {}, m.is_critic ? "critic" : m.components ? "sum" : m.kind.replaceAll(/[-_]/g, " "))),
-    el("span", { class: `pill ${m.is_loaded ? "ok" : "idle"}` }, m.is_loaded ? "loaded" : "unloaded"),
+    el("div", { class: "title" },
+      el("h3", {}, m.name, el("small", {}, m.is_critic ? "critic" : m.components ? "sum" : m.kind.replaceAll(/[-_]/g, " "))),
+      el("span", { class: `pill ${m.is_loaded ? "ok" : "idle"}` }, m.is_loaded ? "loaded" : "unloaded")),
     el("dl", { class: "about" }, ...facts.filter(([, value]) => value).flatMap(([word, value, kind]) =>
       [el("dt", {}, word), el("dd", { class: kind ?? null }, value)])));
 }

@@ -1,10 +1,10 @@
 /** The page's head: the server, whether all is well, and the numbers at a glance. */
 
 import { byId, el, putText } from "./dom.js";
-import { count, isNumber, latency, number, percent, span, windowName } from "./format.js";
-import { checks, driftOf, findings, givesRewards, isTrained, total } from "./health.js";
+import { count, isNumber, latency, number, percent, plural, span, windowName } from "./format.js";
+import { checks, driftOf, findings, givesRewards, isTrained, last, total } from "./health.js";
 import { sparkline } from "./lines.js";
-import { since } from "./panels.js";
+import { lately, meanLately, since } from "./panels.js";
 
 let said = "";
 
@@ -19,10 +19,10 @@ export function showServer({ server }) {
 }
 
 /** Says in the bar, too, that nobody answers: what stands beside it is old. */
-export function showSilence(text) {
+export function showSilence(text, level) {
   const pill = document.querySelector("#server .pill");
   if (!pill) return;
-  pill.className = "pill bad";
+  pill.className = `pill ${level}`;
   putText(pill, text);
 }
 
@@ -30,18 +30,21 @@ export function showSilence(text) {
 export function showVerdict(snapshot, name, windowS) {
   const found = findings(snapshot, name);
   const lines = snapshot.series.models[name] ?? {};
-  const asked = (lines.requests_per_s ?? []).some((v) => v > 0);
+  // A sum's components get sequences and no requests.
+  const asked = [...(lines.requests_per_s ?? []), ...(lines.sequences_per_s ?? [])].some((v) => v > 0);
+  const waiting = last(lines.queue_sequences);
   const trained = isTrained(snapshot, windowS);
   const level = found.length ? found[0].level : asked || trained ? "ok" : "idle";
   const title = {
     ok: "Healthy",
-    idle: "Ready, and idle",
+    idle: waiting ? "Ready, and busy" : "Ready, and idle",
     warn: found.length === 1 ? "One thing to look at" : `${found.length} things to look at`,
     bad: "Something is wrong",
   }[level];
   const text = {
     ok: `Fewer than 1% errors in the last ${windowName(windowS)}${beside(snapshot, name, trained)}.`,
-    idle: `No request came for ${name} in the last ${windowName(windowS)}.`,
+    idle: waiting ? `${plural(waiting, "sequence")} waiting for ${name}; nothing was answered in the last ${windowName(windowS)}.`
+      : `No request came for ${name} in the last ${windowName(windowS)}.`,
   }[level];
   document.title = `${title} · ${name} · guerdon`;
   const fine = found.length ? [] : checks(snapshot, name);
@@ -102,14 +105,6 @@ export function makeTiles() {
   byId("tiles").replaceChildren(...nodes);
 }
 
-/** So many steps of a series are what a tile calls the last seconds. */
-const RECENT = 5;
-
-function recent(values) {
-  const found = (values ?? []).slice(-RECENT).filter(isNumber);
-  return found.length ? found.reduce((sum, v) => sum + v, 0) / found.length : null;
-}
-
 function put(id, when, value, under, values) {
   const tile = tiles.get(id);
   putText(tile.when, when);
@@ -126,18 +121,18 @@ export function showTiles(snapshot, name, windowS) {
     "latency_p50_s", "batch_fill", "batch_sequences", "sequences_per_s"];
   const drawn = since(snapshot, names.map((key) => ({ name: key, values: own[key] })));
   const lines = Object.fromEntries(drawn.series.map(({ name: key, values }) => [key, values]));
-  const now = Object.fromEntries(Object.entries(lines).map(([key, values]) => [key, recent(values)]));
+  const now = Object.fromEntries(Object.entries(lines).map(([key, values]) => [key, meanLately(snapshot, values)]));
   const { p50, p90, p99 } = totals.latency_s ?? {};
   const requests = Object.values(totals.requests ?? {}).reduce((sum, n) => sum + n, 0);
-  const lately = `last ${span(Math.max(1, snapshot.series.step_s * RECENT))}`;
+  const when = lately(snapshot);
   const whole = `last ${span(windowS)}`;
-  put("requests", lately, number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", `${count(requests)} since the start`), lines.requests_per_s);
-  put("tokens", lately, number(now.received_tokens_per_s), both(now.computed_tokens_per_s, "computed", `${number(totals.received_tokens)} since the start`), lines.received_tokens_per_s);
+  put("requests", when, number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", `${count(requests)} since the start`), lines.requests_per_s);
+  put("tokens", when, number(now.received_tokens_per_s), both(now.computed_tokens_per_s, "computed", `${number(totals.received_tokens)} since the start`), lines.received_tokens_per_s);
   put("queue", "now", number(lines.queue_sequences.findLast(isNumber)), `${number(lines.queue_tokens.findLast(isNumber))} tokens wait`, lines.queue_sequences);
   put("latency", whole, latency(p50), `p90 ${latency(p90)} · p99 ${latency(p99)}`, lines.latency_p50_s);
   const filled = isNumber(now.batch_fill);
   const batch = isNumber(now.batch_sequences) ? `${number(now.batch_sequences)} sequences a batch` : "no batch lately";
-  put("fill", filled ? lately : whole, percent(filled ? now.batch_fill : totals.batch_fill), batch, lines.batch_fill);
+  put("fill", filled ? when : whole, percent(filled ? now.batch_fill : totals.batch_fill), batch, lines.batch_fill);
   const received = total(own.received_tokens_per_s, snapshot.series.step_s);
   const computed = total(own.computed_tokens_per_s, snapshot.series.step_s);
   const saved = lines.received_tokens_per_s.map((got, i) => (got > 0 ? 1 - lines.computed_tokens_per_s[i] / got : null));

@@ -1,6 +1,7 @@
 /** What panels share: a card with its heading, a word under it, a legend, and what it says while it is empty. */
 
 import { el, putText } from "./dom.js";
+import { isNumber, span } from "./format.js";
 
 /** A card: `node` to put in, `body` for what it shows, and functions that change the words around it. */
 export function card({ title, unit = "", id = null, wide = false }) {
@@ -36,6 +37,25 @@ export function card({ title, unit = "", id = null, wide = false }) {
 export function axis({ server, series }) {
   const to = series.from + series.step_s * series.length;
   return { from: Math.max(series.from, Math.min(server.started, to - 60)), to };
+}
+
+/** A minute at least, and so many steps of a series, are what figures beside it call lately. */
+const LATELY_S = 60;
+const LATELY_STEPS = 5;
+
+function stepsLately({ series }) {
+  return Math.max(LATELY_STEPS, Math.ceil(LATELY_S / series.step_s));
+}
+
+/** How long ago lately begins, in words. */
+export function lately(snapshot) {
+  return `last ${span(snapshot.series.step_s * stepsLately(snapshot))}`;
+}
+
+/** The mean of what is known lately; null: nothing. */
+export function meanLately(snapshot, values) {
+  const found = (values ?? []).slice(-stepsLately(snapshot)).filter(isNumber);
+  return found.length ? found.reduce((sum, v) => sum + v, 0) / found.length : null;
 }
 
 /** The moments of a series' numbers. */

@@ -34,12 +34,15 @@ export function legend({ low, high, middle }) {
   return el("p", { class: "ramp" }, el("span", {}, reward(low)), ...ramp, el("span", {}, reward(high)));
 }
 
-/** The text of one result; the pointer and the arrow keys read its values. */
+/** The text of one result as its tokens; the pointer and the arrow keys read their values, if they have any. */
 export function heatText({ tokens, steps }, range, label) {
-  const told = el("p", { class: "told", "aria-live": "polite" }, `${plural(tokens.length, "token")}. Point at one, or use the arrow keys, to read its value.`);
+  const hasValues = tokens.some(({ value }) => isNumber(value));
+  const said = hasValues ? ". Point at one, or use the arrow keys, to read its value." : steps?.length ? ` in ${plural(steps.length, "step")}; each step's reward stands behind it.` : "";
+  const told = el("p", { class: "told", "aria-live": "polite" }, plural(tokens.length, "token") + said);
   const ends = new Map((steps ?? []).map((step, i) => [step.index, { ...step, number: i + 1 }]));
   const nodes = [];
-  const text = el("div", { class: "heat-text", tabindex: 0, role: "group", "aria-label": label });
+  const what = hasValues ? " with its tokens' values" : steps?.length ? " with its steps' rewards" : "";
+  const text = el("div", { class: "heat-text", tabindex: 0, role: "group", "aria-label": label + what });
   let at = -1;
   const tell = (i) => {
     nodes[at]?.classList.remove("at");
@@ -60,6 +63,7 @@ export function heatText({ tokens, steps }, range, label) {
     if (range) shade(mark, step.reward, range);
     text.append(mark);
   });
+  if (!hasValues) return el("div", {}, text, told);
   text.addEventListener("pointerover", (event) => {
     const i = event.target.dataset?.i;
     if (i !== undefined) tell(Number(i));

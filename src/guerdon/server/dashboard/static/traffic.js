@@ -1,19 +1,22 @@
 /** The section of traffic: what came, what was computed, how long it took, and what failed. */
 
 import { byId, el } from "./dom.js";
-import { count, isNumber, latency, number, percent } from "./format.js";
+import { count, isNumber, latency, number, percent, span } from "./format.js";
+import { last, total } from "./health.js";
 import { Lines } from "./lines.js";
-import { card, since } from "./panels.js";
+import { card, lately, meanLately, since } from "./panels.js";
 
 const PANELS = [
-  { title: "Requests", unit: "per second", lines: [["requests_per_s", "all", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
+  { title: "Requests", unit: "per second", ofRequests: true, lines: [["requests_per_s", "all", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
   { title: "Tokens", unit: "per second", ofParts: true, lines: [["received_tokens_per_s", "received", "muted", true], ["computed_tokens_per_s", "computed", "accent", true]], format: number },
-  { title: "Latency", unit: "from arrival to answer", lines: [["latency_p99_s", "p99", "light", false], ["latency_p90_s", "p90", "middle", false], ["latency_p50_s", "p50", "accent", false]], format: latency },
+  { title: "Latency", unit: "from arrival to answer", ofRequests: true, ofWindow: true, lines: [["latency_p99_s", "p99", "light", false], ["latency_p90_s", "p90", "middle", false], ["latency_p50_s", "p50", "accent", false]], format: latency },
   { title: "Queue", unit: "sequences", ofParts: true, lines: [["queue_sequences", "waiting", "accent", true]], format: number },
   { title: "Batches", unit: "share of the token budget", ofParts: true, lines: [["batch_fill", "fill", "accent", true]], format: percent },
 ];
 /** Outcomes that are no mistake of the server or of the request: a client that left asked no more. */
 const FINE = new Set(["ok", "Cancelled"]);
+/** What is said in place of the requests of a model that only sums ask. */
+const PART = "Requests are counted at the sum that it is part of";
 let panels, errors;
 
 /** The cards, empty. */
@@ -24,7 +27,7 @@ export function make() {
       label: `${panel.title}, ${panel.unit}`,
       format: panel.format,
       margin: { left: 54 },
-      describe: ({ series }) => series.map(({ name, values }) => `${name} ${panel.format(values.findLast(isNumber))}`).join(", "),
+      describe: ({ series, when }) => `${when}: ${series.map(({ name, figure }) => `${name} ${figure}`).join(", ")}`,
     });
     return { ...panel, card: made, chart };
   });
@@ -32,20 +35,27 @@ export function make() {
   byId("traffic-grid").replaceChildren(...panels.map((panel) => panel.card.node), errors.node);
 }
 
-/** The snapshot's series of that model. */
-export function show(snapshot, name) {
+/** The snapshot's series of that model; beside each line its mean lately, or the window's percentile. */
+export function show(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const parts = snapshot.models.find((m) => m.name === name)?.components;
   const elsewhere = parts && `A sum is computed by its components: ${parts.join(", ")}`;
-  for (const { lines, card: made, chart, format, ofParts } of panels) {
-    const has = lines.some(([key]) => (own[key] ?? []).some(isNumber));
-    made.empty(has ? null : (ofParts && elsewhere) || "Nothing in this window");
+  const isPart = !total(own.requests_per_s, 1) && total(own.sequences_per_s, 1) > 0;
+  const totals = snapshot.totals[name] ?? {};
+  for (const { lines, card: made, chart, format, ofParts, ofRequests, ofWindow } of panels) {
+    const has = lines.some(([key]) => (own[key] ?? []).some(isNumber)) && !(ofRequests && isPart);
+    made.empty(has ? null : (ofParts && elsewhere) || (isPart && PART) || "Nothing in this window");
+    const when = ofWindow ? `last ${span(windowS)}` : lately(snapshot);
+    made.say(has ? when : "");
     if (!has) continue;
-    const data = since(snapshot, lines.map(([key, label, kind, area]) => ({ kind, name: label, area, values: own[key] })));
-    made.legend(data.series.map(({ kind, name: label, values }) => [kind, label, format(values.findLast(isNumber))]));
-    chart.update(data);
+    const data = since(snapshot, lines.map(([key, label, kind, area]) => {
+      const figure = format(ofWindow ? totals.latency_s?.[label] : meanLately(snapshot, own[key]) ?? last(own[key]));
+      return { kind, name: label, area, values: own[key], figure };
+    }));
+    made.legend(data.series.map(({ kind, name: label, figure }) => [kind, label, figure]));
+    chart.update({ ...data, when });
   }
-  showOutcomes(snapshot.totals[name] ?? {}, snapshot.server.unknown_requests ?? {});
+  showOutcomes(totals, snapshot.server.unknown_requests ?? {});
 }
 
 function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, rechecked = {} }, unknown) {

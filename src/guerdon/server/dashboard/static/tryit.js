@@ -124,7 +124,7 @@ function one(result, i, text, [low, high], best, range) {
     el("b", { class: "score" }, reward(result.reward)), isBest ? el("span", { class: "pill ok" }, "best") : null);
   const parts = Object.entries({ ...result.components, ...result.attributes });
   const shown = result.tokens?.length
-    ? heatText(result, range, `Response ${i + 1} with its tokens' values`)
+    ? heatText(result, range, `Response ${i + 1}`)
     : el("p", { class: "text" }, text);
   return el("li", {}, head, shown,
     parts.length ? el("dl", { class: "parts" }, ...parts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, reward(value))])) : null,
