@@ -161,6 +161,25 @@ def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> Non
     assert page.locator("#server .pill.ok").inner_text() == "Ready"
 
 
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_a_notice_covers_nothing_of_the_bar_and_stays_in_sight(size: tuple[int, int], idle: str, visit: Visit) -> None:
+    version = ["1.0"]
+    page = visit(
+        idle, size=size, prepare=lambda page: alter(page, lambda told: told["server"].update(version=version[0]))
+    )
+    version[0] = "1.1"
+    page.wait_for_selector("#notice:visible")
+    place = "document.querySelector('{}').getBoundingClientRect().toJSON()"
+    notice = page.evaluate(place.format("#notice"))
+    for part in ("#server .pill", ".sections"):
+        at = page.evaluate(place.format(part))
+        assert at["bottom"] <= notice["top"] or notice["bottom"] <= at["top"], part
+    page.evaluate("window.scrollTo({ top: document.body.scrollHeight, behavior: 'instant' })")
+    notice = page.evaluate(place.format("#notice"))
+    assert notice["top"] >= 0
+    assert notice["bottom"] <= size[1]
+
+
 def test_a_key_is_asked_for_where_there_are_keys(tmp_path: Path, visit: Visit) -> None:
     plain = settings(None, port=served.free_port())
     with running(plain) as server:
