@@ -125,7 +125,7 @@ def test_a_component_that_only_its_sum_asks_is_not_called_idle(url: str, visit: 
         lines["requests_per_s"] = [value and 0.0 for value in lines["requests_per_s"]]
 
     page = visit(f"{url}/?model=fair", prepare=lambda page: alter(page, through_the_sum))
-    page.wait_for_selector("text=Requests are counted at the sum that it is part of")
+    page.wait_for_selector("text=Requests are counted at the sum that contains it")
     assert "idle" not in page.locator("#verdict h1").inner_text()
 
 

@@ -185,7 +185,7 @@ def test_a_slow_request_is_told_in_figures(page: Any) -> None:
     server = {"is_ready": True, "why": "", "request_timeout_s": 60}
     slow, near = call(page, "health", "findings", snapshot(latency=latency, server=server), "m")
     assert slow["detail"] == "half take over 29.5\u00a0s, with a mean wait of 27\u00a0s"
-    assert near["detail"] == "1% take over 40\u00a0s of 60\u00a0s"
+    assert near["detail"] == "1% take over 40\u00a0s; the time-out is 60\u00a0s"
     critic = snapshot(latency={"p99": 40}, server=server, models=[{"name": "m", "is_loaded": True, "is_critic": True}])
     assert call(page, "health", "findings", critic, "m") == [], "a critic's have no time-out"
 

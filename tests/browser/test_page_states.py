@@ -233,7 +233,7 @@ def test_a_server_of_another_version_has_the_page_loaded_again(idle: str, visit:
     assert not page.locator("#notice").is_visible()
     version[0] = "1.1"
     page.wait_for_selector("text=The server is guerdon 1.1 now; this page came with 1.0.")
-    page.get_by_role("button", name="Load again").click()
+    page.get_by_role("button", name="Reload").click()
     page.wait_for_selector("body[data-state=live]")
     assert not page.locator("#notice").is_visible()
 

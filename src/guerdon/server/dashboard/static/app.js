@@ -12,10 +12,10 @@ import * as theme from "./theme.js";
 import * as traffic from "./traffic.js";
 import * as tryit from "./tryit.js";
 
-/** Between two questions; a snapshot of a long window costs more and changes less. */
+/** Seconds between two polls; a snapshot of a long window costs more and changes less. */
 const PAUSE_S = 2;
 const LONGEST_PAUSE_S = 10;
-/** If a question stays without an answer for so long, the page says so, and no longer that the server is ready. */
+/** If a poll stays unanswered for so long, the page says "No answer" instead of "Ready". */
 const STALE_S = 6;
 /** And for so long, that the server has stopped. */
 const STOPPED_S = 30;
@@ -141,14 +141,14 @@ function tell() {
   const again = () => el("button", { type: "button", onclick: () => refresh() }, "Try again");
   let state = answered === null ? "loading" : "live";
   let said = null;
-  const reload = () => el("button", { type: "button", onclick: () => location.reload() }, "Load again");
+  const reload = () => el("button", { type: "button", onclick: () => location.reload() }, "Reload");
   if (fault) {
     state = "broken";
-    said = `This page cannot show what the server answers (${fault.message}). It may be older than the server: load it again.`;
+    said = `This page cannot show what the server answers (${fault.message}). It may be older than the server: reload it.`;
     overview.showNotice("bad", said, reload());
   } else if (failure?.kind === "unauthorised") {
     state = "refused";
-    said = "This server asks for a key. Load the page again, and give any name, and the key as the password.";
+    said = "This server asks for a key. Reload the page, and give any name and the key as the password.";
     overview.showNotice("bad", said, reload());
   } else if (failure && failure.kind !== "unreachable") {
     state = "refused";
@@ -198,7 +198,7 @@ function start() {
       clearTimeout(timer);
       return;
     }
-    if (!shown.failure) shown.asked = null; // nobody waited for an answer meanwhile
+    if (!shown.failure) shown.asked = null; // the page did not poll while it was hidden
     refresh();
   });
   setInterval(() => document.hidden || tell(), 1000);

@@ -155,7 +155,7 @@ function ofTraffic({ series, totals }, name) {
   const pace = (lines.sequences_per_s ?? []).filter(isNumber).slice(-30);
   const perSecond = pace.reduce((sum, v) => sum + v, 0) / (pace.length || 1);
   if (waiting && perSecond > 0 && waiting / perSecond > LONG_WAIT_S) {
-    found.push({ level: "warn", text: "The queue is long", detail: `what waits takes about ${span(waiting / perSecond)}`, href: "#traffic" });
+    found.push({ level: "warn", text: "The queue is long", detail: `it holds about ${span(waiting / perSecond)} of work`, href: "#traffic" });
   }
   const stuck = stuckS(lines, series.step_s);
   if (stuck > LONG_WAIT_S) {
@@ -195,7 +195,7 @@ function ofLatency({ server, models, totals }, name) {
   // A critic's requests wait as long as a train takes.
   const allowed = models.find((m) => m.name === name)?.is_critic ? null : server.request_timeout_s;
   if (isNumber(allowed) && p99 >= NEAR_TIMEOUT * allowed) {
-    found.push({ level: "warn", text: "Requests come near their time-out", detail: `1% take over ${latency(p99)} of ${latency(allowed)}`, href: "#traffic" });
+    found.push({ level: "warn", text: "Requests come near their time-out", detail: `1% take over ${latency(p99)}; the time-out is ${latency(allowed)}`, href: "#traffic" });
   }
   return found;
 }

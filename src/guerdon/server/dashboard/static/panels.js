@@ -39,7 +39,7 @@ export function axis({ server, series }) {
   return { from: Math.max(series.from, Math.min(server.started, to - 60)), to };
 }
 
-/** A minute at least, and so many steps of a series, are what figures beside it call lately. */
+/** Figures beside a series are means of its last minute, or of so many steps if these are longer. */
 const LATELY_S = 60;
 const LATELY_STEPS = 5;
 
@@ -47,12 +47,12 @@ function stepsLately({ series }) {
   return Math.max(LATELY_STEPS, Math.ceil(LATELY_S / series.step_s));
 }
 
-/** How long ago lately begins, in words. */
+/** Returns the time that `meanLately` covers, in words. */
 export function lately(snapshot) {
   return `last ${span(snapshot.series.step_s * stepsLately(snapshot))}`;
 }
 
-/** The mean of what is known lately; null: nothing. */
+/** Returns the mean of the numbers in the last minute or LATELY_STEPS; null if there are none. */
 export function meanLately(snapshot, values) {
   const found = (values ?? []).slice(-stepsLately(snapshot)).filter(isNumber);
   return found.length ? found.reduce((sum, v) => sum + v, 0) / found.length : null;

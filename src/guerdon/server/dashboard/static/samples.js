@@ -23,7 +23,7 @@ export function show({ server, models }, model, windowS) {
   panel.node.classList.toggle("wide", server.samples_allowed);
   const who = server.has_keys ? ", and then to keys of the role admin" : "";
   panel.empty(server.samples_allowed ? null
-    : `Samples are clients' texts. A server shows them only where it was started with --dashboard-samples${who}.`);
+    : `Samples are clients' texts. A server shows them only if it was started with --dashboard-samples${who}.`);
 }
 
 /** Whether lengths are guessed from the text: a function that reads text has no tokenizer, nor has a sum of such alone. */

@@ -15,8 +15,8 @@ const PANELS = [
 ];
 /** Outcomes that are no mistake of the server or of the request: a client that left asked no more. */
 const FINE = new Set(["ok", "Cancelled"]);
-/** What is said in place of the requests of a model that only sums ask. */
-const PART = "Requests are counted at the sum that it is part of";
+/** Shown instead of the requests of a model that is only asked as part of a sum. */
+const PART = "Requests are counted at the sum that contains it";
 let panels, errors;
 
 /** The cards, empty. */
@@ -35,7 +35,7 @@ export function make() {
   byId("traffic-grid").replaceChildren(...panels.map((panel) => panel.card.node), errors.node);
 }
 
-/** The snapshot's series of that model; beside each line its mean lately, or the window's percentile. */
+/** Shows that model's series; the legends have means of the last minute, or the window's percentiles. */
 export function show(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const parts = snapshot.models.find((m) => m.name === name)?.components;
