@@ -264,8 +264,9 @@ def test_a_step_stands_behind_its_last_token(page: Any) -> None:
     shown = page.evaluate(
         """async (result) => {
           const { heatText, rangeOf } = await import("/dashboard/tokens.js");
-          const nodes = [...heatText(result, rangeOf([result]), "a response").querySelectorAll("span")];
-          return nodes.map((node) => [node.textContent, node.className]);
+          const text = heatText(result, rangeOf([result]), "a response");
+          const nodes = [...text.querySelectorAll("span")].map((node) => [node.textContent, node.className]);
+          return [...nodes, text.querySelector(".told").textContent];
         }""",
         result,
     )
@@ -276,4 +277,5 @@ def test_a_step_stands_behind_its_last_token(page: Any) -> None:
         ["two", "token"],
         ["\n", "token"],
         ["0.10", "step low"],
+        "4 tokens in 2 steps; each step's reward stands behind it.",
     ]
