@@ -188,6 +188,10 @@ PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["moe", "moe"],
         },
     ),
+    "cohere-compass": (
+        "cohere_compass_text",
+        {**_GROUPED, "head_dim": 8, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
     "ernie": ("ernie", _BERT),
     "megatron-bert": ("megatron-bert", _BERT),
 }
@@ -320,8 +324,6 @@ def reference_outputs(folder: Path, sequences: list[np.ndarray], dtype: torch.dt
     if json.loads((folder / "zoo.json").read_text())["kind"] != "seqcls":
         return np.stack([outputs[-1] for outputs in reference_tokens(folder, sequences, dtype)])
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    # Without a padding id transformers takes the last token, whatever it is.
-    model.config.get_text_config().pad_token_id = None
     return np.stack([model(input_ids=torch.from_numpy(s)[None]).logits[0].float().numpy() for s in sequences])
 
 

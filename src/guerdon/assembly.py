@@ -74,6 +74,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
         model=config.reward_model,
         revision=config.reward_revision,
         attribute_weights=config.reward_attribute_weights,
+        pooling=config.reward_pooling,
         mean=config.reward_mean,
         std=config.reward_std,
     )

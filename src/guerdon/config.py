@@ -117,8 +117,8 @@ class ModelConfig(EngineConfig):
     truncation: Literal["error", "left", "right"] = setting(
         "error", "a longer sequence is refused, or loses tokens at this side"
     )
-    pooling: Literal["auto", "last", "mean", "first", "first_eos"] = setting(
-        "auto", "which hidden state gives the reward; auto: the rule of the checkpoint's own library"
+    pooling: Literal["auto", "last", "last_non_pad", "mean", "first", "first_eos"] = setting(
+        "auto", "which token's hidden state gives the reward; auto: the rule of the checkpoint's own library"
     )
     step_separator: str | None = setting(None, "text whose last token ends a step (process reward models)")
     step_reduction: Literal["min", "mean", "last", "product"] = setting(
@@ -139,6 +139,9 @@ class CriticConfig(LearningConfig, EngineConfig):
     reward_revision: str | None = setting(None, "hub revision of the reward model")
     reward_attribute_weights: list[float] | None = setting(
         None, "weights that merge the reward model's attributes; default: the plain mean"
+    )
+    reward_pooling: Literal["auto", "last", "last_non_pad", "mean", "first", "first_eos"] = setting(
+        "auto", "which token's hidden state gives the reward model's rewards; auto: the rule of its own library"
     )
     reward_mean: float | None = setting(
         None, "subtracted from the reward model's rewards; auto: its checkpoint's own", auto=True

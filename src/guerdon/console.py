@@ -49,7 +49,12 @@ def described(info: ModelInfo) -> str:
     if info.kind == "sum":
         return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
     path = info.path + (f" ({info.why})" if info.why else "")
-    return f"{info.name}: {info.kind}, {info.dtype} on {info.device}, weights {info.weights_version}, {path}"
+    parts = [info.kind, f"{info.dtype} on {info.device}", f"weights {info.weights_version}"]
+    if info.pooling:
+        parts.append(f"pooling {info.pooling}")
+    if info.lacks_tokenizer:
+        parts.append(f"no tokenizer in {info.source}: takes token ids only")
+    return f"{info.name}: {', '.join([*parts, path])}"
 
 
 def kept(critic: CriticConfig) -> str:

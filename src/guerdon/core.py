@@ -277,8 +277,9 @@ class ModelInfo:
     those of the columns of `attributes`. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
     `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
-    folder, hub id or function that it was loaded from, as it was named at the start. `step_rule` tells where steps end,
-    and how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
+    folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
+    that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and
+    how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
     none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see
     `vocabulary.identity`); both are empty without one.
     """
@@ -301,10 +302,26 @@ class ModelInfo:
     path: str = "single"
     why: str = ""
     source: str = ""
+    pooling: str = ""
     step_rule: str = ""
     step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether it is a checkpoint that takes no text because its folder has no tokenizer."""
+        return not self.takes_text and self.kind not in ("function", "sum")
+
+    @property
+    def why_no_text(self) -> str:
+        """Why a model that takes no text takes none, and what to do, for whoever sends some."""
+        if not self.lacks_tokenizer:
+            return f"{self.name} reads token ids, not text; send tokens"
+        return (
+            f"the folder of {self.name} has no tokenizer; send tokens, or put the tokenizer's files (tokenizer.json, "
+            "tokenizer_config.json) beside its config.json and restart the server"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from guerdon.core import Score, Sequence
-from guerdon.engine.heads import Head, StepRule, pool_positions, to_scores
+from guerdon.engine.heads import Head, StepRule, to_scores
 from guerdon.errors import SampleFailed
 
 SEPARATOR = 9
@@ -79,11 +79,18 @@ def test_one_infinite_value_fails_its_sequence_only() -> None:
     assert fine.reward == 3.0
 
 
-def test_positions_of_each_pooling_rule() -> None:
-    sequences = [sequence(4, 2, 5, 2), sequence(4, 5)]
-    assert pool_positions("last", sequences, 2).tolist() == [3, 1]
-    assert pool_positions("first", sequences, 2).tolist() == [0, 0]
-    assert pool_positions("first_eos", sequences, 2).tolist() == [1, 1]
+@pytest.mark.parametrize(
+    ("pooling", "positions"),
+    [
+        ("last", [3, 1, 1, 0]),
+        ("first", [0, 0, 0, 0]),
+        ("first_eos", [1, 1, 0, 0]),
+        ("last_non_pad", [2, 1, 0, 0]),
+    ],
+)
+def test_positions_of_each_pooling_rule(pooling: str, positions: list[int]) -> None:
+    rows = [np.array(row) for row in ([4, 2, 5, 2], [4, 5], [2, 2], [4])]
+    assert head(pooling=pooling, eos_token_id=2, pad_token_id=2).positions(rows).tolist() == positions
 
 
 def test_steps_are_probabilities_at_the_separators() -> None:

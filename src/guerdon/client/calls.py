@@ -239,7 +239,11 @@ def values_of(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray
 def _demand(signature: ModelSignature, *names: str) -> None:
     for name in names:
         if name not in signature.inputs:
-            hint = "; apply the chat template yourself and send texts" if name == "messages" else ""
+            hint = ""
+            if name in ("sentences", "messages") and "sentences" not in signature.inputs:
+                hint = "; it reads no text (a checkpoint's folder without a tokenizer): send tokens"
+            elif name == "messages":
+                hint = "; apply the chat template yourself and send texts"
             raise InvalidRequest(
                 f"model '{signature.name}' takes no input '{name}'; it takes {', '.join(signature.inputs)}{hint}"
             )

@@ -41,7 +41,7 @@ def load_critic(
     if loaded.head.steps is not None:
         raise CheckpointError(f"{config.model} is a process reward model, whose outputs are probabilities", STARTS)
     head = _value_head(loaded.head)
-    info = dataclasses.replace(loaded.info, outputs=("values",), attribute_names=())
+    info = dataclasses.replace(loaded.info, outputs=("values",), attribute_names=(), pooling="")
     return dataclasses.replace(loaded, head=head, info=info, trains=True)
 
 

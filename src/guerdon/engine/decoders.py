@@ -2,7 +2,7 @@
 
 | saved by | head's tensors | scored |
 | --- | --- | --- |
-| transformers, TRL RewardTrainer | `score.weight` | last token |
+| transformers, TRL RewardTrainer | `score.weight` | last token that is not pad |
 | token classification, TRL PRMTrainer | `score` or `classifier` | every token |
 | Qwen's reward and process reward models | `score.0`, `score.2` (ReLU between) | last token, or separators |
 | OpenRLHF | `<value_head_prefix>.weight`: `score`, `value_head`, ... | last token; every token for a critic |
@@ -25,12 +25,14 @@ from transformers import MODEL_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoints import Checkpoint
+from guerdon.engine.heads import Pooling
 from guerdon.engine.weights import Parts, check_labels_per_token, fill
 from guerdon.errors import CheckpointError
 
 LINEAR = ("",)
 SUMMARY = ("summary.",)
 MLP = ("0.", "2.")
+_COMPASS_POOLING: dict[str | None, Pooling] = {"bos": "first", "mean": "mean"}
 PREFIXES = ("v_head", "score", "value_head", "classifier")
 
 
@@ -56,11 +58,19 @@ def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks =
         trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
         module=load_head(checkpoint, layout),
         num_outputs=layout.num_outputs,
-        pooling="last",
+        pooling=_pooling(config, layout),
         kind=layout.kind,
         per_token=layout.per_token,
         is_process_reward=layout.is_process_reward,
     )
+
+
+def _pooling(config: Any, layout: HeadLayout) -> Pooling:
+    if layout.kind != "sequence-classification":
+        return "last"  # OpenRLHF and trlX go by the attention mask, so by what the client sends
+    if config.model_type == "cohere_compass_text":  # the one decoder whose config names a rule
+        return _COMPASS_POOLING.get(config.pooling, "last_non_pad")
+    return "last_non_pad"
 
 
 def find_head(checkpoint: Checkpoint, config: Any) -> HeadLayout:

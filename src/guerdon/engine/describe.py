@@ -9,7 +9,7 @@ import torch
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo
 from guerdon.engine.checkpoints import Checkpoint
-from guerdon.engine.heads import StepRule
+from guerdon.engine.heads import Head
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.text import TextEncoder
 from guerdon.engine.weights import Parts
@@ -28,7 +28,7 @@ def describe(
     eos_token_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    steps: StepRule | None,
+    head: Head,
 ) -> ModelInfo:
     """What clients and transports need to know; raises ConfigError where `max_length` goes beyond the model's table."""
     several = parts.num_outputs > 1 and not parts.is_process_reward
@@ -36,6 +36,7 @@ def describe(
     if parts.per_token:
         outputs.append("step_rewards" if parts.is_process_reward else "values")
     labels = parts.trunk.config.id2label or {}
+    steps = head.steps
     return ModelInfo(
         name=config.name,
         kind=parts.kind,
@@ -50,6 +51,7 @@ def describe(
         weights_version=checkpoint.version,
         dtype=dtype_name(dtype),
         device=str(device),
+        pooling=head.rule,
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,
         vocabulary="" if encoder is None else encoder.vocabulary(),
@@ -84,8 +86,14 @@ def find_eos(model_config: Any, encoder: TextEncoder | None) -> int | None:
     return own[0] if isinstance(own, list) else own
 
 
+def find_own_pad(model_config: Any, vocab_size: int) -> int | None:
+    """Returns the config's padding token, None if it names none or no id of the model's, such as -1."""
+    pad = getattr(model_config.get_text_config(), "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < vocab_size else None
+
+
 def find_pad(model_config: Any, encoder: TextEncoder | None, vocab_size: int) -> int:
     """The config's padding token, else the tokenizer's, else 0; what is no id of the model's counts as none."""
-    named = [getattr(model_config.get_text_config(), "pad_token_id", None), getattr(encoder, "pad_token_id", None)]
+    named = [find_own_pad(model_config, vocab_size), getattr(encoder, "pad_token_id", None)]
     # Only ever masked out, so any token will do where the checkpoint names none.
     return next((token for token in named if token is not None and 0 <= token < vocab_size), 0)

@@ -156,13 +156,9 @@ class Engine(Forward):
 
     def _places(self, layout: Layout | PackedBatch, rows: list[np.ndarray]) -> np.ndarray:
         """Index of the one token whose hidden state each sequence's reward is read from."""
-        if self.head.pooling == "last":
-            return layout.last
-        if self.head.pooling == "first":
-            return np.array([spans[0][0] for spans in layout.spans])
+        own = [rows[row] for row in layout.rows]
         read = layout.last.copy()
-        for i, row in enumerate(layout.rows):
-            ends = np.flatnonzero(rows[row] == self.head.eos_token_id)
-            if len(ends):
-                read[i] = layout.gather(i)[ends[0]]
+        for i, position in enumerate(self.head.positions(own).tolist()):
+            if position != len(own[i]) - 1:
+                read[i] = layout.gather(i)[position]
         return read

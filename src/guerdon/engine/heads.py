@@ -14,7 +14,7 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.transfers import to_device
 from guerdon.errors import SampleFailed
 
-Pooling = Literal["last", "first", "mean", "first_eos"]
+Pooling = Literal["last", "last_non_pad", "first", "mean", "first_eos"]
 Reduction = Literal["min", "mean", "last", "product"]
 
 
@@ -67,6 +67,7 @@ class Head(nn.Module):
         std: float = 1.0,
         steps: StepRule | None = None,
         eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
     ) -> None:
         super().__init__()
         self.module = module.float()
@@ -78,6 +79,7 @@ class Head(nn.Module):
         self.std = std
         self.steps = steps
         self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Raw outputs float32 `[N, A]` for hidden states `[N, H]` of any dtype."""
@@ -89,21 +91,31 @@ class Head(nn.Module):
         weights = to_device(self.weights, outputs.device)
         return (((outputs.double() * weights).sum(1) - self.mean) / self.std).float()
 
+    def positions(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Returns the index (int64 `[B]`) of the token in each row that its reward is read from; not for `mean`.
 
-def pool_positions(pooling: Pooling, sequences: list[Sequence], eos_token_id: int | None) -> np.ndarray:
-    """The token whose state is scored, int64 `[B]`, for every rule but `mean`.
+        `last_non_pad` is the last token that is not `pad_token_id`, or the first token if all are, as in transformers.
+        `first_eos` is the first EOS, or the last token if there is none.
+        """
+        if self.pooling == "first":
+            return np.zeros(len(rows), dtype=np.int64)
+        positions = np.array([len(row) - 1 for row in rows], dtype=np.int64)
+        for i, row in enumerate(rows):
+            if self.pooling == "last_non_pad" and row[-1] == self.pad_token_id:
+                num_pads = int((row[::-1] != self.pad_token_id).argmax())  # 0 if all are
+                positions[i] = positions[i] - num_pads if num_pads else 0
+            elif self.pooling == "first_eos":
+                is_eos = row == self.eos_token_id
+                if is_eos.any():
+                    positions[i] = is_eos.argmax()
+        return positions
 
-    `first_eos` is the first EOS, or the last token where there is none.
-    """
-    if pooling == "first":
-        return np.zeros(len(sequences), dtype=np.int64)
-    last = np.array([len(s.tokens) - 1 for s in sequences], dtype=np.int64)
-    if pooling == "first_eos":
-        for i, sequence in enumerate(sequences):
-            is_eos = sequence.tokens == eos_token_id
-            if is_eos.any():
-                last[i] = is_eos.argmax()
-    return last
+    @property
+    def rule(self) -> str:
+        """The rule by which the reward's token is chosen, for users; empty if steps make the reward."""
+        if self.steps is not None:
+            return ""
+        return f"last_non_pad (pad {self.pad_token_id})" if self.pooling == "last_non_pad" else self.pooling
 
 
 def to_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
@@ -135,7 +147,7 @@ def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list
     if head.pooling == "mean":
         rewards = np.add.reduceat(values, starts, dtype=np.float64) / lengths
     else:
-        rewards = values[starts + pool_positions(head.pooling, sequences, head.eos_token_id)]
+        rewards = values[starts + head.positions([s.tokens for s in sequences])]
     is_fine = np.logical_and.reduceat(np.isfinite(values), starts)
     return [
         Score(reward=reward, values=row) if fine else _failed("values", row)

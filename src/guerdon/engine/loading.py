@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from guerdon.config import ModelConfig
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine import decoders, encoders
 from guerdon.engine.checkpoints import Checkpoint, open_checkpoint
-from guerdon.engine.describe import describe, find_eos, find_pad
+from guerdon.engine.describe import describe, find_eos, find_own_pad, find_pad
 from guerdon.engine.forward import LoadedTrunk
 from guerdon.engine.gathering import gathering
 from guerdon.engine.heads import Head, StepRule
@@ -24,6 +25,8 @@ from guerdon.engine.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.text import TextEncoder
 from guerdon.engine.weights import Parts
 from guerdon.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
 
 TRL_SEPARATOR = "\n"
 QWEN_SEPARATOR = "<extra_0>"
@@ -59,7 +62,23 @@ def load(
     """
     ranks = ranks if trains else ranks.frozen()
     with alike(ranks) as others:
-        return _load(config, device, moment_bytes, ranks, others)
+        loaded = _load(config, device, moment_bytes, ranks, others)
+    if ranks.is_leader and not trains:
+        _warn_if_pad_is_eos(loaded)
+    return loaded
+
+
+def _warn_if_pad_is_eos(loaded: LoadedModel) -> None:
+    head, own = loaded.head, getattr(loaded.trunk.config.get_text_config(), "eos_token_id", None)
+    eos_token_ids = {head.eos_token_id, *(own if isinstance(own, list) else [own])}
+    if loaded.config.pooling == "auto" and head.pooling == "last_non_pad" and head.pad_token_id in eos_token_ids:
+        log.warning(
+            "%s: the pad token of %s is an EOS (%d), so the reward of a sequence that ends in it is read before it, "
+            "as transformers does; --pooling last reads it at the EOS",
+            loaded.info.name,
+            loaded.config.model,
+            head.pad_token_id,
+        )
 
 
 def _load(
@@ -77,10 +96,12 @@ def _load(
     causal = model_config.model_type not in encoders.SEQUENCE_HEADS
     parts = (decoders if causal else encoders).load(checkpoint, model_config, dtype, ranks)
     eos_token_id = find_eos(model_config, encoder)
-    head = _head(config, checkpoint, parts, encoder, eos_token_id)
+    vocab_size = parts.trunk.get_input_embeddings().num_embeddings
+    own_pad = find_own_pad(model_config, vocab_size)
+    head = _head(config, checkpoint, parts, encoder, eos_token_id, own_pad)
     trunk = place(parts.trunk, device, ranks).eval()
     trunk.config.use_cache = False
-    info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, head.steps)
+    info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, head)
     checkpoint.check_unchanged()
     return LoadedModel(
         trunk=trunk,
@@ -88,7 +109,7 @@ def _load(
         encoder=encoder,
         causal=causal,
         info=info,
-        pad_token_id=find_pad(model_config, encoder, trunk.get_input_embeddings().num_embeddings),
+        pad_token_id=find_pad(model_config, encoder, vocab_size),
         config=config,
         ranks=ranks,
         gathering=gathering(trunk, ranks),
@@ -141,7 +162,12 @@ def _is_other_encoder(config: Any, architecture: str) -> bool:
 
 
 def _head(
-    config: ModelConfig, checkpoint: Checkpoint, parts: Parts, encoder: TextEncoder | None, eos_token_id: int | None
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    parts: Parts,
+    encoder: TextEncoder | None,
+    eos_token_id: int | None,
+    pad_token_id: int | None,
 ) -> Head:
     weights = None
     if config.attribute_weights is not None:
@@ -152,6 +178,13 @@ def _head(
                 f"attribute_weights has {len(weights)} numbers, the model has {count}", "give one weight an output"
             )
     pooling = parts.pooling if config.pooling == "auto" else config.pooling
+    if pooling == "last_non_pad" and pad_token_id is None:
+        if config.pooling != "auto":
+            raise ConfigError(
+                "pooling last_non_pad needs a pad token, and config.json names none (pad_token_id)",
+                "use --pooling last, which is the same without one",
+            )
+        pooling = "last"
     if pooling == "first_eos" and eos_token_id is None:
         raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
     mean, std = _standardisation(config, checkpoint.settings)
@@ -165,6 +198,7 @@ def _head(
         std=std,
         steps=_step_rule(config, encoder) if parts.is_process_reward else None,
         eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
     )
 
 

@@ -66,10 +66,10 @@ def check(served: Served, request: ScoreRequest) -> None:
         if not info.takes_tokens:
             raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
         return
+    if not info.takes_text:
+        raise InvalidRequest(info.why_no_text)
     if request.messages is not None and not info.takes_messages:
         raise InvalidRequest(f"{info.name} reads no messages{_why(info)}send sentences or tokens, formatted for it")
-    if request.texts is not None and not info.takes_text:
-        raise InvalidRequest(f"{info.name} has no tokenizer; send tokens and sequence_lengths")
     if served.encoder is None and (request.add_special_tokens or request.truncation is not None):
         raise InvalidRequest(
             f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "

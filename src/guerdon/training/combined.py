@@ -64,6 +64,7 @@ class CriticWithReward:
         return dataclasses.replace(
             critic,
             outputs=("values", "rewards"),
+            pooling=reward.pooling,
             vocab_size=_least(critic.vocab_size, reward.vocab_size),
             max_length=_least(critic.max_length, reward.max_length),
         )

@@ -60,7 +60,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         ]
 
     must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
-    told = {"tokenizer": info.tokenizer} if isinstance(info, ModelInfo) and info.tokenizer else {}
+    told = {"pooling": info.pooling, "tokenizer": info.tokenizer} if isinstance(info, ModelInfo) else {}
     return {
         "name": info.name,
         "platform": PLATFORM,
@@ -68,7 +68,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         "max_batch_size": max_batch_size if isinstance(info, ModelInfo) else 0,
         "input": entries(input_specs(info), optional=not must_have),
         "output": entries(output_specs(info)),
-        "parameters": {name: {"string_value": value} for name, value in told.items()},
+        "parameters": {name: {"string_value": value} for name, value in told.items() if value},
     }
 
 
@@ -124,7 +124,10 @@ def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info
     accepted = [name for name, _, _ in input_specs(info)]
     for name in inputs:
         if name not in accepted:
-            raise InvalidRequest(f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}")
+            refusal = f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}"
+            if name in ("sentences", "messages") and isinstance(info, ModelInfo) and not info.takes_text:
+                refusal += f": {info.why_no_text}"
+            raise InvalidRequest(refusal)
     known = known_outputs(info)
     for name in outputs or ():
         if name not in known:
