@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
 
+import zoo
 from guerdon import RewardClient, RewardModelServer
-from guerdon.config import ServerConfig
-from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.assembly import build_service
+from guerdon.config import ModelConfig, ServerConfig
+from guerdon.engine.loading import load
+from guerdon.engine.text import TextEncoder
+from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.runtime import RunningServer
 
 shapes: list[tuple[int, int]] = []
@@ -131,3 +136,86 @@ def test_the_client_that_nemo_aligner_uses_is_answered() -> None:
         by_text = client.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(30)
     assert by_tokens["rewards"].tolist() == [[6.0], [22.0]]
     assert by_text["rewards"].tolist() == [[195.0], [99.0]]
+
+
+def regression(inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Three attributes a row: the sum of its tokens, its length, and the length's half; 13 makes the first infinite."""
+    lengths = inputs[1].float()
+    return torch.stack([infer_fn(inputs)[:, 0], lengths, lengths / 2], dim=1)
+
+
+def test_a_regression_models_attributes_are_the_rewards_columns() -> None:
+    server = RewardModelServer(regression, tokenize_func, "reward_model", 0, 4, 2)
+    server.config.dashboard_samples = True
+    tokens, lengths = np.array([[1, 2, 3, 0], [4, 5, 6, 7], [8, 9, 0, 0]]), np.array([[3], [4], [2]])
+    want = [[6.0, 3.0, 1.5], [22.0, 4.0, 2.0], [17.0, 2.0, 1.0]]
+    told = server.infer(tokens=tokens, sequence_lengths=lengths)["rewards"]
+    assert told.tolist() == want and told.dtype == np.float32
+    with (
+        RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=0, dashboard_samples=True)) as running,
+        RewardClient(running.http_url) as by_http,
+        RewardClient(running.grpc_url) as by_grpc,
+    ):
+        for client in (by_http, by_grpc):
+            scores = client.score(tokens=[[1, 2, 3], [4, 13], [8, 9]])
+            assert scores.attributes is not None
+            np.testing.assert_allclose(scores.rewards, [3.5, np.nan, 20 / 3])
+            np.testing.assert_allclose(scores.attributes, [want[0], [np.nan] * 3, want[2]])
+            assert "inf" in str(scores.errors[1])
+        answer = httpx.post(f"{running.http_url}/pooling", json={"input": ["ab"]}).json()
+        assert answer["data"][0]["data"] == [195.0, 2.0, 1.0] and answer["data"][0]["reward"] == 66.0
+        answer = httpx.post(f"{running.http_url}/classify", json={"input": ["ab"]}).json()
+        assert answer["data"][0]["label"] == "LABEL_0"
+        answer = httpx.post(f"{running.http_url}/predict", json={"inputs": "ab", "raw_scores": True}).json()
+        assert [entry["label"] for entry in answer] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+        best = httpx.get(f"{running.http_url}/dashboard/samples").json()["best"][0]
+        assert best["attributes"] == {"LABEL_0": 195.0, "LABEL_1": 2.0, "LABEL_2": 1.0}
+        outputs = [{"name": "attributes"}, {"name": "rewards"}]
+        inputs = [{"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": ["ab"]}]
+        body = {"inputs": inputs, "outputs": outputs}
+        told = httpx.post(f"{running.http_url}/v2/models/reward_model/infer", json=body).json()["outputs"]
+        assert {x["name"]: (x["shape"], x["data"]) for x in told} == dict.fromkeys(
+            ("attributes", "rewards"), ([1, 3], [195.0, 2.0, 1.0])
+        )
+
+
+def annotate(url: str, model: str, sentences: list[str]) -> list[list[float]]:
+    """What NeMo-Aligner's script attribute_annotate does: a request a sentence, and all that `rewards` has of it."""
+    pytriton_client = pytest.importorskip("pytriton.client")
+    encoded = np.char.encode(np.array(sentences)[..., np.newaxis], "utf-8")
+    with pytriton_client.FuturesModelClient(url.removeprefix("http://"), model) as client:
+        asked = [client.infer_batch(sentences=one) for one in np.split(encoded, len(encoded))]
+        results = [future.result(60) for future in asked]
+    assert [result["exceeded"].tolist() for result in results] == [[[0]]] * len(sentences)
+    return [result["rewards"].flatten().tolist() for result in results]
+
+
+def test_nemo_aligners_annotation_gets_every_attribute(tmp_path: Path) -> None:
+    server = RewardModelServer(regression, tokenize_func, "reward_model", 0, 4, 2)
+    with RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=None)) as running:
+        assert annotate(running.http_url, "reward_model", ["ab", "c"]) == [[195.0, 2.0, 1.0], [99.0, 1.0, 0.5]]
+
+    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path, num_labels=9))
+    models = [
+        ModelConfig(model=str(folder), name="apart", merge_attributes=False),
+        ModelConfig(model=str(folder), name="merged"),
+    ]
+    config = ServerConfig(port=0, grpc_port=None, models=models)
+    texts = ["Say yes.", "no"]
+    with RunningServer(build_service(config), config) as running, RewardClient(running.http_url, "apart") as client:
+        rows = TextEncoder.load(folder).encode(texts)
+        want = zoo.reference_outputs(folder, rows)
+        np.testing.assert_allclose(annotate(running.http_url, "apart", texts), want, atol=1e-4)
+        merged = annotate(running.http_url, "merged", texts)
+        np.testing.assert_allclose(merged, want.mean(axis=1, keepdims=True), atol=1e-4)
+        scores = client.score(texts=texts)
+        np.testing.assert_allclose(scores.attributes, want, atol=1e-4)
+        np.testing.assert_allclose(scores.rewards, want.mean(axis=1), atol=1e-4)
+        assert scores.attribute_names == tuple(f"LABEL_{i}" for i in range(9))
+
+
+def test_rewards_that_are_not_merged_have_no_weights(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path, num_labels=3)
+    for more in ({"attribute_weights": [1.0, 0.0, 0.0]}, {"mean": 1.0}, {"std": 2.0}):
+        with pytest.raises(ConfigError, match="merge_attributes is off"):
+            load(ModelConfig(model=str(folder), merge_attributes=False, **more))

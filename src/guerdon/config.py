@@ -114,6 +114,9 @@ class ModelConfig(EngineConfig):
 
     model: str = setting("", "local folder, hub id, or module:function", flag=False)
     name: str = setting("reward_model", "name under which clients ask for it")
+    merge_attributes: bool = setting(
+        True, "false: `rewards` has a column for each attribute, as with NeMo-Aligner's regression models"
+    )
     truncation: Literal["error", "left", "right"] = setting(
         "error", "a longer sequence is refused, or loses tokens at this side"
     )

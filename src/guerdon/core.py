@@ -274,7 +274,8 @@ class ModelInfo:
     """What a served model is and what it takes and gives; all that transports and clients need to know of it.
 
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`; `attribute_names` are
-    those of the columns of `attributes`. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
+    those of the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor `rewards` has a
+    column for each attribute. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
     `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
@@ -302,11 +303,16 @@ class ModelInfo:
     path: str = "single"
     why: str = ""
     source: str = ""
+    merges_attributes: bool = True
     pooling: str = ""
     step_rule: str = ""
     step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
+
+    def names_of(self, num_attributes: int) -> tuple[str, ...]:
+        """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model has told none, as in a user's function."""
+        return self.attribute_names or tuple(f"LABEL_{i}" for i in range(num_attributes))
 
     @property
     def lacks_tokenizer(self) -> bool:

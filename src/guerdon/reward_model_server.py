@@ -17,7 +17,7 @@ from guerdon.server.service import Service
 
 
 class RewardModelServer:
-    """Serves `infer_fn(inputs=(tokens [B,T], lengths [B])) -> rewards [B]` over KServe v2.
+    """Serves `infer_fn(inputs=(tokens [B,T], lengths [B])) -> rewards [B]`, `[B,1]` or `[B,A]`, over KServe v2.
 
     `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` turns text into ids. Sequences are collected into
     batches of the preferred sizes `inference_micro_batch_size`; the first in line waits at most
@@ -54,7 +54,7 @@ class RewardModelServer:
         )
         self.scorer = PaddedScorer(
             infer_fn,
-            ModelInfo(model_name, "function", path="padded", why="a user's infer_fn"),
+            ModelInfo(model_name, "function", path="padded", why="a user's infer_fn", merges_attributes=False),
             encoder=FunctionEncoder(tokenize_func),
             forward_batch_size=model_forward_micro_batch_size,
             strip_to_multiple=strip_sequence_length_to_multiple,
@@ -63,8 +63,8 @@ class RewardModelServer:
     def infer(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         """Scores `sentences` (bytes `[B,1]`), or `tokens` `[B,T]` with `sequence_lengths` `[B,1]`, in this process.
 
-        Returns `rewards` float32 `[B,1]`; raises InvalidRequest for other inputs, SampleFailed where a reward
-        is not finite.
+        Returns `rewards` float32 `[B,1]`, or `[B,A]` if `infer_fn` gives attributes; raises InvalidRequest for other
+        inputs, SampleFailed where a reward is not finite.
         """
         if set(inputs) == {"sentences"}:
             texts = [bytes(x).decode() for x in np.asarray(inputs["sentences"], dtype=object).reshape(-1)]
@@ -78,8 +78,12 @@ class RewardModelServer:
         for score in scores:
             if isinstance(score, SampleFailed):
                 raise score
-        rewards = [score.reward for score in scores if isinstance(score, Score)]
-        return {"rewards": np.array(rewards, dtype=np.float32)[:, None]}
+        rewards = [
+            [score.reward] if score.attributes is None else score.attributes
+            for score in scores
+            if isinstance(score, Score)
+        ]
+        return {"rewards": np.array(rewards, dtype=np.float32)}
 
     def run_server(self) -> None:
         """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.

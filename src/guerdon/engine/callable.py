@@ -37,7 +37,9 @@ _OF_CHECKPOINTS = {
     "std": _BY_ITSELF,
     "attribute_weights": "have the function return one number for each sample, which is the reward",
     "recheck_share": "leave it out there: there is no second way to run a function",
-    **dict.fromkeys(("revision", "dtype", "require_packed", "deterministic", "pooling"), _LEAVE_OUT),
+    **dict.fromkeys(
+        ("revision", "dtype", "require_packed", "deterministic", "pooling", "merge_attributes"), _LEAVE_OUT
+    ),
     **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
 }
 """Settings that would do nothing to a function, and what to do instead."""
@@ -144,8 +146,8 @@ class FunctionScorer:
 class PaddedScorer:
     """NeMo-Aligner's `infer_fn(inputs=(tokens, lengths))` over right-padded batches of torch tensors.
 
-    `tokens` and `lengths` are those of `pad_batch`; it returns rewards `[B]` or `[B,1]`, of which those of rows that
-    only fill up are dropped.
+    `tokens` and `lengths` are those of `pad_batch`; it returns rewards `[B]`, `[B,1]` or, as a regression model,
+    `[B,A]`, whose mean is the reward. Those of rows that only fill up are dropped.
     """
 
     def __init__(
@@ -181,8 +183,13 @@ class PaddedScorer:
         with torch.inference_mode():
             out = self._infer_fn(inputs=inputs)
         rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
+        if rewards.ndim == 2 and len(rewards) == count and rewards.shape[1] > 1:
+            return _with_attributes(rewards[: len(sequences)])
         if rewards.size != count:
-            returned = f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward a row"
+            returned = (
+                f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward, or one row of "
+                "attributes, for each"
+            )
             return _refused(returned, len(sequences), self.info.name)
         return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences), self.info.name)
 
@@ -237,6 +244,17 @@ def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]
     return [
         Score(float(r)) if math.isfinite(r) else SampleFailed(f"the function returned {float(r)} for this sample")
         for r in rewards.reshape(-1)
+    ]
+
+
+def _with_attributes(table: np.ndarray) -> list[Score | SampleFailed]:
+    with np.errstate(over="ignore"):
+        table = table.astype(np.float32)
+    return [
+        Score(float(row.mean(dtype=np.float64)), attributes=row)
+        if np.isfinite(row).all()
+        else SampleFailed(f"the function returned {row.tolist()} for this sample")
+        for row in table
     ]
 
 

@@ -51,6 +51,7 @@ def describe(
         weights_version=checkpoint.version,
         dtype=dtype_name(dtype),
         device=str(device),
+        merges_attributes=config.merge_attributes or not several,
         pooling=head.rule,
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,

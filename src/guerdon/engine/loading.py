@@ -188,6 +188,11 @@ def _head(
     if pooling == "first_eos" and eos_token_id is None:
         raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
     mean, std = _standardisation(config, checkpoint.settings)
+    if not config.merge_attributes and (weights is not None or (mean, std) != (0, 1)):
+        raise ConfigError(
+            "merge_attributes is off, so attribute_weights, mean and std have no merged reward to apply to",
+            "leave them out, or merge the attributes",
+        )
     return Head(
         parts.module,
         parts.num_outputs,

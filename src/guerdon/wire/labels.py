@@ -14,9 +14,9 @@ Activation = Literal["sigmoid", "softmax", "fitting"]
 """What is made of the numbers of a sample; `fitting` is softmax where there are several, else sigmoid."""
 
 
-def labels_of(info: ModelInfo) -> tuple[str, ...]:
-    """The names of a sample's numbers: a checkpoint's attributes, else the one name that transformers has for one."""
-    return info.attribute_names if info.attribute_names and info.kind != "sum" else ("LABEL_0",)
+def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:
+    """The names of a sample's `count` numbers: its attributes', else those that transformers gives."""
+    return ("LABEL_0",) if info.kind == "sum" else info.names_of(count)
 
 
 def numbers_of(score: Score, info: ModelInfo, activation: Activation | None = None) -> np.ndarray:
@@ -28,9 +28,9 @@ def numbers_of(score: Score, info: ModelInfo, activation: Activation | None = No
 
 def attributes_of(score: Score, info: ModelInfo) -> dict[str, np.float32]:
     """A checkpoint's attributes, or the rewards that a sum is made of, by their names; none where there is but one."""
-    return (
-        {} if score.attributes is None else dict(zip(info.attribute_names, map(number, score.attributes), strict=True))
-    )
+    if score.attributes is None:
+        return {}
+    return dict(zip(info.names_of(len(score.attributes)), map(number, score.attributes), strict=True))
 
 
 def components_of(score: Score, info: ModelInfo) -> dict[str, Any]:

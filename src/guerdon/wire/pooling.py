@@ -67,11 +67,9 @@ def read_classify(body: Any, query: Mapping[str, str]) -> Asked:
     request, activation, answer_id = _samples(body, query), _activation(body, query), request_id(body, "request_id")
 
     def answer(reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
-        labels = labels_of(info)
-
         def row(index: int, score: Score) -> dict[str, Any]:
             probs = numbers_of(score, info, activation)
-            label = labels[int(probs.argmax())]
+            label = labels_of(info, len(probs))[int(probs.argmax())]
             return {"index": index, "label": label, "probs": probs, "num_classes": len(probs), **more_of(score, info)}
 
         rows = [row(i, score) for i, score in enumerate(scores_of(reply))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
         scores_of(reply)
     outputs: list[Tensor] = []
     for name in requested or (*info.outputs, "exceeded"):
-        outputs += _output(name, reply, request) or _unknown(name, len(reply.results), info)
+        outputs += _known(name, reply, request, info)
         if name == "step_rewards" and requested is None:
             outputs += _output("step_counts", reply, request)
     parameters = {"weights_version": reply.weights_version}
@@ -190,6 +191,14 @@ def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
 def _priority(parameters: dict[str, Any]) -> int:
     level = count(parameters, "priority")
     return DEFAULT_PRIORITY_LEVEL - level if level else 0
+
+
+def _known(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
+    """As `_output`, but for rewards that are not merged and attributes of rows that all failed."""
+    if name == "rewards" and not info.merges_attributes:
+        for table in _known("attributes", reply, request, info):
+            return [dataclasses.replace(table, name=name)]
+    return _output(name, reply, request) or _unknown(name, len(reply.results), info)
 
 
 def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]:

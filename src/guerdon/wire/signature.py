@@ -106,7 +106,8 @@ def output_specs(info: Info) -> tuple[Spec, ...]:
         if info.operation is Operation.STATE:
             return (("state", "BYTES", (1,)),)
         return (("status", "INT64", (1,)),)
-    widths = {"rewards": 1, "attributes": len(info.attribute_names) or -1}
+    num_attributes = len(info.attribute_names) or -1
+    widths = {"rewards": 1 if info.merges_attributes else num_attributes, "attributes": num_attributes}
     specs: list[Spec] = [(name, "FP32", (widths.get(name, -1),)) for name in info.outputs]
     if "step_rewards" in info.outputs:
         specs.append(("step_counts", "INT64", (1,)))
@@ -139,8 +140,10 @@ def _more_outputs(info: Info) -> tuple[Spec, ...]:
     if isinstance(info, OperationInfo):
         has_report = _is_on_rows(info.operation) or info.operation in (Operation.SAVE, Operation.LOAD)
         return (("report", "BYTES", (1,)),) if has_report else ()
-    lengths: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if "values" in info.outputs else ()
-    return (*lengths, ("errors", "BYTES", (1,)))
+    more: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if "values" in info.outputs else ()
+    if not info.merges_attributes and "attributes" not in info.outputs:
+        more += (("attributes", "FP32", (-1,)),)
+    return (*more, ("errors", "BYTES", (1,)))
 
 
 def _is_on_rows(operation: Operation) -> bool:

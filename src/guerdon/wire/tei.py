@@ -113,6 +113,7 @@ def _activation(body: dict[str, Any], query: Mapping[str, str]) -> Activation | 
 
 
 def _labelled(score: Score, info: ModelInfo, activation: Activation | None) -> list[dict[str, Any]]:
-    numbers, labels = numbers_of(score, info, activation), labels_of(info)
+    numbers = numbers_of(score, info, activation)
+    labels = labels_of(info, len(numbers))
     components = components_of(score, info)
     return [{"score": numbers[i], "label": labels[i], **components} for i in np.argsort(-numbers, kind="stable")]
