@@ -36,6 +36,11 @@ class AccessConfig:
     allow_anonymous: bool = setting(
         False, "listen on addresses that other machines reach, although whoever reaches them needs no key"
     )
+    allowed_hosts: list[str] = setting(
+        [],
+        "name by which clients may reach a server without keys, as their Host header has it; without it, on a loopback "
+        "address localhost and the machine's own name, elsewhere any; addresses always pass",
+    )
     tls_cert: str | None = setting(None, "PEM file of the server's certificate, and of those that vouch for it")
     tls_key: str | None = setting(None, "PEM file of the certificate's private key")
     tls_client_ca: str | None = setting(

@@ -96,7 +96,7 @@ def test_a_large_answer_holds_room_of_bodies(server: RunningServer) -> None:
         for _ in range(2):
             address = ("127.0.0.1", httpx.URL(server.http_url).port)
             announced = held.enter_context(socket.create_connection(address, timeout=30))
-            announced.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n" % INFER.encode())
+            announced.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n" % INFER.encode())
         wait_until(lambda: post(server, TEXTS, is_binary=True).status_code == 503)
         assert "bodies of the requests in progress" in post(server, TEXTS, is_binary=True).json()["error"]
         with pytest.raises(grpc.RpcError, match="bodies of the requests in progress"):

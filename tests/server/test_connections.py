@@ -24,7 +24,7 @@ from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
 from server.keys import SCORE, keyed
 
 TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
-LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = body_of([[5, 6]])
 
 
@@ -63,7 +63,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def post(body: bytes, *headers: bytes, path: str = INFER) -> bytes:
-    head = [b"POST %s HTTP/1.1" % path.encode(), b"Host: x", *headers]
+    head = [b"POST %s HTTP/1.1" % path.encode(), b"Host: localhost", *headers]
     return b"\r\n".join([*head, b"", body])
 
 
@@ -126,7 +126,7 @@ def test_idle_connections_end_later_than_those_that_never_asked(server):
 def test_a_connection_without_a_key_may_not_rest(tmp_path):
     """One that asked for health alone ends as if it had not asked; one with a key stays, also after such a request."""
     config = keyed(tmp_path, grpc_port=None, **(TIMES | {"idle_timeout_s": 60.0}))
-    keyed_ask = b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n" % SCORE.encode()
+    keyed_ask = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n\r\n" % SCORE.encode()
     with RunningServer(EchoService(config), config) as server, connect(server) as known, connect(server) as unknown:
         began = time.monotonic()
         for connection, ask in ((known, keyed_ask), (known, LIVE), (unknown, LIVE)):
@@ -389,17 +389,17 @@ def test_two_thousand_idle_connections_do_not_hold_up_others_and_leave_nothing()
         pytest.param(post(b"5\r\n1234567\r\n0\r\n\r\n" + LIVE, b"Transfer-Encoding: chunked"), id="a chunk too long"),
         pytest.param(post(b"5\n12345\n0\n\n" + LIVE, b"Transfer-Encoding: chunked"), id="chunks by line feeds alone"),
         pytest.param(post(b"12345" + LIVE, b"X: a\r\n Content-Length: 50"), id="a header folded"),
-        pytest.param(b"GET /v2 HTTP/1.1\nHost: x\n\n" + LIVE, id="line feeds alone"),
-        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: x\rX: y\r\n\r\n" + LIVE, id="a carriage return alone"),
+        pytest.param(b"GET /v2 HTTP/1.1\nHost: localhost\n\n" + LIVE, id="line feeds alone"),
+        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: localhost\rX: y\r\n\r\n" + LIVE, id="a carriage return alone"),
         pytest.param(post(b"" + LIVE, b"X: a\x00b"), id="NUL in a header"),
         pytest.param(post(b"" + LIVE, b"X\x00: ab"), id="NUL in a name"),
-        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n" + LIVE, id="two Hosts"),
+        pytest.param(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nHost: y\r\n\r\n" + LIVE, id="two Hosts"),
         pytest.param(b"GET /v2\r\n\r\n" + LIVE, id="HTTP/0.9"),
-        pytest.param(b"GET /v2 HTTP/2.0\r\nHost: x\r\n\r\n" + LIVE, id="HTTP/2.0"),
-        pytest.param(b"GET /v2 HTTP/1.11\r\nHost: x\r\n\r\n" + LIVE, id="HTTP/1.11"),
+        pytest.param(b"GET /v2 HTTP/2.0\r\nHost: localhost\r\n\r\n" + LIVE, id="HTTP/2.0"),
+        pytest.param(b"GET /v2 HTTP/1.11\r\nHost: localhost\r\n\r\n" + LIVE, id="HTTP/1.11"),
         pytest.param(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", id="HTTP/2 by prior knowledge"),
-        pytest.param(b"get /v2 HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, id="a method in lower case"),
-        pytest.param(b"GET /v2 x HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE, id="a space in the target"),
+        pytest.param(b"get /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" + LIVE, id="a method in lower case"),
+        pytest.param(b"GET /v2 x HTTP/1.1\r\nHost: localhost\r\n\r\n" + LIVE, id="a space in the target"),
         pytest.param(b"CONNECT evil:80 HTTP/1.1\r\nHost: evil\r\n\r\n" + LIVE, id="CONNECT"),
         pytest.param(
             post(LIVE, b"Connection: Upgrade", b"Upgrade: h2c", b"Content-Length: %d" % len(LIVE)), id="h2c with a body"
@@ -427,14 +427,18 @@ def test_what_two_readers_could_understand_differently_ends_the_connection(patie
 @pytest.mark.parametrize(
     ("sent", "wanted"),
     [
-        pytest.param(b"GET http://evil.example/v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", [200], id="absolute form"),
+        pytest.param(
+            b"GET http://evil.example/v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n", [200], id="absolute form"
+        ),
         pytest.param(b"GET /v2/health/live HTTP/1.0\r\n\r\n", [200], id="HTTP/1.0"),
         pytest.param(
-            b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + LIVE,
+            b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + LIVE,
             [200],
             id="h2c",
         ),
-        pytest.param(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" + LIVE, [200], id="close"),
+        pytest.param(
+            b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" + LIVE, [200], id="close"
+        ),
         pytest.param(
             post(b"5;a=b\r\n12345\r\n0\r\nX: y\r\n\r\n", b"Transfer-Encoding: Chunked", b"Connection: close"),
             [400],
@@ -452,7 +456,7 @@ def test_what_is_legal_gets_one_answer(server, sent, wanted):
 def test_no_second_answer_where_a_body_ends_wrongly_after_its_answer(patient_server):
     """The route takes no body: it is answered, and then what should be chunks is none."""
     with connect(patient_server) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         connection.sendall(b"no chunk\r\n" + LIVE)
         assert until_closed(connection) == b""

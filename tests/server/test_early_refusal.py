@@ -37,7 +37,9 @@ def answer_to_head(server: RunningServer, num_bytes: int, patience_s: float = 30
     """What comes back in that time to a request whose body is announced and never sent; b"" for nothing."""
     with socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=30) as connection:
         connection.settimeout(patience_s)
-        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), num_bytes))
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), num_bytes)
+        )
         try:
             return connection.recv(65536)
         except TimeoutError:

@@ -52,7 +52,9 @@ async def ask(port: int) -> tuple[int, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = body_of([ROW])
     started = time.monotonic()
-    writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(body), body))
+    writer.write(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(body), body)
+    )
     status = int((await reader.readline()).split()[1])
     writer.close()
     return status, time.monotonic() - started

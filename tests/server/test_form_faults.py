@@ -145,7 +145,7 @@ def test_beyond_the_limit_of_requests(running_server, client, example):
     """Places are held by bodies that do not come; a request is refused at once, and answered when they are gone."""
     holders = [connect(running_server) for _ in range(MAX_REQUESTS)]
     for holder in holders:
-        holder.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+        holder.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
     wait_until(lambda: example.ask(client, "a text").status_code != 200)
     response = example.ask(client, "a text")
     for holder in holders:
@@ -161,7 +161,7 @@ def test_beyond_the_limit_of_requests(running_server, client, example):
 def test_uploads_that_stop(hasty):
     connections = [connect(hasty[1]) for _ in EXAMPLES]
     for connection, example in zip(connections, EXAMPLES, strict=True):
-        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
     for connection, example in zip(connections, EXAMPLES, strict=True):
         with connection:
             head, _, told = connection.recv(65536).partition(b"\r\n\r\n")
@@ -176,7 +176,7 @@ def test_clients_that_leave_cancel_their_work(running_server, client, service):
     with service.scorer.held():
         for connection, example in zip(connections, EXAMPLES, strict=True):
             path, body = example.path.encode(), orjson.dumps(example.body("<slow>"))
-            head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
+            head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
             connection.sendall(head + body)
         wait_until(lambda: service.num_open == len(EXAMPLES))
         assert service.cancelled == before

@@ -346,3 +346,11 @@ def test_many_large_messages_at_once_take_no_more_memory_than_messages_may(proce
     assert codes <= {"NOT_FOUND", "RESOURCE_EXHAUSTED"}
     assert "NOT_FOUND" in codes
     assert peak_mib(measured) - before < 160
+
+
+def test_a_browsers_request_is_none_of_grpc():
+    """Browsers speak HTTP/2 behind TLS alone, so that no page's name is looked at here."""
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+        url = (server.grpc_url or "").replace("grpc://", "http://")
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}/inference.GRPCInferenceService/ServerMetadata", headers={"Host": "evil.example.com"})

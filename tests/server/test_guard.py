@@ -93,7 +93,9 @@ def test_a_body_without_a_key_is_not_read(server: RunningServer, monkeypatch: py
     host, port = server.http_url.removeprefix("http://").split(":")
     for more in (b"", b"Expect: 100-continue\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n%s\r\n" % more)
+            connection.sendall(
+                b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n%s\r\n" % more
+            )
             answer = b""
             while data := connection.recv(65536):
                 answer += data
@@ -155,7 +157,16 @@ def test_without_keys_nobody_is_admin(keyless: RunningServer) -> None:
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "model.example.com"}, 200),  # a client that is no browser, behind a tunnel
+        ({"Host": "localhost:8080"}, 200),  # behind a tunnel
+        ({"Host": "Localhost."}, 200),
+        ({"Host": "demo.localhost:1"}, 200),
+        ({"Host": "10.1.2.3:31555"}, 200),  # a mapped port, a pod's address
+        ({"Host": "[fd00::1]:31555"}, 200),
+        ({"Host": socket.gethostname()}, 200),
+        ({"Host": "model.example.com"}, 403),  # whoever asks: any header but Host and Origin can be made up
+        ({"Host": "evil.example.com:1", "User-Agent": "x"}, 403),
+        ({"Host": "localhost.example.com"}, 403),
+        ({"Host": "127.0.0.1:1:1"}, 403),
         ({"Origin": "{own}"}, 200),
         ({"Origin": "{own}", "User-Agent": "Mozilla/5.0"}, 200),
         ({"Origin": "http://localhost:1", "Host": "LOCALHOST:1"}, 200),
@@ -167,6 +178,11 @@ def test_without_keys_nobody_is_admin(keyless: RunningServer) -> None:
         ({"Origin": "http://evil.example.com:1", "Host": "evil.example.com:1"}, 403),  # whose name leads here
         ({"Host": "evil.example.com:1", "User-Agent": "Mozilla/5.0"}, 403),  # the same, of a GET
         ({"Host": "127.0.0.1.example.com", "User-Agent": "Mozilla/5.0"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),  # an image, which sends no Origin
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"}, 403),  # of another port of this machine
+        ({"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 200),
+        ({"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, 200),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),  # a link on another page
     ],
 )
 def test_a_page_from_elsewhere_gets_nothing(headers: dict[str, str], status: int, keyless: RunningServer) -> None:
@@ -174,6 +190,36 @@ def test_a_page_from_elsewhere_gets_nothing(headers: dict[str, str], status: int
     for path in ("/v2", "/health"):
         assert httpx.get(keyless.http_url + path, headers=sent).status_code == status
     assert httpx.post(keyless.http_url + INFER, content=body_of([[5]]), headers=sent).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"host": "127.0.0.1"}, {"gpu-7.example.com": 403, "rewards": 403, "localhost": 200}),
+        ({"host": "127.0.0.1", "allowed_hosts": ["Rewards:80", "a.example.com"]}, {"rewards:1": 200, "other": 403}),
+        ({"host": "0.0.0.0"}, {"gpu-7.example.com": 200, "rewards": 200, "rewards.ns.svc.cluster.local:80": 200}),
+        ({"host": "0.0.0.0", "allowed_hosts": ["rewards"]}, {"rewards:1": 200, "10.0.0.7": 200, "evil.com": 403}),
+    ],
+)
+def test_by_which_names_a_server_without_keys_is_reached(settings: dict[str, Any], wanted: dict[str, int]) -> None:
+    """On a network clients know it by names that it cannot know, unless it is told them."""
+    config = ServerConfig(port=0, grpc_port=None, allow_anonymous=True, **settings)
+    with RunningServer(EchoService(), config) as server:
+        url = server.http_url.replace("0.0.0.0", "127.0.0.1")
+        for name, status in wanted.items():
+            answer = httpx.get(url + "/metrics", headers={"Host": name})
+            assert answer.status_code == status, name
+            if status == 403:
+                assert "--allowed-hosts" in answer.json()["error"]
+
+
+def test_http_1_1_has_a_host(keyless: RunningServer) -> None:
+    host, port = keyless.http_url.removeprefix("http://").split(":")
+    for version, status in ((b"1.1", b"400"), (b"1.0", b"200")):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /v2 HTTP/%s\r\n\r\n" % version)
+            answer = connection.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 %s " % status)
 
 
 def test_with_keys_a_page_may_have_any_name_of_its_own(server: RunningServer) -> None:

@@ -206,7 +206,7 @@ def test_a_body_too_large_is_refused_before_it_is_read(running_server, client, w
     """1 GiB is announced, or sent in chunks; the answer is there long before the end, then the connection closes."""
     with connect(running_server) as connection:
         kind = "Content-Length: 1073741824" if where == "before" else "Transfer-Encoding: chunked"
-        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n".encode())
+        connection.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n".encode())
         for _ in range(20 if where == "within" else 0):
             connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
         answer = connection.recv(65536)
@@ -228,11 +228,17 @@ def test_a_client_that_leaves_cancels_its_work(running_server, client, service):
     body = body_of([[SLOW_TOKEN]])
     with service.scorer.held():
         with connect(running_server) as connection:
-            connection.sendall(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body)) + body)
+            connection.sendall(
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body))
+                + body
+            )
             wait_until(lambda: service.num_open == 1)
         wait_until(lambda: service.cancelled == before + 1)
     with connect(running_server) as connection:  # leaves in the middle of the body
-        connection.sendall(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body)) + body[:9])
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body))
+            + body[:9]
+        )
     slow = [client.post(INFER, content=body).status_code for _ in range(2)]
     assert slow == [200, 200]
     assert service.cancelled == before + 1
@@ -271,7 +277,10 @@ def test_every_request_is_counted_by_how_it_ends():
         body = body_of([[SLOW_TOKEN]])
         with service.scorer.held():
             with connect(server) as connection:
-                head = b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), len(body))
+                head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
+                    INFER.encode(),
+                    len(body),
+                )
                 connection.sendall(head + body)
                 wait_until(lambda: len(service.requests) > before + 1)
             wait_until(lambda: ("reward_model", "Cancelled") in outcomes(server.http_url))
@@ -302,7 +311,7 @@ def test_bodies_in_progress_are_bounded_together(chunked):
     with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
         with connect(server) as connection:
             kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(whole)
-            connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % (INFER.encode(), kind))
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % (INFER.encode(), kind))
             connection.sendall(b"%x\r\n" % len(whole) + whole + b"\r\n" if chunked else whole[:-1])
             large = lambda: client.post(INFER, content=iter([whole]) if chunked else whole)  # noqa: E731
             wait_until(lambda: large().status_code == 503)
@@ -319,7 +328,7 @@ def test_a_slow_upload_is_ended_and_gives_its_place_back():
     config = ServerConfig(port=0, grpc_port=None, max_requests=1, request_timeout_s=0.4)
     with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
         with connect(server) as connection:
-            connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n{" % INFER.encode())
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{" % INFER.encode())
             answer = connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 504")
             assert b"the body did not come within 0.4 s" in answer

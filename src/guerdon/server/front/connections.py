@@ -350,6 +350,8 @@ class HttpConnection(HttpToolsProtocol):
                 if name in seen:
                     raise _Refused(400, f"the header {name.decode()} comes twice")
                 seen[name] = value
+        if version == "1.1" and b"host" not in seen:
+            raise _Refused(400, "the header Host is missing; HTTP/1.1 needs it")
         coding = seen.get(b"transfer-encoding")
         if coding is None:
             return seen.get(b"content-length", b"0").strip(b"0 \t") != b""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from guerdon.access import is_loopback
@@ -36,7 +39,7 @@ class Guard:
         self._inner = inner
         self._access = access
         self._metrics = metrics
-        self._is_local = not access.names and is_loopback(config.host)
+        self._names = _own_names(config, bool(access.names))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -62,29 +65,58 @@ class Guard:
     def _caller(self, scope: Scope) -> Caller | None:
         """Who asks; None where the path is open to all."""
         headers = dict(scope["headers"])
-        _check_page(headers, self._is_local)
+        _check_page(headers)
+        if self._names is not None:
+            _check_host(headers.get(b"host", b"").decode("latin-1"), self._names)
         if scope["path"] in OPEN:
             return None
         return self._access.caller(headers.get(b"authorization"), headers.get(_PYTRITONS))
 
 
-def _check_page(headers: dict[bytes, bytes], is_local: bool) -> None:
-    """Raises Forbidden for what a page from elsewhere has its reader's browser send.
+def _check_page(headers: dict[bytes, bytes]) -> None:
+    """Raises Forbidden if a page from elsewhere makes its reader's browser send this.
 
-    A browser names the page's origin in all that may change something. Where nobody needs a key as only this machine
-    reaches the server, a page may have its own name lead to this machine: then its name is no loopback's.
+    Browsers name the page's origin in whatever may change something, and how it stands to this server's in
+    `Sec-Fetch-Site`. Following a link to this server's page is a navigation, which no script reads.
     """
     origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-    if origin is not None and origin.lower().partition(b"://")[2] != host.lower():
+    is_foreign = origin is not None and origin.lower().partition(b"://")[2] != host.lower()
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        is_foreign = is_foreign or headers.get(b"sec-fetch-mode") != b"navigate"
+    if is_foreign:
         raise Forbidden("the request comes from a page of another origin; open the page from this server's own address")
-    is_browsers = origin is not None or headers.get(b"user-agent", b"").startswith(b"Mozilla/")
-    if is_local and is_browsers and not is_loopback(_name(host)):
-        raise Forbidden("a browser reaches this server without a key only by localhost or 127.0.0.1")
 
 
-def _name(host: bytes) -> str:
-    """The name or address in a Host header."""
-    text = host.decode("latin-1").lower()
+def _own_names(config: ServerConfig, has_keys: bool) -> frozenset[str] | None:
+    """Returns the names by which clients without a key may reach the server; None if any will do."""
+    if has_keys or not (config.allowed_hosts or is_loopback(config.host)):
+        return None
+    machine = socket.gethostname()
+    names = ("localhost", config.host, machine, machine.partition(".")[0], *config.allowed_hosts)
+    return frozenset(_name(name) for name in names)
+
+
+def _check_host(host: str, names: frozenset[str]) -> None:
+    """Raises Forbidden for a name that may be a foreign page's own, which leads here (DNS rebinding).
+
+    An address is no name that anybody could have lead elsewhere. Only HTTP/1.0 has no Host, and no browser speaks it.
+    """
+    name = _name(host)
+    if not name or name in names or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        raise Forbidden(
+            f"{name[:256]!r} is not known as a name of this server, which asks for no key (DNS rebinding): ask "
+            "localhost or its address, or start it with `--allowed-hosts NAME`"
+        ) from None
+
+
+def _name(host: str) -> str:
+    """Returns the name or address in a Host header."""
+    text = host.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
-    return text.partition(":")[0]
+    name, colon, _ = text.rpartition(":")
+    return (name if colon and ":" not in name else text).removesuffix(".")
