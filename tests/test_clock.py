@@ -25,6 +25,7 @@ TOLD = {
     "console.py",
     "server/dashboard/watch.py",
     "server/front/http.py",
+    "server/triton.py",
     "tracing.py",
     "wire/pooling.py",
 }

@@ -129,6 +129,8 @@ class Metrics:
         self._others: list[Callable[[], str]] = []
         self.answered_s: dict[str, float] = {}
         """Seconds from head to answer of all requests that ended well, by model."""
+        self.last_request: dict[str, float] = {}
+        """When the last request ended, by model, on the monotonic clock."""
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Adds to a counter."""
@@ -227,7 +229,9 @@ class _Request:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        metrics, model, seconds = self._metrics, self.model, time.monotonic() - self._started
+        metrics, model, now = self._metrics, self.model, time.monotonic()
+        seconds = now - self._started
+        metrics.last_request[model] = now
         metrics.observe("guerdon_e2e_request_latency_seconds", seconds, model)
         if kind is None:
             metrics.add("guerdon_requests", 1, model, "ok")

@@ -99,7 +99,7 @@ def test_unknown_models_are_not_ready(stub):
 
 
 def test_what_the_protocol_has_beyond_this_is_unimplemented(stub):
-    assert failure(stub.ModelStatistics, pb.ModelStatisticsRequest()).code() is grpc.StatusCode.UNIMPLEMENTED
+    assert failure(stub.TraceSetting, pb.TraceSettingRequest()).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_not_ready(stub, service):

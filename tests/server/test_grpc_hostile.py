@@ -259,6 +259,7 @@ def test_each_method_wants_its_role(keys):
         "ModelMetadata": (pb.ModelMetadataRequest(name="reward_model"), "s"),
         "ModelConfig": (pb.ModelConfigRequest(name="reward_model"), "s"),
         "ModelInfer": (message([5]), "s"),
+        "ModelStatistics": (pb.ModelStatisticsRequest(), "s"),
         "RepositoryIndex": (pb.RepositoryIndexRequest(), "s"),
         "RepositoryModelLoad": (pb.RepositoryModelLoadRequest(model_name="nobody"), "a"),
         "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest(model_name="nobody"), "a"),

@@ -121,6 +121,9 @@ def test_health_and_descriptions(client, service):
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/many/ready", "/v2/models/many/versions/1/ready"):
         assert client.get(path).status_code == 200
         assert client.head(path).status_code == 200
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    assert client.get("/v2/models/many/ready").json() == {"name": "many", "ready": True}
     assert client.get("/v2").json()["name"] == "guerdon"
     assert client.get("/v2/models/many").json()["name"] == "many"
     assert client.get("/v2/models/many/versions/1/config").json()["max_batch_size"] > 0

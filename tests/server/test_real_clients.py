@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -109,6 +110,51 @@ def test_tritonclient_http_reads_health_and_descriptions(running_server):
             ("reward_model", "READY"),
             ("many", "READY"),
         ]
+
+
+def test_tritonclient_reads_statistics_over_both_transports():
+    config = ServerConfig(port=0, grpc_port=0)
+    with (
+        RunningServer(EchoService(config), config) as server,
+        tritonclient.http.InferenceServerClient(address(server.http_url)) as over_http,
+        tritonclient.grpc.InferenceServerClient(address(server.grpc_url)) as over_grpc,
+    ):
+        before = time.time()
+        over_http.infer("many", token_inputs(tritonclient.http))
+        over_grpc.infer("many", token_inputs(tritonclient.grpc))
+        with pytest.raises(InferenceServerException):
+            over_http.infer("many", [])
+        found = over_http.get_inference_statistics()["model_stats"]
+        assert [(one["name"], one["version"]) for one in found] == [("reward_model", "1"), ("many", "1")]
+        assert found[0]["last_inference"] == found[0]["inference_count"] == 0
+        assert (before - 1) * 1e3 < found[1]["last_inference"] < (time.time() + 1) * 1e3
+        assert found[1]["inference_count"] == 2 * len(ROWS)
+        assert found[1]["execution_count"] >= 2
+        stats = found[1]["inference_stats"]
+        assert (stats["success"]["count"], stats["fail"]["count"], stats["compute_infer"]["count"]) == (2, 1, 2)
+        assert stats["success"]["ns"] >= stats["compute_infer"]["ns"] > 0
+        assert stats["fail"]["ns"] > 0
+        for arguments in (("many",), ("many", "1")):
+            assert over_http.get_inference_statistics(*arguments)["model_stats"] == found[1:]
+            (told,) = over_grpc.get_inference_statistics(*arguments).model_stats
+            assert told.inference_stats.success.ns == stats["success"]["ns"]
+            assert told.inference_count == 2 * len(ROWS)
+        assert [one.name for one in over_grpc.get_inference_statistics().model_stats] == ["reward_model", "many"]
+        for client in (over_http, over_grpc):
+            with pytest.raises(InferenceServerException, match="unknown model 'nobody'"):
+                client.get_inference_statistics("nobody")
+
+
+@pytest.mark.parametrize("module", [tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
+def test_outputs_in_forms_that_are_not_offered_are_refused(running_server, module):
+    """And not sent in another, which their client would take for what it asked."""
+    url = running_server.http_url if module is tritonclient.http else running_server.grpc_url
+    shared, ranked = module.InferRequestedOutput("rewards"), module.InferRequestedOutput("rewards", class_count=1)
+    shared.set_shared_memory("region", 12)
+    with module.InferenceServerClient(address(url)) as client:
+        for output, text in ((shared, "output 'rewards': shared memory"), (ranked, "classification .class_count. is")):
+            with pytest.raises(InferenceServerException, match=text):
+                client.infer("reward_model", token_inputs(module), outputs=[output])
 
 
 async def test_tritonclient_http_aio(running_server):

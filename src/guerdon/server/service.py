@@ -95,7 +95,8 @@ class Service:
         self.metrics.watch_queue(self._loop.depth, self._loop.requests)
         self.metrics.watch_models(self._catalog.loaded)
         names = [info.name for info in self._catalog.models()]
-        self.metrics.watch_text(triton.Family(self.metrics, names, self._loop.requests).text)
+        self.triton = triton.Family(self.metrics, names, self._loop.requests)
+        self.metrics.watch_text(self.triton.text)
         self.watch = Watch(config, self.metrics, self._catalog, self._loop.depth)
 
     def start(self) -> None:

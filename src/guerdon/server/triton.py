@@ -1,12 +1,14 @@
-"""Triton's own metrics, for autoscalers and dashboards that know them: made of guerdon's when they are read.
+"""Triton's own metrics and statistics, for what knows those: made of guerdon's when they are read.
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html defines them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from guerdon.errors import Cancelled, DeadlineExceeded, Overloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.metrics import UNKNOWN, Metrics
@@ -87,6 +89,45 @@ class Family:
                 lines.append(f'{metric}{{model="{_escaped(name)}"{labels},version="{MODEL_VERSION}"}} {value:.0f}\n')
         return "".join(lines)
 
+    def statistics(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """Returns the `model_stats` of Triton's statistics extension.
+
+        Decoding and encoding are not measured by themselves: `compute_input` and `compute_output` are 0 ns.
+        """
+        values, total_s = self._values(), self._metrics.totals("guerdon_e2e_request_latency_seconds", "_sum")
+        now, now_ms = time.monotonic(), time.time() * 1e3
+        found = []
+        for name in names:
+
+            def of(metric: str, name: str = name) -> float:
+                return values[f"nv_inference_{metric}"].get((name,), 0.0)
+
+            answered = of("request_success")
+            failed = sum(values["nv_inference_request_failure"][name, reason] for reason in REASONS)
+            answered_us = of("request_duration_us")
+            last = self._metrics.last_request.get(name)
+            found.append(
+                {
+                    "name": name,
+                    "version": MODEL_VERSION,
+                    "last_inference": 0 if last is None else round(now_ms - (now - last) * 1e3),
+                    "inference_count": int(of("count")),
+                    "execution_count": int(of("exec_count")),
+                    "inference_stats": {
+                        "success": _duration(answered, answered_us),
+                        "fail": _duration(failed, max(0.0, total_s.get((name,), 0.0) * 1e6 - answered_us)),
+                        "queue": _duration(answered, of("queue_duration_us")),
+                        "compute_input": _duration(answered, 0),
+                        "compute_infer": _duration(answered, of("compute_infer_duration_us")),
+                        "compute_output": _duration(answered, 0),
+                        "cache_hit": _duration(0, 0),
+                        "cache_miss": _duration(0, 0),
+                    },
+                    "batch_stats": [],
+                }
+            )
+        return found
+
     def _values(self) -> dict[str, _Values]:
         names, totals = self._names, self._metrics.totals
         answered: _Values = {}
@@ -110,6 +151,10 @@ class Family:
             "nv_inference_compute_infer_duration_us": of(totals("guerdon_request_inference_time_seconds", "_sum"), 1e6),
             "nv_inference_pending_request_count": {(name,): num for name, (_, num) in self._requests().items()},
         }
+
+
+def _duration(count: float, total_us: float) -> dict[str, int]:
+    return {"count": int(count), "ns": round(total_us * 1e3)}
 
 
 def _escaped(label: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,16 @@ def count(parameters: dict[str, Any], name: str) -> int:
     return value
 
 
+def check_output(name: str, parameters: Container[str]) -> None:
+    """Raises Unsupported if the output is requested in a form that is not offered."""
+    if "shared_memory_region" in parameters:
+        raise Unsupported(f"output '{name}': shared memory is not offered; leave the parameter out")
+    if "classification" in parameters:
+        raise Unsupported(
+            f"output '{name}': classification (class_count) is not offered; ask for the numbers themselves"
+        )
+
+
 def parse_object(text: bytes | memoryview) -> dict[str, Any]:
     """The JSON object in `text`; raises InvalidRequest where it is none."""
     value = bodies.parse(text, f"the body, or the part before its binary tensors ({len(text)} bytes),")
@@ -194,8 +205,7 @@ def _requested(entries: Any, binary_default: bool) -> dict[str, bool]:
         parameters = (entry.get("parameters") or {}) if isinstance(entry, dict) else None
         if not isinstance(name, str) or not isinstance(parameters, dict):
             raise InvalidRequest("outputs must be a list of objects with a name")
-        if "shared_memory_region" in parameters:
-            raise Unsupported(f"output '{name}': shared memory is not offered; leave the parameter out")
+        check_output(name, parameters)
         requested[name] = bool(parameters.get("binary_data", binary_default))
     return requested
 

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
 from guerdon.wire.bodies import shown
-from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.kserve import InferReply, InferRequest, check_output
 from guerdon.wire.rows import check_count
 from guerdon.wire.tensors import Tensor
 
@@ -77,6 +77,8 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
             inputs[name] = tensors.from_raw(name, entry.datatype, shape, raw[i])
         else:
             inputs[name] = _from_contents(name, entry.datatype, shape, entry.contents)
+    for output in message.outputs:
+        check_output(output.name, output.parameters)
     return InferRequest(
         inputs=inputs,
         outputs={output.name: True for output in message.outputs} or None,

@@ -92,13 +92,15 @@ def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = Tr
 
 
 def _kserve(names: list[str]) -> dict[str, Any]:
-    alive, ready = _described("it is"), _described("it is") | _refused("Error", 400)
+    live, health = _ok(_JSON, ref("Live")), _described("it is") | _described("it is not", 503)
+    ready, statistics = _ok(_JSON, ref("Ready")), _ok(_JSON, ref("Statistics"))
     paths = {
         "/v2": _path(_READ, "The server", _ok(_JSON, ref("Server"))),
-        "/v2/health/live": _path(_READ, "Whether the server is alive", alive, is_open=True),
+        "/v2/health/live": _path(_READ, "Whether the server is alive", live, is_open=True),
         "/v2/health/ready": _path(_READ, "Whether all models are ready", ready, is_open=True),
-        "/health": _path(_READ, "Whether all models are ready", alive | _described("it is not", 503), is_open=True),
+        "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
     }
+    paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", statistics)
     for version in ("", "/versions/{version}"):
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
         if version:
@@ -106,6 +108,7 @@ def _kserve(names: list[str]) -> dict[str, Any]:
         metadata, config = _ok(_JSON, ref("Model")), _ok(_JSON, ref("ModelConfig"))
         paths[model] = _path(_READ, "The model's tensors", metadata, parameters=where)
         paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
+        paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)
         paths[model + "/ready"] = _path(_READ, "Whether the model is ready", ready, parameters=where)
         paths[model + "/infer"] = _path(
             _WRITE,

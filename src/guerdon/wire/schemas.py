@@ -176,6 +176,24 @@ KSERVE: dict[str, Schema] = {
         "outputs",
     ),
     "Server": _object({"name": TEXT, "version": TEXT, "extensions": _list(TEXT)}, "name", "version", "extensions"),
+    "Live": _object({"live": {"type": "boolean"}}, "live"),
+    "Ready": _object({"name": TEXT, "ready": {"type": "boolean"}}, "ready"),
+    "Statistics": _object({"model_stats": _list(ref("ModelStatistics"))}, "model_stats"),
+    "ModelStatistics": _object(
+        {
+            "name": TEXT,
+            "version": TEXT,
+            **dict.fromkeys(("last_inference", "inference_count", "execution_count"), _COUNT),
+            "inference_stats": {
+                "type": "object",
+                "additionalProperties": _object({"count": _COUNT, "ns": _COUNT}, "count", "ns"),
+            },
+            "batch_stats": _list({"type": "object"}),
+        },
+        "name",
+        "version",
+        "inference_stats",
+    ),
     "Model": _object(
         {
             "name": TEXT,

@@ -24,7 +24,7 @@ def server() -> dict[str, Any]:
     return {
         "name": "guerdon",
         "version": _VERSION,
-        "extensions": ["binary_tensor_data", "model_configuration", "model_repository"],
+        "extensions": ["binary_tensor_data", "model_configuration", "model_repository", "statistics"],
     }
 
 
@@ -38,3 +38,9 @@ def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]
             reason = "" if service.is_loaded(info.name) else "unloaded"
             index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": reason})
     return index
+
+
+def statistics(service: Service, name: str, version: str) -> dict[str, Any]:
+    """Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
+    infos = [service.model(name, version)] if name else service.models()
+    return {"model_stats": service.triton.statistics([info.name for info in infos])}

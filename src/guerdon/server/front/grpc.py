@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -35,6 +34,7 @@ from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.front import about, tls
 from guerdon.server.front.body import Coming
 from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.grpc_stream import Read, answer_stream, message_span, refusal, response
 from guerdon.server.front.receiving import Receiving
 from guerdon.server.front.spans import with_span
 from guerdon.server.front.unread import end_unread
@@ -114,13 +114,14 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 class _Call:
     """One call: who makes it, and its message, of which nothing is read before `message` asks for it."""
 
-    __slots__ = ("_limits", "_receiving", "caller", "context")
+    __slots__ = ("_limits", "_receiving", "caller", "context", "request_id")
 
     def __init__(
         self, context: grpc.aio.ServicerContext, caller: Caller, receiving: Receiving, limits: LimitsConfig
     ) -> None:
         self.context = context
         self.caller = caller
+        self.request_id = ""
         self._receiving = receiving
         self._limits = limits
 
@@ -165,20 +166,27 @@ class _Front:
             self.ServerMetadata,
             self.ModelMetadata,
             self.ModelConfig,
+            self.ModelStatistics,
             self.ModelInfer,
             self.RepositoryIndex,
             self.RepositoryModelLoad,
             self.RepositoryModelUnload,
         )
-        return {
+        handlers = {
             method.__name__: grpc.stream_unary_rpc_method_handler(
-                self._answering(method, method in is_open), None, lambda reply: reply.SerializeToString()
+                self._answering(method, method in is_open, False), None, _serialised
             )
             for method in methods
         }
+        streaming = self._answering(self.ModelStreamInfer, False, True)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(streaming, None, _serialised)
+        return handlers
 
-    def _answering(self, method: Method, is_open: bool) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`method` for callers with a key, where it is not open to all; what it raises is told in gRPC's way."""
+    def _answering(self, method: Method, is_open: bool, is_stream: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+        """`method` for callers with a key, where it is not open to all; what it raises is told in gRPC's way.
+
+        A stream's requests are counted one by one, by the method itself.
+        """
         service = self._service
 
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -191,15 +199,11 @@ class _Front:
                 except Unauthenticated as e:
                     service.metrics.asked(UNKNOWN, type(e))
                     raise
-                with service.metrics.client(caller.name):
+                counting = contextlib.nullcontext() if is_stream else service.metrics.client(caller.name)
+                with counting:
                     return await method(_Call(context, caller, self._receiving, self._limits))
-            except GuerdonError as e:
-                error = without_frames(e)
-            except asyncio.CancelledError:
-                raise
             except Exception as e:
-                failure(logger, logging.ERROR, "unexpected error in %s", method.__name__, error=e)
-                error = ServerFault("internal error; the server's log has the details")
+                error = _to_error(method.__name__, e)
             tracing.failed(error)
             trailing = [("guerdon-error", type(error).__name__)]
             if error.retry_after_s is not None:
@@ -263,18 +267,56 @@ class _Front:
         await self._service.repository.unload(request.model_name, call.caller.name)
         return pb.RepositoryModelUnloadResponse()
 
+    async def ModelStatistics(self, call: _Call) -> pb.ModelStatisticsResponse:
+        request = await call.parsed(pb.ModelStatisticsRequest)
+        told = about.statistics(self._service, request.name, request.version)
+        return json_format.ParseDict(told, pb.ModelStatisticsResponse())
+
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
-        service, caller, context = self._service, call.caller, call.context
-        with service.metrics.request(UNKNOWN) as counted, contextlib.ExitStack() as held:
+        context = call.context
+        with contextlib.ExitStack() as held:
+            reply, answer = await self._infer(call, call.message, held)
+            # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
+            context.add_done_callback(_leaving(held.pop_all()))
+            if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
+                end_unread(context, self._seconds_to_send(reply_bytes))
+        trailing: list[tuple[str, str]] = []
+        if isinstance(answer, ScoreReply):
+            trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
+            trailing.append(("guerdon-compute-ms", f"{answer.compute_s * 1e3:.3f}"))
+        if answer is not None:
+            trailing.append(("guerdon-weights-version", answer.weights_version))
+        context.set_trailing_metadata(tuple(trailing))
+        return reply
+
+    async def ModelStreamInfer(self, call: _Call) -> None:
+        service, name = self._service, call.caller.name
+        sent = dict(call.context.invocation_metadata())
+
+        async def infer(read: Read, held: contextlib.ExitStack) -> pb.ModelStreamInferResponse:
+            call.request_id = ""
+            try:
+                with service.metrics.client(name), message_span(service.traces, SERVICE, sent):
+                    return response((await self._infer(call, read, held))[0])
+            except Exception as e:
+                return refusal(_to_error("ModelStreamInfer", e), call.request_id)
+
+        with self._receiving.stream(name):
+            await answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)
+
+    async def _infer(self, call: _Call, read: Read, held: contextlib.ExitStack) -> tuple[pb.ModelInferResponse, Answer]:
+        """Answers the message that `read` reads; `held` keeps the bytes that the answer counts for."""
+        service, caller = self._service, call.caller
+        with service.metrics.request(UNKNOWN) as counted:
             self._gate.check_room(caller.name)  # before its message is read for nothing
-            data = await call.message()
+            data = await read()
             place = held.enter_context(Place(self._gate, caller.name))
             place.hold(size := len(data))
             # What typed contents are parsed into takes more than was sent; what one body may have always fits.
             place.reach(min(kserve_grpc.memory(data), self._limits.max_body_mb << 20))
             message = await off_loop(functools.partial(kserve_grpc.parse, data), size)
             del data
-            name = message.model_name
+            call.request_id, name = message.id, message.model_name
             counted.model = name if name in self._names else UNKNOWN
             tracing.tell(model=counted.model)
             with service.arriving(name):
@@ -284,7 +326,7 @@ class _Front:
                 service.check_ready()
                 if isinstance(info, ModelInfo):
                     service.check_room(info.name, caller.name, size)  # before it is decoded for nothing
-            decode = functools.partial(_decode, message, info, context.time_remaining())
+            decode = functools.partial(_decode, message, info, call.context.time_remaining())
             del message  # whoever waits for long does not hold it
             if isinstance(info, OperationInfo):
                 coming = Coming(decode, size, place)
@@ -298,19 +340,19 @@ class _Front:
             table_bytes = answer_bytes(answer, info)
             place.reach(min(table_bytes, self._limits.max_body_mb << 20))
             reply = await off_loop(functools.partial(_encode, answer, decoded, info), max(size, table_bytes))
-            # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
             place.answered()
-            context.add_done_callback(_leaving(held.pop_all()))
-            if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
-                end_unread(context, self._limits.write_timeout_s + reply_bytes / _LEAST_BYTES_PER_S)
-        trailing: list[tuple[str, str]] = []
-        if isinstance(answer, ScoreReply):
-            trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
-            trailing.append(("guerdon-compute-ms", f"{answer.compute_s * 1e3:.3f}"))
-        if answer is not None:
-            trailing.append(("guerdon-weights-version", answer.weights_version))
-        context.set_trailing_metadata(tuple(trailing))
-        return reply
+        return reply, answer
+
+    def _seconds_to_send(self, num_bytes: int) -> float:
+        return self._limits.write_timeout_s + num_bytes / _LEAST_BYTES_PER_S
+
+
+def _to_error(method: str, error: Exception) -> GuerdonError:
+    """Returns the error that clients are told of; whatever is not ours is logged."""
+    if isinstance(error, GuerdonError):
+        return without_frames(error)
+    failure(logger, logging.ERROR, "unexpected error in %s", method, error=error)
+    return ServerFault("internal error; the server's log has the details")
 
 
 def _decode(
@@ -332,6 +374,10 @@ def _leaving(held: contextlib.ExitStack) -> Callable[[Any], None]:
         held.close()
 
     return leave
+
+
+def _serialised(reply: Any) -> bytes:
+    return reply.SerializeToString()
 
 
 def _cut(text: str) -> str:

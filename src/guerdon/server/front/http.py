@@ -84,6 +84,7 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
         Route("/v2/health/live", _Endpoint(get, front.live)),
         Route("/v2/health/ready", _Endpoint(get, front.ready)),
         Route("/v2", _Endpoint(get, front.server)),
+        Route("/v2/models/stats", _Endpoint(get, front.statistics)),
         Route("/v2/repository/index", _Endpoint(post, front.index)),
         Route("/v2/repository/models/{name}/load", _Endpoint(post, front.load)),
         Route("/v2/repository/models/{name}/unload", _Endpoint(post, front.unload)),
@@ -97,7 +98,12 @@ def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASG
         Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate)))
         for path, form in FORMS.items()
     ]
-    for path, handler in (("/ready", front.model_ready), ("", front.model_metadata), ("/config", front.model_config)):
+    for path, handler in (
+        ("/ready", front.model_ready),
+        ("", front.model_metadata),
+        ("/config", front.model_config),
+        ("/stats", front.statistics),
+    ):
         routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
     if config.dashboard:
         pages = Pages(service, config, gate)
@@ -174,7 +180,7 @@ class _Front:
         return 200, headers, payload
 
     async def live(self, scope: Scope, receive: Receive) -> Reply:
-        return 200, [], b""
+        return _json({"live": True})
 
     async def ready(self, scope: Scope, receive: Receive) -> Reply:
         return _readiness(self._service.is_ready())
@@ -182,7 +188,7 @@ class _Front:
     async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
         name = self._model(scope).name
         why = "not ready" if self._service.is_loaded(name) else f"{name} is unloaded; an admin may load it"
-        return _readiness(self._service.is_ready(name), why)
+        return _readiness(self._service.is_ready(name), why, name=name)
 
     async def health(self, scope: Scope, receive: Receive) -> Reply:
         return 200 if self._service.is_ready() else 503, [], b""
@@ -201,6 +207,10 @@ class _Front:
 
     async def model_config(self, scope: Scope, receive: Receive) -> Reply:
         return _json(signature.config(self._model(scope), self._service.max_request_sequences))
+
+    async def statistics(self, scope: Scope, receive: Receive) -> Reply:
+        path = scope["path_params"]
+        return _json(about.statistics(self._service, path.get("name", ""), path.get("version", "")))
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
         with Place(self._gate, caller_of(scope).name) as place:
@@ -305,8 +315,10 @@ def _teller(scope: Scope) -> Told:
     return openai.told if path.startswith("/v1/models") else _told
 
 
-def _readiness(is_ready: bool, why: str = "not ready") -> Reply:
-    return (200, [], b"") if is_ready else (400, [JSON], orjson.dumps({"error": why, "kind": "Unavailable"}))
+def _readiness(is_ready: bool, why: str = "not ready", **more: str) -> Reply:
+    """Returns the status, which says it all in the protocol, and a body, which KServe's own client reads."""
+    told = {**more, "ready": True} if is_ready else {"error": why, "kind": "Unavailable"}
+    return 200 if is_ready else 400, [JSON], orjson.dumps(told)
 
 
 def _json(value: Any) -> Reply:

@@ -6,6 +6,8 @@ gRPC tells a message's size only when all of it is there, so that each on its wa
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from guerdon.config import LimitsConfig
@@ -22,6 +24,9 @@ class Receiving:
     So many may come at once as there is memory for. Where there are several clients, and fewer than that, one of these
     is each client's own, so that those of others that never come cannot keep it out. What is left, else all, is
     everybody's, for which the clients take turns.
+
+    Streams have as many places of their own, one each for as long as it is open, since nothing tells whether a stream
+    rests or its next message is on its way.
     """
 
     def __init__(self, limits: LimitsConfig, clients: tuple[str, ...]) -> None:
@@ -30,7 +35,28 @@ class Receiving:
         self._own = {name: FairTurns(1) for name in own}
         self._common = FairTurns(count - len(own))
         self._calls = Shares(limits.max_requests, clients)
+        self._streams = Shares(count, clients)
         self._limits = limits
+
+    @contextlib.contextmanager
+    def stream(self, client: str) -> Iterator[None]:
+        """A context that holds one stream's place; entering it raises Overloaded if there is none."""
+        if not self._streams.has_room(client, 1):
+            raise Overloaded(
+                f"{self._streams.taken} streams are open, and {client or 'this server'} may have no more: ask by "
+                "ModelInfer, or raise --max-bodies-mb",
+                RETRY_AFTER_S,
+            )
+        self._streams.take(client, 1)
+        try:
+            yield
+        finally:
+            self._streams.give(client, 1)
+
+    async def next_message(self, context: Any, timeout_s: float) -> bytes | None:
+        """Returns a stream's next message; None if its client sends no more. Raises UploadTooSlow."""
+        data = await _read(context, timeout_s)
+        return data if isinstance(data, bytes) else None
 
     async def message(self, context: Any, client: str, timeout_s: float) -> bytes:
         """The bytes of the call's message, which has `timeout_s` seconds to come once its turn is there.

@@ -22,7 +22,7 @@ _WRITING = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _DOING = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
 _PARENT = (b"traceparent", b"tracestate")
 
-_FAULTS = (2, 4, 12, 13, 14, 15)
+FAULTS = (2, 4, 12, 13, 14, 15)
 """gRPC's codes that say that the server is at fault: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE
 and DATA_LOSS."""
 
@@ -84,7 +84,7 @@ def with_span(
                 reply = await answer(messages, context)
             finally:
                 if traced is not None and (code := _code(context, has_reply=reply is not None)) is not None:
-                    traced.answered("rpc.grpc.status_code", code, is_fault=code in _FAULTS)
+                    traced.answered("rpc.grpc.status_code", code, is_fault=code in FAULTS)
             return reply
 
     return call
