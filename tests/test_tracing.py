@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -89,6 +90,16 @@ def over_grpc(server: RunningServer) -> None:
         client.infer("reward_model", [tokens, lengths], headers=SAMPLED)
 
 
+def over_stream(server: RunningServer) -> None:
+    tokens = tritonclient.grpc.InferInput("input_ids", [2, 3], "INT32")
+    tokens.set_data_from_numpy(np.array([[1, 3, 4], [4, 2, 2]], np.int32))
+    answered: queue.SimpleQueue = queue.SimpleQueue()
+    with tritonclient.grpc.InferenceServerClient((server.grpc_url or "").removeprefix("grpc://")) as client:
+        client.start_stream(lambda result, error: answered.put(error), headers=SAMPLED)
+        client.async_stream_infer("reward_model", [tokens])
+        assert answered.get(timeout=30) is None
+
+
 OF_HTTP = {
     "http.request.method": "POST",
     "http.route": "/v2/models/{name}/infer",
@@ -107,8 +118,13 @@ OF_GRPC = {
     [
         (over_http, "POST /v2/models/{name}/infer", OF_HTTP),
         (over_grpc, "inference.GRPCInferenceService/ModelInfer", OF_GRPC),
+        (
+            over_stream,
+            "inference.GRPCInferenceService/ModelStreamInfer",
+            OF_GRPC | {"rpc.method": "ModelStreamInfer"},
+        ),
     ],
-    ids=["http", "grpc"],
+    ids=["http", "grpc", "stream"],
 )
 def test_a_request_has_its_own_span_its_wait_and_its_batch(
     collector: Collector, ask: Any, name: str, facts: dict[str, Any]

@@ -213,11 +213,17 @@ class LimitsConfig:
     max_bodies_mb: int = setting(
         2048, "MiB that the bodies of the requests in progress may have together; beyond it 503", least=1
     )
-    max_connections: int = setting(16_384, "HTTP connections at once; beyond it 503", least=1)
+    max_connections: int = setting(
+        16_384,
+        "HTTP connections at once, shared by key; a new one ends one without a request, and gets 503 if there is none",
+        least=1,
+    )
     header_timeout_s: float = setting(
         20.0, "seconds in which a connection's first request, and the head of every request, must have come", least=0.1
     )
-    read_timeout_s: float = setting(60.0, "seconds in which at least some more of a body must have come", least=0.1)
+    read_timeout_s: float = setting(
+        60.0, "seconds in which at least some more of a body, and all of a gRPC message, must have come", least=0.1
+    )
     write_timeout_s: float = setting(60.0, "seconds in which a client must have read some of its answer", least=0.1)
     idle_timeout_s: float = setting(
         3600.0, "seconds that a connection may stay without a request; a trainer's outlive its other phases", least=0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import select
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from guerdon.server.front.connections import HttpConnection
 from guerdon.server.runtime import RunningServer
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
-from server.keys import SCORE, keyed
+from server.keys import SCORE, TRAIN, keyed
 
 TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -317,24 +318,84 @@ def test_pipelined_requests_do_not_pile_up(server):
 
 
 def test_connections_beyond_the_limit_are_told_so_and_others_go_on():
-    config = ServerConfig(port=0, grpc_port=None, max_connections=50, header_timeout_s=120.0, idle_timeout_s=120.0)
-    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
-        held = [connect(server) for _ in range(49)]
+    """If each of those that are open has a request; a body that has not come is one."""
+    config = ServerConfig(port=0, grpc_port=None, max_connections=50, header_timeout_s=120.0, read_timeout_s=120.0)
+    service = EchoService(config)
+    with RunningServer(service, config) as server, service.scorer.held() as go:
+        held = [connect(server) for _ in range(50)]
         try:
-            for connection in held[:40]:
-                connection.sendall(LIVE)
-                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-            assert client.get("/v2/health/live").status_code == 200
+            for connection in held[1:]:
+                connection.sendall(post(b"{", b"Content-Length: 9"))
+            slow = body_of([[SLOW_TOKEN]])
+            held[0].sendall(post(slow, b"Content-Length: %d" % len(slow)))
+            wait_until(lambda: service.num_open == 1)
             with connect(server) as beyond:
                 answer = until_closed(beyond)
             assert statuses(answer) == [503]
             assert b"as many connections as it takes" in answer
-            assert client.post(INFER, content=BODY).status_code == 200
+            go.set()
+            assert held[0].recv(4096).startswith(b"HTTP/1.1 200")
         finally:
             for connection in held:
                 connection.close()
-        client.close()
         wait_until(lambda: is_served(server))
+
+
+def test_a_new_connection_ends_the_one_that_rests_longest():
+    config = ServerConfig(port=0, grpc_port=None, max_connections=4, header_timeout_s=120.0, idle_timeout_s=120.0)
+    with RunningServer(EchoService(), config) as server:
+        held = [connect(server) for _ in range(4)]
+        for connection in (held[2], held[0], held[1], held[3], held[2]):  # the order in which they begin to rest
+            connection.sendall(LIVE)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        with connect(server) as beyond:
+            beyond.sendall(LIVE)
+            assert beyond.recv(4096).startswith(b"HTTP/1.1 200")
+            assert until_closed(held[0]) == b""
+            for connection in (*held[1:], beyond):
+                connection.sendall(LIVE)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_one_keys_connections_leave_room_for_anothers(tmp_path, is_busy):
+    """One key opens as many as there may be at all, and more; whoever has another is served, on four of its own."""
+    config = keyed(tmp_path, grpc_port=None, max_connections=24, header_timeout_s=120.0, read_timeout_s=120.0)
+    key, other = (b"Authorization: Bearer " + which.encode() for which in (SCORE, TRAIN))
+    with RunningServer(EchoService(config), config) as server:
+        held = []
+        for _ in range(30):
+            held.append(connect(server))
+            if is_busy:  # the body does not come
+                held[-1].sendall(post(b"{", key, b"Content-Length: 9"))
+            else:
+                held[-1].sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % key)
+                assert held[-1].recv(4096)
+        others = [connect(server) for _ in range(4)]  # a third of the half that is kept
+        for _ in range(2):
+            for connection in others:
+                connection.sendall(post(BODY, other, b"Content-Length: %d" % len(BODY)))
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        for connection in (*held, *others):
+            connection.close()
+
+
+def test_a_key_that_may_have_no_more_connections_is_told_so(tmp_path):
+    config = keyed(tmp_path, grpc_port=None, max_connections=24, header_timeout_s=120.0, read_timeout_s=120.0)
+    key = b"Authorization: Bearer " + SCORE.encode()
+    with RunningServer(EchoService(config), config) as server:
+        held = [connect(server) for _ in range(17)]
+        for connection in held:
+            connection.sendall(post(b"{", key, b"Content-Length: 9"))
+        answers = [connection for connection in held if connection in select.select(held, [], [], 30)[0]]
+        (refused,) = answers
+        told = refused.recv(4096)
+        assert statuses(told) == [503]
+        assert b"holds 16 of the 24 connections" in told
+        for connection in held:
+            connection.close()
 
 
 def test_two_thousand_idle_connections_do_not_hold_up_others_and_leave_nothing():

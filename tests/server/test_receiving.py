@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from guerdon.config import LimitsConfig
+from guerdon.errors import Overloaded
+from guerdon.server.front.body import UploadTooSlow
 from guerdon.server.front.receiving import Receiving
 
 
@@ -94,3 +96,27 @@ async def test_where_there_are_not_a_client_waits_for_no_others_flood() -> None:
     await calls.let_one_come()
     assert calls.reading == ["a", "c"]
     await calls.end()
+
+
+async def test_messages_that_never_come_hold_up_the_next_one_no_longer_than_one_would() -> None:
+    """All of them end when they have had their time since they began, those that wait for a turn among them."""
+    at_the_door, calls = receiving(2, ""), 0
+
+    class Never:
+        async def read(self) -> bytes:
+            nonlocal calls
+            calls += 1
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    class Here:
+        async def read(self) -> bytes:
+            return b"message"
+
+    never = [asyncio.create_task(at_the_door.message(Never(), "", 0.3)) for _ in range(200)]
+    await settled()
+    assert await at_the_door.message(Here(), "", 60.0) == b"message"
+    kinds = [type(error) for error in await asyncio.gather(*never, return_exceptions=True)]
+    assert set(kinds) == {UploadTooSlow, Overloaded}
+    assert kinds.count(UploadTooSlow) == 2
+    assert calls < 20

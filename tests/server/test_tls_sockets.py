@@ -183,25 +183,28 @@ def test_handshakes_that_do_not_go_on_end(hasty, files):
     wait_until(lambda: process.num_fds() <= before)
 
 
-def test_connections_beyond_the_limit_end_before_their_tls(files):
+def test_a_connection_beyond_the_limit_ends_the_one_that_waits_longest_for_its_tls(files):
     config = config_of(files)
     config.max_connections, config.header_timeout_s = 4, 120.0
     with RunningServer(EchoService(), config) as server:
         address = httpx.URL(server.http_url)
         held = [socket.create_connection((address.host, address.port), 30) for _ in range(4)]
-        with pytest.raises(httpx.TransportError), httpx.Client(verify=context_of(files)) as client:
-            client.get(server.http_url + "/v2/health/live")
+        with httpx.Client(verify=context_of(files)) as client:
+            assert client.get(server.http_url + "/v2/health/live").status_code == 200
+        assert held[0].recv(1) == b""
+        held[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            held[1].recv(1)
         for connection in held:
             connection.close()
+        wait_until(lambda: server_connections(server) == 0)
 
-        def is_served() -> bool:
-            try:
-                with httpx.Client(verify=context_of(files)) as client:
-                    return client.get(server.http_url + "/v2/health/live").status_code == 200
-            except httpx.TransportError:
-                return False
 
-        wait_until(is_served)
+def server_connections(server: RunningServer) -> int:
+    """How many connections the server's process has at its HTTP port."""
+    port = httpx.URL(server.http_url).port
+    found = psutil.Process().net_connections("tcp")
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ async def serve(
     listener = _listen(config.host, config.port, "HTTP")
     http_url = _url("http" + secure, config.host, listener.getsockname()[1])
     app, num_connections = http.app(service, config, gate), _num_connections(config)
-    http_server = HttpServer(app, config, context, num_connections, has_keys=bool(service.access.names))
+    http_server = HttpServer(app, config, context, num_connections, service.access.names)
     try:
         grpc_server, grpc_url = None, None
         if config.grpc_port is not None:

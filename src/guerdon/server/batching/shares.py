@@ -9,15 +9,16 @@ class Shares:
     """So many of something, taken and given back by clients' names.
 
     Half of it is everybody's; the other half is kept in equal parts, one for each of the `clients`, which nobody else
-    can take. With fewer than two of them all of it is everybody's. `taken` is what all have together.
+    can take: `own` is one of these. With fewer than two of them all of it is everybody's. `taken` is what all have
+    together.
     """
 
     def __init__(self, total: int, clients: Collection[str] = ()) -> None:
         self.total = total
         self.taken = 0
         self._clients = frozenset(clients if len(clients) > 1 else ())
-        self._own = total // (2 * len(self._clients)) if self._clients else 0
-        self._common = total - self._own * len(self._clients)
+        self.own = total // (2 * len(self._clients)) if self._clients else 0
+        self._common = total - self.own * len(self._clients)
         self._common_taken = 0
         self._held: dict[str, int] = {}
 
@@ -25,7 +26,7 @@ class Shares:
         """Whether the client may take so much more; within its own part it always may."""
         if not self._clients:
             return self.taken + amount <= self.total
-        own = self._own if client in self._clients else 0
+        own = self.own if client in self._clients else 0
         if self._held.get(client, 0) + amount <= own:
             return True
         return self._common_taken + self._of_common(client, amount) <= self._common
@@ -48,7 +49,7 @@ class Shares:
 
     def most(self, client: str) -> int:
         """What the client could have if nobody else had any."""
-        return self._common + (self._own if client in self._clients else 0)
+        return self._common + (self.own if client in self._clients else 0)
 
     def held(self, client: str) -> int:
         """What the client has; where there are no parts, what all have."""
@@ -56,6 +57,6 @@ class Shares:
 
     def _of_common(self, client: str, amount: int) -> int:
         """What of `amount` more comes from everybody's half."""
-        own = self._own if client in self._clients else 0
+        own = self.own if client in self._clients else 0
         held = self._held.get(client, 0)
         return max(0, held + amount - own) - max(0, held - own)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
 import ssl
-import struct
-from typing import Any
+from collections.abc import Collection
 
 import httptools
 import orjson
@@ -20,7 +18,9 @@ from uvicorn.server import ServerState
 
 from guerdon.config import LimitsConfig
 from guerdon.logs import failure
-from guerdon.server.front.guard import CALLER
+from guerdon.server.front.guard import CALLER, CONNECTION
+from guerdon.server.front.holders import Held, Holders
+from guerdon.server.front.sockets import break_off, keep_alive
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,6 @@ _BACKLOG = 4096
 _ACCEPT_AGAIN_S = 0.1
 _SWEEP_S = 1.0
 _TELL_EVERY_S = 60.0
-_VANISHED_S = 120
-"""After which a host that no longer answers has no connection here any more."""
-
-_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _VANISHED_S * 1000}
-
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
 
@@ -57,15 +52,21 @@ class _Early(Exception):
 class HttpServer:
     """The connections of one listener; `stop` ends them.
 
-    With `has_keys` a connection on which none was shown yet may rest no longer than a head may take.
+    `clients` are the keys' holders, who share the connections; if there are any, a connection on which no key was
+    shown yet may rest no longer than a head may take.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: LimitsConfig, tls: ssl.SSLContext | None, max_connections: int, has_keys: bool
+        self,
+        app: ASGIApp,
+        limits: LimitsConfig,
+        tls: ssl.SSLContext | None,
+        max_connections: int,
+        clients: Collection[str],
     ) -> None:
         self.limits = limits
-        self.has_keys = has_keys
-        self.max_connections = max_connections
+        self.has_keys = bool(clients)
+        self.holders = Holders(max_connections, clients)
         self.most_unread_bytes = max(limits.max_bodies_mb, limits.max_body_mb) << 20
         self.state = ServerState()
         self.settings = uvicorn.Config(
@@ -82,11 +83,6 @@ class HttpServer:
     def connections(self) -> set[HttpConnection]:
         """All that are open, those that are about to be closed among them."""
         return self.state.connections  # type: ignore[return-value]
-
-    @property
-    def num_connections(self) -> int:
-        """How many there are, also of those whose TLS is not there yet."""
-        return len(self.state.connections) + len(self._handshakes)
 
     async def start(self, listener: socket.socket) -> None:
         """Accepts connections from now on."""
@@ -130,24 +126,30 @@ class HttpServer:
                 log.warning("cannot accept a connection: %s", e.strerror)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            if self.num_connections >= self.max_connections:
+            held = self.holders.add(came_from[0], accepted.close)
+            if held is None:
                 accepted.close()
                 continue
-            task = loop.create_task(self._shake_hands(accepted, came_from[0], tls))
+            task = loop.create_task(self._shake_hands(accepted, came_from[0], tls, held))
+            held.end = task.cancel
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, came_from: str, tls: ssl.SSLContext) -> None:
+    async def _shake_hands(self, accepted: socket.socket, came_from: str, tls: ssl.SSLContext, held: Held) -> None:
         timeout_s = self.limits.header_timeout_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: HttpConnection(self),
+                lambda: HttpConnection(self, held),
                 accepted,
                 ssl=tls,
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=_LINGER_S,
             )
+        except asyncio.CancelledError:
+            self.holders.remove(held)
+            raise
         except OSError as e:  # an ssl.SSLError is one
+            self.holders.remove(held)
             accepted.close()
             level, now = logging.DEBUG, asyncio.get_running_loop().time()
             if now - self._told_at > _TELL_EVERY_S:  # whoever connects could else fill the log
@@ -177,7 +179,7 @@ class HttpServer:
         if unread <= self.most_unread_bytes:
             return
         for connection in sorted(self.connections, key=lambda connection: -connection.num_unread):
-            connection.break_off()
+            break_off(connection.transport)
             unread -= connection.num_unread
             if unread <= self.most_unread_bytes:
                 return
@@ -192,9 +194,10 @@ class HttpConnection(HttpToolsProtocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: HttpServer, held: Held | None = None) -> None:
         super().__init__(server.settings, server.state, {})
         self._server = server
+        self._held = held
         self._limits = server.limits
         self._time = self.loop.time
         self._waits_s = server.limits.header_timeout_s
@@ -217,16 +220,30 @@ class HttpConnection(HttpToolsProtocol):
         """Begins."""
         super().connection_made(transport)  # type: ignore[arg-type]
         keep_alive(self.transport)
-        num_connections = len(self._server.connections)  # those with TLS were counted as they were accepted
-        if num_connections > self._server.max_connections:
-            log.debug("more than %d connections", self._server.max_connections)
+        server = self._server
+        if self._held is not None:  # as it was accepted, before its TLS
+            self._held.end = self._make_way
+            return
+        self._held = server.holders.add((self.client or ("",))[0], self._make_way)
+        if self._held is None:
+            log.debug("more than %d connections", server.holders.total)
             self._refuse(503, "this server has as many connections as it takes; try again")
-            if num_connections > 2 * self._server.max_connections:
+            if len(server.connections) > 2 * server.holders.total:
                 self.transport.abort()  # too many even of those that are told so
+
+    def admit(self, name: str) -> None:
+        """Says that a request here has shown a key of that client's; raises Overloaded if it may have no more."""
+        self._server.holders.admit(self._held, name)
+
+    def _make_way(self) -> None:
+        """Ends, for another connection, while nothing is owed here."""
+        self._is_deaf = True
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends; whoever works for it learns that the client has left."""
         self._is_deaf = True
+        self._server.holders.remove(self._held)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -251,6 +268,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is not None and (not self.cycle.response_complete or self.flow.write_paused):
             raise _Early  # or one that is not sent: the next would wait behind it, and no bound counts it
         super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._is_in_head, self._num_head = True, 0
         self._since, self._waits_s = self._time(), self._limits.header_timeout_s
 
@@ -276,6 +294,7 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refused(400, "this server speaks HTTP/1.1 alone: leave the header Upgrade out")
         self._is_in_head, self._is_in_body, self._num_silent = False, True, 0
         self._since = math.inf
+        self._server.holders.work(self._held)
         super().on_headers_complete()
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
@@ -309,7 +328,7 @@ class HttpConnection(HttpToolsProtocol):
         if unread != self.num_unread or not unread:
             self.num_unread, self._unread_since = unread, now
         elif now - self._unread_since > self._limits.write_timeout_s:
-            self.break_off()
+            break_off(self.transport)
             return
         if now - self._since <= self._waits_s or self.transport.is_closing():
             return
@@ -318,17 +337,11 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def break_off(self) -> None:
-        """Ends the connection at once, with what waits to be sent, also in the system's own buffers."""
-        found: Any = self.transport.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # it is gone already
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
-
     def _rest(self) -> None:
         """Waits for the next request, or for the rest of one that is answered already."""
         if self.cycle.response_complete:
             limits = self._limits
+            self._server.holders.wait(self._held)
             self._is_known = self._is_known or CALLER in self.cycle.scope
             self._since = self._time()
             rests = self._is_known and not self._is_in_body
@@ -385,15 +398,3 @@ class HttpConnection(HttpToolsProtocol):
         self._since, self._waits_s = self._time(), _LINGER_S
         if self.transport.can_write_eof():
             self.transport.write_eof()
-
-
-def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Has the system end the connection once the host at its other end has vanished."""
-    found: Any = transport.get_extra_info("socket")
-    if found is None:
-        return
-    with contextlib.suppress(OSError):  # not a TCP socket, or gone already
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not all systems have all
-                found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

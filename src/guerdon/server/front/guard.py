@@ -16,6 +16,9 @@ from guerdon.server.auth import PYTRITONS_HEADER, Access, Caller
 CALLER = "guerdon.caller"
 """Where the scope has who asks."""
 
+CONNECTION = "guerdon.connection"
+"""Where the scope has the connection, if it is one of ours, which is told whose it is."""
+
 OPEN = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 """The paths that need no key: what probes ask, which tells nothing of the models."""
 
@@ -50,8 +53,10 @@ class Guard:
         if caller is None:
             await self._inner(scope, receive, send)
             return
-        scope[CALLER] = caller
         with self._metrics.client(caller.name):
+            if (connection := scope.get(CONNECTION)) is not None:
+                connection.admit(caller.name)
+            scope[CALLER] = caller
             await self._inner(scope, receive, send)
 
     def lets(self, scope: Scope) -> bool:

@@ -55,20 +55,36 @@ class Receiving:
 
     async def next_message(self, context: Any, timeout_s: float) -> bytes | None:
         """Returns a stream's next message; None if its client sends no more. Raises UploadTooSlow."""
-        data = await _read(context, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await context.read()
+        except TimeoutError as e:
+            raise _too_slow(timeout_s) from e
         return data if isinstance(data, bytes) else None
 
     async def message(self, context: Any, client: str, timeout_s: float) -> bytes:
-        """The bytes of the call's message, which has `timeout_s` seconds to come once its turn is there.
+        """Returns the bytes of the call's message, which has `timeout_s` seconds to come, its wait for a turn included.
 
-        Raises Overloaded where too many calls wait for theirs, UploadTooSlow, and InvalidRequest where none comes.
+        So calls whose messages never come end together, and hold up whoever comes after them no longer. Raises
+        Overloaded if it had to wait and did not come in time, or if too many calls wait; UploadTooSlow, and
+        InvalidRequest if none comes.
         """
         if not self._calls.has_room(client, 1):
             raise Overloaded("too many calls wait for their messages; try again", RETRY_AFTER_S)
+        turns = self._turns(client)
+        had_to_wait = not turns.is_free
         self._calls.take(client, 1)
         try:
-            async with self._turns(client).turn(client):
-                data = await _read(context, timeout_s)
+            async with asyncio.timeout(timeout_s), turns.turn(client):
+                data = await context.read()
+        except TimeoutError as e:
+            if had_to_wait:
+                raise Overloaded(
+                    f"the messages of other calls took all places, and this one did not come within {timeout_s:g} s; "
+                    "try again",
+                    RETRY_AFTER_S,
+                ) from e
+            raise _too_slow(timeout_s) from e
         finally:
             self._calls.give(client, 1)
         if not isinstance(data, bytes):  # gRPC has ended the call by itself where it was too large
@@ -80,9 +96,5 @@ class Receiving:
         return self._common if own is None or (self._common.is_free and not own.is_free) else own
 
 
-async def _read(context: Any, timeout_s: float) -> Any:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await context.read()
-    except TimeoutError as e:
-        raise UploadTooSlow(f"the message did not come within {timeout_s:g} s; send it faster, or fewer rows") from e
+def _too_slow(timeout_s: float) -> UploadTooSlow:
+    return UploadTooSlow(f"the message did not come within {timeout_s:g} s; send it faster, or fewer rows")
