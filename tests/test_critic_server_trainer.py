@@ -138,7 +138,7 @@ def by_hand(trainer: CriticServerTrainer, batch: dict[str, np.ndarray]) -> tuple
 def test_training_makes_one_step_a_global_batch(num_rows: int) -> None:
     trainer, batch = make(), batch_of(num_rows)
     losses, weights = by_hand(trainer, batch)
-    loss = trainer.run_training(**batch)
+    loss = trainer.run_training(*batch.values())
     counts = [batch["mask"][i : i + GBS].sum() for i in range(0, num_rows, GBS)]
     assert loss == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
     assert trainer.step == len(losses) and trainer.state_dict() == {"step": len(losses)}
@@ -149,6 +149,15 @@ def test_training_makes_one_step_a_global_batch(num_rows: int) -> None:
     assert [m["lr"] for *_, m in trainer.logger.lines] == [LEARNING_RATE * 0.5**i for i in range(len(losses))]
     step = ["prepare_for_training_step", "finish_training_step"]
     assert trainer.model.called == ["prepare_for_training", *step * len(losses), "finish_training"]
+
+
+def test_training_by_keyword_returns_what_the_server_answers() -> None:
+    trainer, other, batch = make(), make(), batch_of(10)
+    told = trainer.run_training(**batch)
+    assert set(told) == {"loss_mean"} and told["loss_mean"].shape == (1,) and told["loss_mean"].dtype == np.float32
+    assert told["loss_mean"][0] == np.float32(other.run_training(*batch.values()))
+    with pytest.raises(InvalidRequest, match="takes tokens, returns, prev_values, mask"):
+        trainer.run_training(tokens=batch["tokens"])  # type: ignore[call-overload]
 
 
 def test_the_gradient_is_clipped() -> None:
@@ -321,7 +330,7 @@ def test_metrics_may_be_tensors_with_a_gradient() -> None:
     with_metrics(trainer, clip_fraction=torch.tensor([0.25]), explained_variance=torch.tensor(0.5))
     request = TrainRequest("a", **batch)
     report = trainer.critic.train(request)
-    assert report.loss == plain.run_training(**batch)
+    assert report.loss == plain.run_training(*batch.values())
     assert (report.clip_fraction, report.explained_variance) == (0.25, 0.5)
     for _, _, logged in trainer.logger.lines:
         assert all(isinstance(x, float) for x in logged.values()), logged
@@ -351,6 +360,30 @@ def test_inference_in_this_process() -> None:
     torch.testing.assert_close(torch.from_numpy(values), trainer.model(torch.from_numpy(tokens)).detach())
     assert trainer.model.called == ["prepare_for_inference", "finish_inference"]
     assert make().run_inference({"inputs": tokens, "sequence_length": np.array([[3], [2]])})[0] is None
+
+
+def test_inference_by_keyword_returns_what_the_server_answers() -> None:
+    trainer, tokens = make(combine_rm_and_critic_server=True), np.array([[7, 8], [9, 0]])
+    want = trainer.model(torch.from_numpy(tokens)).detach()
+    told = trainer.run_inference(tokens=tokens, sequence_lengths=np.array([[2], [1]]))
+    assert set(told) == {"values", "rewards"} and told["rewards"].tolist() == [[2.0], [1.0]]
+    torch.testing.assert_close(torch.from_numpy(told["values"]), want)
+    for sentences in (np.array([["ab"], ["c"]]), np.array([[b"ab"], [b"c"]])):  # ids 7, 8, 9
+        torch.testing.assert_close(torch.from_numpy(trainer.run_inference(sentences=sentences)["values"]), want)
+    assert set(make().run_inference(tokens=tokens, sequence_lengths=np.array([2, 1]))) == {"values"}
+    with pytest.raises(InvalidRequest, match="run_inference takes inputs"):
+        trainer.run_inference(tokens=tokens)  # type: ignore[call-overload]
+
+
+def test_the_hooks_run_once_a_request() -> None:
+    trainer = make({"port": 0, "inference_micro_batch_size": 1, "combine_rm_and_critic_server": False})
+    with (
+        RunningServer(trainer.build_service(), ServerConfig(port=0, grpc_port=None)) as running,
+        CriticClient(running.http_url) as client,
+    ):
+        client.infer(tokens=[[i, 1] for i in range(1, 65)])
+    assert trainer.model.called == ["prepare_for_inference", "finish_inference"]
+    assert trainer.model.shapes == [(64, 2)]
 
 
 def test_saving_goes_to_the_callback() -> None:
@@ -395,7 +428,7 @@ def test_the_clients_that_nemo_aligner_uses_are_answered(served: tuple[CriticSer
             np.testing.assert_allclose(got[:length], want[:length], rtol=1e-5)
             assert not got[length:].any()
         assert scores["rewards"].tolist() == lengths.astype(float).tolist()
-        assert trainer.model.shapes[0] == (4, 8)
+        assert trainer.model.shapes[0] == (6, 6)  # one request, no wider than it was sent
 
         done = train.infer_sample(**batch).result(30)
         weights = [batch["mask"][:4].sum(), batch["mask"][4:].sum()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -17,17 +18,19 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 import yaml
 
+import nemo_parts
 import rank_functions
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import Unavailable
 from launched import Launch, launched, launching
 from served import FAILS, free_port, reward_model, samples, sums, texts
 from server.helpers import wait_until
-from test_critic_server_trainer import batch_of
+from test_critic_server_trainer import batch_of, by_hand, make
 
 ONCE = RetryPolicy(tries=1)
 RESTARTS = ("--standalone", "--max-restarts", "2")
@@ -245,6 +248,40 @@ def test_nemo_aligners_servers_run_on_every_rank() -> None:
         launch.rank(1).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
         assert all(f"RANK {rank} HOLDS" in launch.output() for rank in (0, 1)), launch.output()
+
+
+@pytest.mark.slow
+def test_nemo_aligners_servers_split_batches_over_data_parallel_ranks() -> None:
+    ports = free_port(), free_port()
+    reward_url, critic_url = (f"http://127.0.0.1:{port}" for port in ports)
+    batch = batch_of(8)
+    batch["mask"][:] = 1  # so that the mean of the ranks' losses is the global batch's
+    losses, weights = by_hand(make(), batch)
+    with launching("nemo_parts", 2, *ports) as launch:
+        wait_until_ready(launch, reward_url)
+        # Of 3 rows, filled up, each rank computes 2; of 5, which is more than 2 on each, each computes 4.
+        assert score(reward_url, "reward_model", tokens=[[1, 2], [40], [5]]).rewards.tolist() == [2003, 2040, 2005]
+        assert score(reward_url, "reward_model", tokens=[[i] for i in range(5)]).rewards.tolist() == [
+            4000.0 + i for i in range(5)
+        ]
+        told = score(reward_url, "reward_model", tokens=[[1], [2], [3], [nemo_parts.FAILS]])
+        assert np.isfinite(told.rewards).tolist() == [True, True, True, False]
+        assert "a bug in the user's function" in str(told.errors[3])
+        launch.rank(0).send_signal(signal.SIGTERM)
+        wait_until_ready(launch, critic_url)
+        with CriticClient(critic_url) as critic:
+            rows = [[i, 1, 2, 3, 4][: 1 + i % 5] for i in range(1, 6)]
+            told = critic.infer_with_rewards(tokens=[*rows, [7] * 5])
+            assert told.rewards.tolist() == [2.0, 3.0, 4.0, 5.0, 1.0, 5.0]
+            plain = make().model
+            for values, row in zip(told.values, [*rows, [7] * 5], strict=True):
+                np.testing.assert_allclose(values, plain(torch.tensor(row)).detach(), rtol=1e-5)
+            assert critic.train(**batch).result(30).losses == pytest.approx(losses, rel=1e-5)
+        launch.rank(1).send_signal(signal.SIGTERM)
+        assert exit_code(launch) == 0, launch.output()
+        for rank in (0, 1):
+            (held,) = re.findall(rf"RANK {rank} HOLDS (\[.*\])", launch.output())
+            np.testing.assert_allclose(json.loads(held), weights["head.weight"].flatten(), rtol=1e-5)
 
 
 @pytest.mark.slow

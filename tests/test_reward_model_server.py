@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -47,7 +51,9 @@ def test_infer_takes_tokens_or_sentences() -> None:
     tokens = np.array([[1, 2, 3, 0], [4, 5, 6, 7]])
     out = server.infer(tokens=tokens, sequence_lengths=np.array([[3], [4]]))
     assert out["rewards"].tolist() == [[6.0], [22.0]] and out["rewards"].dtype == np.float32
-    assert server.infer(sentences=np.array([[b"ab"], [b"c"]]))["rewards"].tolist() == [[195.0], [99.0]]
+    for sentences in ([[b"ab"], [b"c"]], [["ab"], ["c"]]):
+        assert server.infer(sentences=np.array(sentences))["rewards"].tolist() == [[195.0], [99.0]]
+    assert server.infer(sentences=np.array([["é"]]))["rewards"].item() == ord("é")
     with pytest.raises(InvalidRequest, match="sequence_lengths"):
         server.infer(tokens=tokens)
     with pytest.raises(SampleFailed, match="inf"):
@@ -58,7 +64,74 @@ def test_lengths_are_rounded_up_and_batches_filled_up_as_asked() -> None:
     server = make(strip_sequence_length_to_multiple=8)
     server.infer(tokens=np.ones((3, 20), dtype=np.int64), sequence_lengths=np.array([[9], [3], [2]]))
     server.infer(tokens=np.ones((1, 20), dtype=np.int64), sequence_lengths=np.array([[20]]))
-    assert shapes == [(4, 16), (1, 24)]
+    assert shapes == [(4, 16), (1, 20)]  # no wider than what was sent
+
+
+POSITIONS = 40
+
+
+@pytest.mark.parametrize("length", [31, 33, 40])
+def test_no_batch_is_wider_than_what_was_sent(length: int) -> None:
+    """As to a model with a table of 40 positions, which 48 would not fit."""
+    server = make(strip_sequence_length_to_multiple=16)
+    with (
+        RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=None)) as running,
+        RewardClient(running.http_url) as client,
+    ):
+        scores = client.score(tokens=[[2] * length, [3]], pad_to_length=POSITIONS)
+    assert scores.rewards.tolist() == [2.0 * length, 3.0]
+    assert shapes == [(2, min(-(-length // 16) * 16, POSITIONS))]
+
+
+def test_one_requests_rows_stay_together() -> None:
+    """NeMo-Aligner's default size is 1, which is preferred there, and no bound."""
+    server = make(inference_micro_batch_size=1)
+    with (
+        RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=None)) as running,
+        RewardClient(running.http_url) as client,
+    ):
+        scores = client.score(tokens=[[20 + i, 1] for i in range(64)])
+    assert scores.rewards.tolist() == [i + 21.0 for i in range(64)]
+    assert shapes == [(64, 2)]
+
+
+def test_infer_fn_runs_in_one_thread_at_a_time() -> None:
+    running, overlaps = threading.Lock(), []
+
+    def slow(inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        overlaps.append(not running.acquire(blocking=False))
+        time.sleep(0.02)  # for another thread to come
+        if not overlaps[-1]:
+            running.release()
+        return inputs[1].float()
+
+    server = RewardModelServer(slow, tokenize_func, "reward_model", 0, 4, 2)
+    start = threading.Barrier(8)
+
+    def ask(length: int) -> float:
+        start.wait(60)
+        return server.infer(tokens=np.ones((1, 9)), sequence_lengths=np.array([[length]]))["rewards"].item()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, range(1, 9))) == list(range(1, 9))
+    assert overlaps == [False] * 8
+
+
+def test_it_is_a_dataclass_with_nemo_aligners_fields() -> None:
+    given = {
+        "infer_fn": infer_fn,
+        "tokenize_func": tokenize_func,
+        "model_name": "a",
+        "port": 7,
+        "inference_micro_batch_size": [2, 4],
+        "model_forward_micro_batch_size": 2,
+        "strip_sequence_length_to_multiple": 8,
+        "max_queue_delay_microseconds": 100.0,
+    }
+    server = RewardModelServer(*given.values())  # type: ignore[arg-type]
+    assert {name: getattr(server, name) for name in given} == given
+    assert [field.name for field in dataclasses.fields(server)][:8] == list(given)
+    assert make().inference_micro_batch_size == make().preferred_batch_size == [4]
 
 
 def test_requests_wait_for_company_and_share_a_padded_batch() -> None:

@@ -63,7 +63,8 @@ class Sequence:
     that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
     (int64 `[K]`, each below T) whose values are wanted as step rewards. Without `wants_reward` a scorer of values
     may leave the reward out. `prompt` and `label` are what the sender told of the sample, for a user's function. With
-    `is_response` the text is what answers a prompt, and has none before it.
+    `is_response` the text is what answers a prompt, and has none before it. `width` is the length of the padded row in
+    which the tokens were sent.
     """
 
     tokens: np.ndarray
@@ -75,6 +76,7 @@ class Sequence:
     prompt: str | None = None
     label: Any = None
     is_response: bool = False
+    width: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +116,8 @@ class ScoreRequest:
 
     `prompts` and `labels` (any JSON value) are for functions that name them among their parameters. With
     `add_special_tokens` texts get those that the tokenizer adds; without it they are scored as they are. Without
-    `truncation` the server's own setting decides over samples that are too long.
+    `truncation` the server's own setting decides over samples that are too long. `width` is the length of the padded
+    rows in which the tokens were sent.
     """
 
     texts: list[str] | None = None
@@ -131,6 +134,7 @@ class ScoreRequest:
     labels: list[Any] | None = None
     add_special_tokens: bool = False
     truncation: Truncation | None = None
+    width: int | None = None
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ import torch
 from guerdon.assembly import Parts, build_service, run
 from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
+from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.callable import FunctionEncoder
-from guerdon.errors import ConfigError
+from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.batching.loop import Group
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.critic import Critic
@@ -25,6 +26,7 @@ from guerdon.training.callable import UserCritic
 _NAME = "critic"
 _OPERATIONS = (Operation.TRAIN, Operation.VALIDATE, Operation.SAVE, Operation.STATE)
 _REQUIRED = object()
+_TRAINED_ON = ("tokens", "returns", "prev_values", "mask")
 
 
 class CriticServerTrainer:
@@ -45,6 +47,10 @@ class CriticServerTrainer:
     `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None). What is
     saved, and where, is `ckpt_callback.custom_save`'s; guerdon keeps no journal for it, so that what was trained since
     is lost with the process.
+
+    `data_parallel_size` ranks each compute an equal part of every batch, and `inference_micro_batch_size` is multiplied
+    by it, as in NeMo-Aligner; the model sums its gradients over them. Default: that of Megatron if it is initialised in
+    this process; else 1, where every rank computes all rows.
     """
 
     def __init__(
@@ -61,11 +67,15 @@ class CriticServerTrainer:
         *,
         host: str = "127.0.0.1",
         allow_anonymous: bool = False,
+        data_parallel_size: int | None = None,
     ) -> None:
+        self.data_parallel_size = count = parts.data_parallel_size(data_parallel_size)
         sizes = _setting(cfg, "inference_micro_batch_size")
-        self.batch_sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        self.batch_sizes = tuple(size * count for size in ((sizes,) if isinstance(sizes, int) else sizes))
         if not self.batch_sizes or min(*self.batch_sizes, model_forward_micro_batch_size, gbs) < 1:
             raise ConfigError("a batch size is below 1", "give sizes of at least 1")
+        if gbs % count:
+            raise ConfigError(f"gbs is {gbs}, and data_parallel_size is {count}", "give a multiple of it")
         self.max_delay_s = float(_setting(cfg, "max_queue_delay_microseconds", 2000)) / 1e6
         self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
         self.logger, self.ckpt_callback, self.gbs = logger, ckpt_callback, gbs
@@ -102,23 +112,55 @@ class CriticServerTrainer:
         """Optimiser steps made."""
         return self.critic.step
 
-    def run_inference(self, inputs: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray]:
-        """`(rewards [B], values [B,T])`, float32, of `inputs`: `inputs` `[B,T]` and `sequence_length` `[B,1]`.
+    @overload
+    def run_inference(self, inputs: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray]: ...
 
-        The rewards are None where the reward model is not combined with the critic.
+    @overload
+    def run_inference(self, *, tokens: Any, sequence_lengths: Any) -> dict[str, np.ndarray]: ...
+
+    @overload
+    def run_inference(self, *, sentences: Any) -> dict[str, np.ndarray]: ...
+
+    def run_inference(self, inputs: Mapping[str, Any] | None = None, **named: Any) -> Any:
+        """Returns float32 `(rewards [B], values [B,T])` of `inputs`: `inputs` `[B,T]` and `sequence_length` `[B,1]`.
+
+        The rewards are None if the reward model is not combined with the critic. Given `tokens` and `sequence_lengths`,
+        or `sentences` (bytes or str `[B,1]`), returns a dict as `critic_infer` does: `values` `[B,T]` and, if combined,
+        `rewards` `[B,1]`.
         """
-        return self.critic.infer(inputs["inputs"], inputs["sequence_length"])
+        if inputs is not None:
+            return self.critic.infer(inputs["inputs"], inputs["sequence_length"])
+        if set(named) == {"sentences"}:
+            tokens, lengths = self.critic.encoder.padded(named["sentences"])
+        elif set(named) == {"tokens", "sequence_lengths"}:
+            tokens, lengths = named["tokens"], named["sequence_lengths"]
+        else:
+            raise InvalidRequest(
+                f"run_inference takes inputs, or tokens with sequence_lengths, or sentences, not {sorted(named)}"
+            )
+        rewards, values = self.critic.infer(tokens, lengths)
+        return {"values": values} if rewards is None else {"values": values, "rewards": rewards[:, None]}
 
-    def run_training(self, tokens: Any, returns: Any, prev_values: Any, mask: Any) -> float:
-        """One optimiser step a global batch of `tokens` `[N,T]` and the others `[N,T-1]`; the mean of their losses.
+    @overload
+    def run_training(self, tokens: Any, returns: Any, prev_values: Any, mask: Any, /) -> float: ...
 
-        It is over all global batches, weighted by their masks' sums, as is the `loss_mean` that `critic_train` answers.
+    @overload
+    def run_training(self, *, tokens: Any, returns: Any, prev_values: Any, mask: Any) -> dict[str, np.ndarray]: ...
 
-        The last global batch is filled up to `gbs` rows with mask 0. Raises TrainFailed where the model raises.
+    def run_training(self, *batch: Any, **named: Any) -> float | dict[str, np.ndarray]:
+        """Makes one optimiser step a global batch of `tokens` `[N,T]` and `returns`, `prev_values`, `mask` `[N,T-1]`.
+
+        Returns the mean of their losses, weighted by their masks' sums: given by keyword what `critic_train` answers, a
+        dict with `loss_mean` `[1]`, else a float. The last global batch is filled up to `gbs` rows with mask 0. Raises
+        TrainFailed if the model raises.
         """
-        targets = {"returns": returns, "prev_values": prev_values, "mask": mask}
-        arrays: dict[str, Any] = {name: np.asarray(x, dtype=np.float32) for name, x in targets.items()}
-        return self.critic.train(TrainRequest("", np.asarray(tokens, dtype=np.int64), **arrays)).loss
+        given = dict(zip(_TRAINED_ON, batch, strict=False)) | named
+        if len(batch) + len(named) != len(_TRAINED_ON) or set(given) != set(_TRAINED_ON):
+            raise InvalidRequest(f"run_training takes {', '.join(_TRAINED_ON)}")
+        tokens = np.asarray(given.pop("tokens"), dtype=np.int64)
+        arrays: dict[str, Any] = {name: np.asarray(x, dtype=np.float32) for name, x in given.items()}
+        loss = self.critic.train(TrainRequest("", tokens, **arrays)).loss
+        return loss if batch else {"loss_mean": np.array([loss], dtype=np.float32)}
 
     def save(
         self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False, save_top_only: bool = False
@@ -143,8 +185,9 @@ class CriticServerTrainer:
     def run_server(self) -> None:
         """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
 
-        Where this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank
-        0 serves, and everything is done on every rank with the same inputs; what rank 0 returns counts.
+        If this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank 0
+        serves, and everything is done on every rank, with the rows of that rank's data-parallel part. Of ranks with the
+        same rows the first one's scores count, and of losses rank 0's.
         """
         run(self.config, self._parts())
 
@@ -153,7 +196,12 @@ class CriticServerTrainer:
         return build_service(self.config, self._parts())
 
     def _parts(self) -> Parts:
-        limits = Limits(shares=False, batch_sizes=self.batch_sizes, max_delay_s=self.max_delay_s)
+        limits = Limits(
+            max_batch_tokens=self.critic.max_batch_tokens,
+            shares=False,
+            batch_sizes=self.batch_sizes,
+            max_delay_s=self.max_delay_s,
+        )
         return Parts(
             trainer=self._trainer,
             critic=functools.partial(_Operations, operations=_OPERATIONS),
@@ -162,6 +210,7 @@ class CriticServerTrainer:
 
     def _trainer(self, config: CriticConfig, ranks: Ranks) -> UserCritic:
         self.critic.ranks = ranks
+        self.critic.parts = parts.BatchParts.of(ranks, self.data_parallel_size)
         return self.critic
 
 

@@ -118,8 +118,9 @@ def test_samples_that_begin_alike_are_together_although_they_are_two_clients_and
 
 def test_padded_batches_are_shared_too() -> None:
     s = scheduler(shares=False, batch_sizes=(4,))
-    s.add(job("a", *[10] * 20))
-    s.add(job("b", *[10] * 20, start=100))
+    for i in range(20):
+        s.add(job("a", 10))
+        s.add(job("b", 10, start=100 + i))
     assert tokens_by_client(s, 1) == {"a": 20, "b": 20}
 
 

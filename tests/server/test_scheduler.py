@@ -180,10 +180,27 @@ def test_preferred_sizes_wait_for_company_but_no_longer_than_the_delay() -> None
     s.add(job(5, 5, 5, arrived=10.0))
     assert s.starts_at() == 10.5 and s.take(10.4) is None
     assert taken(s.take(10.5)) == [5, 5, 5]
-    s.add(job(*[5] * 9, arrived=20.0))
+    for _ in range(9):
+        s.add(job(5, arrived=20.0))
     assert len(taken(s.take(20.0))) == 8
     assert s.take(20.0) is None
     assert len(taken(s.take(20.0, hurry=True))) == 1
+
+
+def test_preferred_sizes_take_no_request_apart() -> None:
+    s = scheduler(shares=False, batch_sizes=(1, 4))
+    s.add(job(*[5] * 64))
+    assert len(taken(s.take(0.0))) == 64  # in spite of the budget, too
+    for count in (3, 3, 2):
+        s.add(job(*[5] * count))
+    assert [len(taken(s.take(0.0))) for _ in range(2)] == [6, 2]
+
+
+def test_what_waited_its_delay_takes_all_along_up_to_the_budget() -> None:
+    s = scheduler(shares=False, batch_sizes=(2,), max_delay_s=0.5)
+    for i in range(25):
+        s.add(job(5, arrived=10.0 + i / 100))
+    assert [len(taken(s.take(10.5))) for _ in range(2)] == [20, 2]  # 100 tokens; then the first came at 10.2
 
 
 def test_a_huge_request_of_many_prompts_is_taken_apart_quickly() -> None:

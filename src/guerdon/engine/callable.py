@@ -16,6 +16,7 @@ import numpy as np
 
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo, Score, Sequence, Truncation
+from guerdon.distributed.parts import WHOLE
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,10 @@ class PaddedScorer:
         strip_to_multiple: int | None = None,
         takes_all: bool = True,
     ) -> None:
-        """With `takes_all` the function is called on every rank, with all samples, and knows its own part of them."""
+        """With `takes_all` every rank is given all samples; `parts` says which rows of them the function computes here.
+
+        The function is called by one thread at a time.
+        """
         # Imported here and not above: a FunctionScorer needs no torch. Not in `score`: it takes a second.
         self._torch = importlib.import_module("torch")
         self._infer_fn = infer_fn
@@ -170,6 +174,8 @@ class PaddedScorer:
         self.info = info
         self.max_batch_tokens = MAX_BATCH_TOKENS
         self.takes_all = takes_all
+        self.parts = WHOLE
+        self._lock = threading.Lock()
 
     def watch(self, tick: Callable[..., None]) -> bool:
         """False: how far the function has got is not known."""
@@ -177,12 +183,12 @@ class PaddedScorer:
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order."""
-        torch = self._torch
-        inputs = pad_batch(sequences, self._forward_batch_size, self._multiple)
-        count = len(inputs[0])
-        with torch.inference_mode():
-            out = self._infer_fn(inputs=inputs)
-        rewards = out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
+        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, self.parts.count)
+        count = len(tokens)
+        rows = self.parts.slice(count)
+        with self._lock:
+            made = self.parts.gather(lambda: self._call(tokens[rows], lengths[rows]))
+        rewards = made[0] if len(made) == 1 else np.concatenate([np.atleast_1d(part) for part in made])
         if rewards.ndim == 2 and len(rewards) == count and rewards.shape[1] > 1:
             return _with_attributes(rewards[: len(sequences)])
         if rewards.size != count:
@@ -192,6 +198,12 @@ class PaddedScorer:
             )
             return _refused(returned, len(sequences), self.info.name)
         return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences), self.info.name)
+
+    def _call(self, tokens: Any, lengths: Any) -> np.ndarray:
+        torch = self._torch
+        with torch.inference_mode():
+            out = self._infer_fn(inputs=(tokens, lengths))
+        return out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
 
 
 class FunctionEncoder:
@@ -208,24 +220,34 @@ class FunctionEncoder:
         if add_special_tokens:
             refusal = "add_special_tokens: this server's own tokenize_func decides what is added; leave it out"
             return [InvalidRequest(refusal) for _ in texts]
+        tokens, lengths = self._run(texts)
+        return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+
+    def padded(self, sentences: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The ids `[B,T]` and lengths `[B]` of sentences, an array of bytes or str."""
+        given = np.asarray(sentences, dtype=object).reshape(-1)
+        return self._run([x if isinstance(x, str) else bytes(x).decode() for x in given])
+
+    def _run(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:  # a user's function need not be thread-safe
             tokens, lengths = self._tokenize(texts)
-        rows = np.asarray(tokens, dtype=np.int64)
-        return [row[:n] for row, n in zip(rows, np.asarray(lengths).reshape(-1), strict=True)]
+        return np.asarray(tokens, dtype=np.int64), np.asarray(lengths).reshape(-1)
 
 
-def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int) -> tuple[Any, Any]:
+def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int, num_parts: int = 1) -> tuple[Any, Any]:
     """Torch tensors `tokens` int64 `[B,T]`, right-padded with 0, and `lengths` int64 `[B]`.
 
-    T is the longest of the batch, rounded up to `multiple`. A batch larger than `forward_batch_size` gets rows of one
-    token until it is a multiple of it, as NeMo-Aligner's pipeline wants it.
+    T is the longest of the batch, rounded up to `multiple`, but no wider than its widest row was sent. The batch gets
+    rows of one token until it splits into `num_parts` equal parts, and if these are larger than `forward_batch_size`,
+    until each is a multiple of it, as NeMo-Aligner's pipeline wants it.
     """
     torch = importlib.import_module("torch")
-    count = len(sequences)
-    if count > forward_batch_size:
-        count = math.ceil(count / forward_batch_size) * forward_batch_size
-    width = max(len(s.tokens) for s in sequences)
-    tokens = torch.zeros((count, math.ceil(width / multiple) * multiple), dtype=torch.long)
+    most = forward_batch_size * num_parts
+    of = most if len(sequences) > most else num_parts
+    count = math.ceil(len(sequences) / of) * of
+    longest = max(len(s.tokens) for s in sequences)
+    sent = max(max(s.width or 0, len(s.tokens)) for s in sequences)
+    tokens = torch.zeros((count, min(math.ceil(longest / multiple) * multiple, sent)), dtype=torch.long)
     # A padding row of length 0 would make a head that reads the last token index -1.
     lengths = torch.ones(count, dtype=torch.long)
     for i, s in enumerate(sequences):

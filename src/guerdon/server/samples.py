@@ -23,6 +23,7 @@ def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: i
         None if request.prompts is None else request.prompts[i],
         None if request.labels is None else request.labels[i],
         request.messages is not None,
+        request.width,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.distributed.parts import WHOLE
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.callable import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
 from guerdon.errors import GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
@@ -30,14 +31,15 @@ class UserCritic:
     """Scores and trains with `model`, `optimizer` and `scheduler`, which know nothing of guerdon.
 
     What `model` must have is said at `CriticServerTrainer`. `save_elsewhere()` saves what the server does not keep.
-    Of many ranks each runs all of it, with the same requests: which part is whose, and what they tell each other, the
-    model knows, and rank 0's results count. All of them make a step, or none does. Each clips by the norm of its own
-    gradient: a model whose weights are sharded clips by itself, at the end of `get_loss_and_metrics`.
+    Of many ranks each is given the same requests, and computes the rows of `parts`: how gradients and losses of several
+    parts become one, the model knows, and rank 0's loss counts. All ranks make a step, or none does. Each clips by the
+    norm of its own gradient: a model whose weights are sharded clips by itself, at the end of `get_loss_and_metrics`.
     """
 
     max_batch_tokens = MAX_BATCH_TOKENS
     takes_all = True
     ranks: Ranks = ALONE
+    parts = WHOLE
     broken = ""
     """Why nobody knows any more what the weights are."""
 
@@ -88,8 +90,10 @@ class UserCritic:
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """One result a sequence, in order."""
-        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple)
-        rewards, values = self.infer(tokens, lengths)
+        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, self.parts.count)
+        rows = self.parts.slice(len(tokens))
+        all_rewards, all_values = zip(*self.parts.gather(lambda: self.infer(tokens[rows], lengths[rows])), strict=True)
+        rewards, values = np.concatenate(all_rewards) if self._is_combined else None, np.concatenate(all_values)
         if values.shape != tuple(tokens.shape):
             raise ValueError(f"the critic returned values {list(values.shape)} for tokens {list(tokens.shape)}")
         results: list[Score | SampleFailed] = []
@@ -130,7 +134,8 @@ class UserCritic:
             with self.between("prepare_for_training", "finish_training"):
                 for batch in itertools.islice(self._global_batches(request), first_steps):
                     if num_tokens := int((batch["mask"] > 0).sum()):
-                        done.append((self._train_step(request.id, batch), float(batch["mask"].sum()), num_tokens))
+                        metrics = self._train_step(request.id, self._own(batch))
+                        done.append((metrics, float(batch["mask"].sum()), num_tokens))
                     num_stand, step = num_stand + 1, self.step
         except Exception as e:
             if self.broken or isinstance(e, RanksLost):
@@ -168,7 +173,7 @@ class UserCritic:
         with self.between("prepare_for_training", "finish_training"), torch.no_grad():
             for batch in self._global_batches(request):
                 if num_tokens := int((batch["mask"] > 0).sum()):
-                    loss, metrics = self._model.get_loss_and_metrics(batch, forward_only=True)
+                    loss, metrics = self._model.get_loss_and_metrics(self._own(batch), forward_only=True)
                     told = _told(metrics | {"loss": loss})
                     done.append((told, float(batch["mask"].sum()), num_tokens))
         return dataclasses.replace(self._report(request.id, done), num_steps=0, num_skipped=0)
@@ -255,6 +260,11 @@ class UserCritic:
                 name: torch.from_numpy(np.pad(x[start : start + rows], fill)).to(self._device())
                 for name, x in arrays.items()
             }
+
+    def _own(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The rows of a global batch that this rank computes."""
+        rows = self.parts.slice(self._global_batch_size)
+        return {name: x[rows] for name, x in batch.items()}
 
     def _report(self, name: str, done: list[tuple[dict[str, Any], float, int]]) -> TrainReport:
         """`done` has the metrics, the mask's sum and the count of masked tokens of each global batch."""

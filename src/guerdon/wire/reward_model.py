@@ -61,6 +61,7 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
             asked.texts = texts
     else:
         asked.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
+        asked.width = content.shape[1]
     asked.wants_rewards = request.outputs is None or "rewards" in request.outputs
     if "group_ids" in inputs:
         asked.groups = _per_row(inputs["group_ids"], num_rows)

@@ -95,7 +95,7 @@ class Limits:
     """What one batch and one queue may hold.
 
     `shares` says whether the model computes a shared beginning once. `batch_sizes` are preferred numbers of
-    sequences, for which the first in line waits at most `max_delay_s`; then only they bound a batch.
+    sequences, for which the first in line waits at most `max_delay_s`; with them a job's sequences stay together.
     """
 
     max_batch_tokens: int = 4096
@@ -215,7 +215,7 @@ class Scheduler:
         if start is None or (start > now and not hurry):
             return None
         if self.limits.batch_sizes:
-            self._padded(self._batch)
+            self._padded(self._batch, now)
         else:
             self._by_tokens(self._batch)
         batch, self._batch = self._batch, Batch()
@@ -224,15 +224,23 @@ class Scheduler:
                 job.taken = now
         return batch
 
-    def _padded(self, batch: Batch) -> None:
-        """The largest preferred number of sequences that waits; all of them where even the smallest does not."""
+    def _padded(self, batch: Batch, now: float) -> None:
+        """Takes whole jobs until they reach the largest preferred number of sequences that waits.
+
+        If the first has waited its whole delay, all that waits joins, up to a budget's tokens, as in Triton's batcher.
+        """
         num_sequences = len(batch.entries) + self.num_sequences
-        fitting = [n for n in self.limits.batch_sizes if n <= num_sequences]
-        while len(batch.entries) < (max(fitting) if fitting else num_sequences):
-            job = self._head()
-            assert job is not None
-            i = job.waiting[0]
-            self._take(batch, job, i, job.sequences[i].num_tokens)
+        wanted = max((n for n in self.limits.batch_sizes if n <= num_sequences), default=num_sequences)
+        delay_s = self.limits.max_delay_s
+        first = min((job.arrived for job in self._waiting()), default=now)
+        is_late = 0 < delay_s <= now - first
+        while (job := self._head()) is not None:
+            own = [(i, job.sequences[i].num_tokens) for i in job.waiting if job.queued[i]]
+            num_tokens = batch.num_tokens + sum(cost for _, cost in own)
+            if len(batch.entries) >= wanted and not (is_late and num_tokens <= self.limits.max_batch_tokens):
+                return
+            for i, cost in own:
+                self._take(batch, job, i, cost)
 
     def _by_tokens(self, batch: Batch) -> None:
         budget = self.limits.max_batch_tokens
