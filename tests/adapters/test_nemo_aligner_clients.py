@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_so_do_training_and_saving(first: str, tmp_path: Path) -> None:
     with served_later(ArithmeticService(tmp_path, with_rewards=True)) as port:
         client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port))
         done = client.train(to_train_on()) if first == "train" else client.save()
-        assert done.result(timeout=60.0) is not None
+        assert (done.result(timeout=60.0) is None) == (first == "save")
         client.close()
 
 
@@ -186,11 +187,13 @@ def test_guerdons_critic(critic: RunningServer) -> None:
     assert values.is_contiguous()
     losses = [client.train(to_train_on()), client.train(to_train_on())]
     saved = client.save()  # comes after both
-    checkpoint = saved.result()
-    assert checkpoint is not None
-    assert checkpoint.step == 2
+    assert saved.result() is None
+    assert all(future.done() for future in losses)
+    with CriticClient(critic.http_url) as plain:
+        assert plain.state().step == 2 and plain.state().num_unsaved == 0
     # What the trainer says of the second, with the weight 4.5 of the first: |2 * 4.5 - 4|.
-    assert [loss.result() for loss in losses] == [2.0, 5.0]
+    told = [future.result() for future in losses]
+    assert told == [{"loss_mean": [2.0]}, {"loss_mean": [5.0]}] and told[0]["loss_mean"].dtype == np.float32
     expected = after([request("", 4.0, 0.0), request("", 4.0, 0.0)])
     _, values = client.infer_rm_critic(rollout([5, 6, 7], [8, 9])).result()
     assert values[0, 0] == 5 * expected
@@ -221,8 +224,8 @@ def test_models_by_their_own_names(tmp_path: Path) -> None:
         names = {"train": "other_train", "infer": "other_infer", "save": "other_save"}
         settings = {"critic": {"name": names, "ip": "localhost", "port": port_of(server)}}
         client = RemoteGPTRMCriticClient(settings | {"combine_rm_and_critic_server": True})
-        assert client.train(to_train_on()).result() == 2.0
-        assert client.save().result() is not None
+        assert client.train(to_train_on()).result() == {"loss_mean": [2.0]}
+        assert client.save().result() is None
         with CriticClient(server.http_url, "other") as plain:
             assert plain.state().step == 1
 
@@ -253,7 +256,7 @@ def test_pytritons_critic(triton: tuple[Any, int]) -> None:
     rewards, values = client.infer_rm_critic(rollout([5, 6, 7], [8, 9])).result()
     assert rewards.tolist() == [18.0, 17.0]
     assert values.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0]]
-    assert client.train(to_train_on()).result() == 5.0
+    assert client.train(to_train_on()).result() == {"loss_mean": [5.0]}
     assert client.save().result() is None
     _, values = client.infer_rm_critic(rollout([5, 6, 7])).result()
     assert values[0].tolist() == [25, 30, 35, 0]

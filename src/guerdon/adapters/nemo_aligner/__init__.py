@@ -6,9 +6,18 @@ asks for its own rewards and values, and one of them trains and saves with what 
 """
 
 from guerdon.adapters.nemo_aligner.critic import RemoteGPTRMCriticClient
-from guerdon.adapters.nemo_aligner.futures import RMCriticFuture, RMFuture
+from guerdon.adapters.nemo_aligner.futures import RMCriticFuture, RMFuture, RMTrainFuture, SaveFuture
 from guerdon.adapters.nemo_aligner.remote import START_S
 from guerdon.adapters.nemo_aligner.reward import RemoteGPTRMClient
 from guerdon.adapters.nemo_aligner.settings import ANSWER_S
 
-__all__ = ["ANSWER_S", "START_S", "RMCriticFuture", "RMFuture", "RemoteGPTRMClient", "RemoteGPTRMCriticClient"]
+__all__ = [
+    "ANSWER_S",
+    "START_S",
+    "RMCriticFuture",
+    "RMFuture",
+    "RMTrainFuture",
+    "RemoteGPTRMClient",
+    "RemoteGPTRMCriticClient",
+    "SaveFuture",
+]

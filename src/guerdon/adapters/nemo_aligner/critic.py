@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from guerdon.adapters.nemo_aligner.futures import RMCriticFuture
+from guerdon.adapters.nemo_aligner.futures import RMCriticFuture, RMTrainFuture, SaveFuture
 from guerdon.adapters.nemo_aligner.remote import Remote
 from guerdon.adapters.nemo_aligner.reward import reward_client
 from guerdon.adapters.nemo_aligner.settings import address, policy, setting
 from guerdon.client import CriticClient
-from guerdon.client.futures import TrainFuture
-from guerdon.core import CheckpointInfo
 
 
 class RemoteGPTRMCriticClient(Remote):
@@ -34,16 +31,18 @@ class RemoteGPTRMCriticClient(Remote):
         rewards = self._reward.submit(**samples)
         return RMCriticFuture(self._critic.submit(**samples), rewards, width)
 
-    def train(self, ppo_rollout_data: Mapping[str, Any]) -> TrainFuture[float]:
+    def train(self, ppo_rollout_data: Mapping[str, Any]) -> RMTrainFuture:
         """Has the critic train on `response_tokens` `[N, S]` and `returns`, `values`, `mask` `[N, S-1]`; at once.
 
-        The future's result is the mean loss. A failure that nobody looks at is logged, and raised by the next call.
+        The future's result has the mean loss, `loss_mean`. A failure that nobody looks at is logged, and raised by the
+        next call.
         """
         self._wait_once()
         floats = (ppo_rollout_data[name].detach().cpu().float().numpy() for name in ("returns", "values", "mask"))
-        return self._critic.train_loss(ppo_rollout_data["response_tokens"].cpu().numpy(), *floats)
+        tokens = ppo_rollout_data["response_tokens"].cpu().numpy()
+        return RMTrainFuture(self._critic.train_loss(tokens, *floats))
 
-    def save(self) -> Future[CheckpointInfo | None]:
-        """Has the critic save itself after what it was given to train on; guerdon's says which checkpoint it is."""
+    def save(self) -> SaveFuture:
+        """Has the critic save itself after what it was given to train on."""
         self._wait_once()
-        return self._critic.submit_save()
+        return SaveFuture(self._critic.submit_save())

@@ -1,4 +1,4 @@
-"""Rewards and values under way, as NeMo-Aligner's futures: their results are torch's tensors."""
+"""What is under way at the servers, as NeMo-Aligner's futures: they have the results that its own have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from guerdon.client import Scores
+from guerdon.client.futures import TrainFuture
 from guerdon.client.results import CriticScores
+from guerdon.core import CheckpointInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +45,36 @@ class RMCriticFuture:
         for out, row in zip(values, scores.values, strict=True):
             out[: len(row)] = row
         return _tensor(rewards), _tensor(values[:, :-1].copy())
+
+
+@dataclass(frozen=True, slots=True)
+class RMTrainFuture:
+    """A train request under way."""
+
+    loss: TrainFuture[float]
+
+    def result(self, timeout: float | None = None) -> dict[str, np.ndarray]:
+        """Returns what `critic_train` answers, `loss_mean` float32 `[1]`; raises what the request failed with."""
+        return {"loss_mean": np.array([self.loss.result(timeout)], np.float32)}
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the request failed with, None if it did not."""
+        return self.loss.exception(timeout)
+
+    def done(self) -> bool:
+        """Whether it is known how the request ended."""
+        return self.loss.done()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFuture:
+    """A save under way."""
+
+    saved: Future[CheckpointInfo | None]
+
+    def result(self, timeout: float | None = None) -> None:
+        """Returns once the critic is saved; raises what that failed with."""
+        self.saved.result(timeout)
 
 
 def _tensor(array: np.ndarray) -> Tensor:
