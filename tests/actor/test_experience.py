@@ -53,6 +53,14 @@ def test_rloo_takes_the_kl_off_the_reward_and_compares_with_the_others(experienc
     assert advantages.tolist() == [[-2.5, -2.5, 0], [2.5, 0, 0], [2.5, 2.5, 2.5], [-2.5, 0, 0]]
 
 
+def test_the_kl_off_the_reward_may_be_the_mean_over_the_tokens(experience: Experience) -> None:
+    config = ReinforceConfig(kl_coefficient=0.5, kl_reduction="mean")
+    # The first response's two tokens have 0.5 and 0: 1 - 0.5 * 0.25 is left of its reward, 3.25 of the other's.
+    advantages, _ = reinforce_advantages(experience, config, RunningMean())
+    assert advantages[:, 0].tolist() == [-2.375, 2.375, 2.5, -2.5]
+    assert experience.penalised(0.5, "mean").tolist() == [0.875, 3.25, 4.0, 1.5]
+
+
 def test_a_kl_in_the_loss_leaves_the_rewards_alone(experience: Experience) -> None:
     config = ReinforceConfig(kl_coefficient=0.5, kl_placement="loss", kl_estimator="k3")
     advantages, _ = reinforce_advantages(experience, config, RunningMean())

@@ -148,5 +148,8 @@ def test_settings_that_contradict_each_other_are_refused(folder: Path, tmp_path:
     in_loss = {"kl_placement": "loss", "kl_estimator": "k1"}
     with pytest.raises(ConfigError, match="k1 has no gradient"):
         reinforce.train(config_of(folder, "http://127.0.0.1:1", tmp_path, steps=1, algorithm=in_loss))
+    algorithm = {"kl_placement": "loss", "kl_estimator": "k3", "kl_reduction": "mean"}
+    with pytest.raises(ConfigError, match="kl_reduction is mean"):
+        reinforce.train(config_of(folder, "http://127.0.0.1:1", tmp_path, steps=1, algorithm=algorithm))
     with pytest.raises(ConfigError, match="importance_cap is 0"):
         reinforce.train(config_of(folder, "http://127.0.0.1:1", tmp_path, steps=1, algorithm={"importance_cap": 0.0}))

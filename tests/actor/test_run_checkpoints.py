@@ -124,6 +124,9 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         check_settings(found.state, SETTINGS | {"policy.betas": [0.9, 0.99]}, folder)
     with pytest.raises(CheckpointError, match=r"with rollouts.top_k None; now it is 5"):
         check_settings(found.state, SETTINGS | {"rollouts.top_k": 5}, folder)
+    check_settings(found.state, SETTINGS | {"reinforce.kl_reduction": "sum"}, folder)  # an older version's checkpoint
+    with pytest.raises(CheckpointError, match="kl_reduction 'sum'; now it is 'mean'"):
+        check_settings(found.state, SETTINGS | {"reinforce.kl_reduction": "mean"}, folder)
 
 
 def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:

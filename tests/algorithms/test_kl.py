@@ -83,6 +83,16 @@ def test_a_sequence_has_the_sum_of_its_tokens() -> None:
     assert kl.grad is not None and kl.grad.tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 0]]
 
 
+def test_or_their_mean_as_in_nemo_aligner() -> None:
+    kl = t((0.5, -1.0, 2.0), (math.nan, 0.25, math.inf), (math.nan,) * 3).requires_grad_()
+    means = kl_per_sequence(kl, t((1, 1, 1), (0, 1, 0), (0, 0, 0)), "mean")
+    means.sum().backward()
+    assert means.tolist() == [0.5, 0.25, 0.0]
+    assert kl.grad is not None and kl.grad.tolist() == [pytest.approx([1 / 3] * 3), [0, 1, 0], [0, 0, 0]]
+    with pytest.raises(ValueError, match="unknown KL reduction 'max'; known are sum, mean"):
+        kl_per_sequence(kl, torch.ones(3, 3), "max")
+
+
 def test_penalised_rewards() -> None:
     assert penalised_rewards(t(1, -2), t(10, 4), 0.25).tolist() == [-1.5, -3.0]
     # Without a penalty there may be no reference at all, and what stands in for it is not read.

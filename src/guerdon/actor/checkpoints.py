@@ -60,6 +60,9 @@ _NOT_DECISIVE = {
     "reinforce.max_failed_fraction", "ppo.max_failed_fraction",
 }  # fmt: skip
 
+_ADDED = {"reinforce.kl_reduction": "sum"}
+"""Settings that older checkpoints lack, and what was done before there were any."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -204,7 +207,7 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
 def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with."""
     for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
-        then, now = state.settings.get(path), settings.get(path)
+        then, now = state.settings.get(path, _ADDED.get(path)), settings.get(path)
         if then != now:
             raise CheckpointError(
                 f"{folder} was made with {path} {then!r}; now it is {now!r}",

@@ -74,9 +74,9 @@ class Experience:
             rows.append(rollout.values[rollout.prompt_length - 1 : -1])
         return table(rows)
 
-    def penalised(self, beta: float) -> Tensor:
-        """Each reward less its response's KL, float32 `[B]`."""
-        return penalised_rewards(self.rewards, kl_per_sequence(self.kl, self.mask), beta)
+    def penalised(self, beta: float, reduction: str = "sum") -> Tensor:
+        """Returns each reward less its response's KL, by `kl_per_sequence`'s reduction, float32 `[B]`."""
+        return penalised_rewards(self.rewards, kl_per_sequence(self.kl, self.mask, reduction), beta)
 
     def metrics(self) -> dict[str, float]:
         """How far the policy is from its reference, and how undecided."""
@@ -107,7 +107,7 @@ def reinforce_advantages(
     beta = config.kl_coefficient if config.kl_placement == "reward" else 0.0
     return estimate_advantages(
         config.advantage_estimator,
-        experience.penalised(beta),
+        experience.penalised(beta, config.kl_reduction),
         experience.groups,
         experience.mask,
         is_end=experience.is_end if config.leave_out_truncated else None,

@@ -42,7 +42,8 @@ def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> Run
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)
                 in_reward = algorithm.kl_placement == "reward"
                 if in_reward:
-                    metrics["reward_penalised"] = experience.penalised(algorithm.kl_coefficient).mean().item()
+                    penalised = experience.penalised(algorithm.kl_coefficient, algorithm.kl_reduction)
+                    metrics["reward_penalised"] = penalised.mean().item()
                 running = RunningMean(*run.memory.get("running_mean", ()))
                 advantages, running = reinforce_advantages(experience, algorithm, running)
                 run.memory["running_mean"] = [running.sum_rewards, running.num_rewards]

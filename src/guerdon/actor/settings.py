@@ -13,6 +13,7 @@ from guerdon.errors import ConfigError
 from guerdon.fields import section, setting
 
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
+KlReduction = Literal["sum", "mean"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr_grpo"]
 
 
@@ -97,6 +98,9 @@ class ReinforceConfig(AlgorithmConfig):
         "rloo", "how rewards become advantages"
     )
     kl_placement: Literal["reward", "loss"] = setting("reward", "where the KL's cost is taken off")
+    kl_reduction: KlReduction = setting(
+        "sum", "with kl_placement reward, a response's KL is the sum or the mean over its tokens; mean: NeMo-Aligner's"
+    )
     leave_out_truncated: bool = setting(False, "responses cut at max_new_tokens have no advantage and no baseline")
 
 
@@ -253,6 +257,11 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         raise ConfigError(
             "reinforce.kl_placement is loss, where the estimator k1 has no gradient but noise",
             "give reinforce.kl_estimator k2 or k3, or kl_placement reward",
+        )
+    if isinstance(algorithm, ReinforceConfig) and in_loss and algorithm.kl_reduction != "sum":
+        raise ConfigError(
+            f"reinforce.kl_reduction is {algorithm.kl_reduction}, and kl_placement is loss, where it does nothing",
+            "leave it out: reinforce.loss_aggregation says what becomes of the tokens' KL there",
         )
     for tracker in config.run.trackers:
         if tracker not in ("wandb", "mlflow"):

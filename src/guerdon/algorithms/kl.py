@@ -25,6 +25,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """By name: the estimate of a token's KL as a function of x = logp - logp_ref."""
 
+KL_REDUCTIONS = ("sum", "mean")
+"""How a sequence's KL is made of its tokens'."""
+
 
 def clamped_log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """`clamp(logprobs - other_logprobs, -20, 20)`, of any shape; no gradient passes beyond the bounds."""
@@ -49,15 +52,23 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator
     return KL_ESTIMATORS[estimator](clamped_log_ratio(logprobs, ref_logprobs))
 
 
-def kl_per_sequence(kl: Tensor, mask: Tensor) -> Tensor:
-    """Sums the tokens' estimates, `[B, T]`, to each sequence's, `[B]`: `kl_i = sum_t mask_it * kl_it`, all float32.
+def kl_per_sequence(kl: Tensor, mask: Tensor, reduction: str = "sum") -> Tensor:
+    """Reduces the tokens' estimates, `[B, T]`, to each sequence's, `[B]`, all float32.
 
-    A sum, because log p(response) is one: a mean over tokens would make a penalty depend on the response's length.
-    Raises ValueError for other shapes or dtypes.
+        sum: kl_i = sum_t mask_it * kl_it      mean: kl_i = sum_t mask_it * kl_it / sum_t mask_it
+
+    log p(response) is a sum over its tokens, and so is its KL. The mean is NeMo-Aligner's in REINFORCE: a token of a
+    response twice as long costs half as much. A row without any token has 0. Raises ValueError for other shapes or
+    dtypes, or an unknown reduction.
     """
+    check_known("KL reduction", reduction, KL_REDUCTIONS)
     check_tokens({"kl": kl, "mask": mask}, rows_only=True)
     mask, kl = fill_left_out(mask, kl)
-    return (mask * kl).sum(-1)
+    sums = (mask * kl).sum(-1)
+    if reduction == "sum":
+        return sums
+    weights = mask.sum(-1)
+    return sums / torch.where(weights > 0, weights, 1.0)
 
 
 def penalised_rewards(rewards: Tensor, kl: Tensor | None, beta: float) -> Tensor:
