@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 import zoo
 from actor.rollouts import serving
@@ -195,6 +197,23 @@ def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: 
     one, other = (dict(ReinforceActor(policy, seed=seed).trainer.model.named_parameters()) for seed in (0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert {name for name in one if not torch.equal(one[name], other[name])} == {n for n in one if "lora_A" in n}
+
+
+def test_the_tokenizer_has_nemos_names_too(folder: Path) -> None:
+    tokenizer = actor_of(folder).tokenizer
+    plain = AutoTokenizer.from_pretrained(folder)
+    text = "Is this a good film?"
+    ids = plain(text, add_special_tokens=False).input_ids
+    assert tokenizer.text_to_ids(text) == ids and tokenizer.eos_id == plain.eos_token_id == zoo.EOS
+    want = plain.decode(ids)
+    assert tokenizer.ids_to_text([*ids, zoo.EOS]) == tokenizer.ids_to_text(torch.tensor(ids)) == want
+    assert (tokenizer.eos_token, tokenizer(text), len(tokenizer)) == (plain.eos_token, plain(text), len(plain))
+
+
+def test_nemos_cfg_is_told_what_to_give_instead() -> None:
+    cfg = OmegaConf.create({"reinforce": {"length_params": {"max_length": 8}}, "micro_batch_size": 1})
+    with pytest.raises(ConfigError, match="got DictConfig for its policy"):
+        ReinforceActor(cfg, object())  # type: ignore[arg-type]
 
 
 def test_a_loop_of_nemo_aligners_form_raises_the_reward(folder: Path) -> None:

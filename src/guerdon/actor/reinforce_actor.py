@@ -7,8 +7,9 @@ t + 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,43 @@ from guerdon.actor.settings import PolicyConfig, RolloutConfig, check_sampling
 from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.config import check
 from guerdon.engine.policies import load_policy
+from guerdon.errors import ConfigError
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import PolicyTrainer, StepReport
+
+
+class NemoTokenizer:
+    """transformers' tokenizer with the names that NeMo gives its own, too."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of EOS; None if the tokenizer has none."""
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    def ids_to_text(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """Returns the ids of the text, no special tokens added."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # not set yet, as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
 
 
 class ReinforceActor:
@@ -35,13 +71,19 @@ class ReinforceActor:
         loss, metrics = actor.get_loss_and_metrics(batch)
         report = actor.finish_training_step()  # clips the gradient and makes the optimiser step
 
-    All tensors come and go on the CPU. What an `infer` draws depends on `seed`, the optimiser steps made (skipped ones
-    are none), and how often it was called since the last one or a `load`: a loop that goes on from a checkpoint saved
-    right behind a step draws what it would have.
+    All tensors come and go on the CPU. `tokenizer` has transformers' names and NeMo's, such as `eos_id`. What `infer`
+    draws depends on `seed`, the optimiser steps made (skipped ones are none), and how often it was called since the
+    last one or a `load`: a loop that goes on from a checkpoint saved right behind a step draws what it would have.
     """
 
     def __init__(self, policy: PolicyConfig | str, rollouts: RolloutConfig | None = None, *, seed: int = 0) -> None:
         """Loads the policy, by its settings or by its folder or hub id; raises ConfigError and CheckpointError."""
+        if not isinstance(policy, PolicyConfig | str):
+            raise ConfigError(
+                f"ReinforceActor got {type(policy).__name__} for its policy; NeMo-Aligner's (cfg, trainer) names no "
+                "checkpoint that transformers loads",
+                "give PolicyConfig and RolloutConfig; docs/coming_from/nemo_aligner.md has the settings that these are",
+            )
         self.policy_config = PolicyConfig(model=policy) if isinstance(policy, str) else policy
         self.rollout_config = rollouts or RolloutConfig()
         check(self.policy_config)
@@ -49,7 +91,7 @@ class ReinforceActor:
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
         self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed)
         self.generator = make_generator(self.trainer, self.rollout_config)
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer = None if loaded.tokenizer is None else NemoTokenizer(loaded.tokenizer)
         self.pad_id = loaded.eos_token_ids[0] if loaded.eos_token_ids else loaded.pad_token_id
         self._seed = seed
         self._num_inferred, self._inferred_at = 0, 0
