@@ -122,17 +122,33 @@ def test_host_from_the_environment_and_other_ranks(host: str, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "neither a server nor a model"),
-        ({"triton_host": "h:1/m"}, "no tokenizer for the reward model at h:1/m"),
+        ({}, "neither a server nor a model is named: TRITON_HOST is not set"),
+        ({"triton_host": "h:1/m"}, "no tokenizer is given, and gpt2's, which trlX's example takes, does not load"),
         ({"triton_host": "h:1", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1'"),
         ({"triton_host": "h:1/a/b", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1/a/b'"),
         ({"triton_host": "h:1/m", "tokenizer": Numbers(), "dense": True, "delta_reward": True}, "one reward a sample"),
     ],
 )
-def test_settings_that_do_not_hold(settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_do_not_hold(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("TRITON_HOST", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()  # so that no cache and no hub is asked: nothing of that name loads
     with pytest.raises(ConfigError, match=message):
         create_reward_fn(**settings)
+
+
+def test_without_arguments_it_is_that_of_trlxs_example(
+    host: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server that TRITON_HOST names, and gpt2's tokenizer; here a folder of that name stands for the hub's."""
+    (tmp_path / "gpt2").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_HOST", f"{host}/reward_model")
+    reward_fn: Any = create_reward_fn()
+    named: Any = create_reward_fn(tokenizer=str(folder))
+    assert reward_fn(["a good film", "a"]) == named(["a good film", "a"]) != [0.0, 0.0]
 
 
 def test_delta_rewards_ask_for_an_original_once(host: str, service: EchoService) -> None:

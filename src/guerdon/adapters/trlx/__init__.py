@@ -22,6 +22,8 @@ from guerdon.errors import ConfigError
 
 __all__ = ["RewardFunction", "create_reward_fn"]
 
+_DEFAULT_TOKENIZER = "gpt2"
+
 
 def create_reward_fn(
     model: str | None = None,
@@ -40,10 +42,10 @@ def create_reward_fn(
 
     The server is `triton_host`, else the environment's TRITON_HOST; without one the checkpoint `model` is loaded here,
     on `device` (default: the last GPU, as in trlX's example) in `dtype` (default: float16 on a GPU). `tokenizer` is
-    the reward model's, or its name (default: that of `model`); each sample gets its EOS at the end, and is scored at
-    the first. With `max_length` samples lose tokens at the left beyond it; without it too long ones are refused. A
-    request has `batch_size` rows at most; a model loaded here makes batches of its own. A server that is away or not
-    up yet is tried again until `timeout_s` have gone by.
+    the reward model's, or its name (default: that of `model`, and without one gpt2's, as in trlX's example); each
+    sample gets its EOS at the end, and is scored at the first. With `max_length` samples lose tokens at the left beyond
+    it; without it too long ones are refused. A request has `batch_size` rows at most; a model loaded here makes batches
+    of its own. A server that is away or not up yet is tried again until `timeout_s` have gone by.
 
     `delta_reward`: less the reward of the data set's `original_output`. `dense`: a list of rewards a sample, one for
     each token of its output, from a model that gives values. Raises ConfigError for settings that do not go together.
@@ -54,13 +56,12 @@ def create_reward_fn(
     if dense and delta_reward:
         raise ConfigError("delta_reward goes with one reward a sample", "leave out dense or delta_reward")
     if not host and model is None:
-        raise ConfigError("neither a server nor a model is named", "set TRITON_HOST, or give model")
-    if tokenizer is None and model is None:
-        raise ConfigError(f"no tokenizer for the reward model at {host}", "give tokenizer, such as 'gpt2'")
+        raise ConfigError(
+            "neither a server nor a model is named: TRITON_HOST is not set, and model is not given",
+            "set TRITON_HOST=host:port/model in the environment, or give model",
+        )
     if tokenizer is None or isinstance(tokenizer, str):
-        from transformers import AutoTokenizer  # trlX has it
-
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer or model)
+        tokenizer = _tokenizer(tokenizer or model)
     if host:
         scheme, _, rest = host.rpartition("://")
         address, slash, name = rest.partition("/")
@@ -80,3 +81,18 @@ def create_reward_fn(
         device = device or (f"cuda:{gpus - 1}" if gpus else "cpu")
         client = LocalRewardModel(model, device=device, dtype=dtype or ("auto" if device == "cpu" else "float16"))
     return RewardFunction(Scoring(client, tokenizer, max_length, batch_size), delta_reward, dense)
+
+
+def _tokenizer(name: str | None) -> Any:
+    from transformers import AutoTokenizer  # trlX has it
+
+    if name is not None:
+        return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(_DEFAULT_TOKENIZER)
+    except (OSError, ValueError) as e:  # there is none, or only a part of one
+        raise ConfigError(
+            f"no tokenizer is given, and {_DEFAULT_TOKENIZER}'s, which trlX's example takes, does not load: "
+            + str(e).partition("\n")[0],
+            "give tokenizer: the reward model's, or its folder",
+        ) from e
