@@ -14,8 +14,11 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 import zoo
 from guerdon.core import Truncation
-from guerdon.engine.text import TextEncoder
+from guerdon.engine import cuts
+from guerdon.engine.text import Steps, TextEncoder
 from guerdon.errors import CheckpointError, InvalidRequest
+
+Side = Literal["left", "right"]
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +195,102 @@ def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer .* cannot be read") as caught:
         TextEncoder.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+LONG = "the ring</s> of the über reader 12 " * 8000
+"""280,000 characters: several of `cuts.PIECE`."""
+
+
+CUTS = [("left", 2), ("left", 40_000), ("right", 40_000), ("right", 10**6), (None, 0)]
+
+
+@pytest.fixture(scope="module")
+def around(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
+    """An encoder that puts a BOS before a text and an EOS behind it."""
+    made = zoo.tokenizer(tmp_path_factory.mktemp("around"))
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", zoo.BOS), ("</s>", zoo.EOS)]
+    )
+    tokenizer.save_pretrained(made)
+    encoder = TextEncoder.load(made)
+    assert encoder is not None
+    return encoder
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("text", [LONG, "<s>" + LONG, LONG[:-1] + "x" * 100_000])
+@pytest.mark.parametrize(
+    ("side", "most"), [("left", 2), ("left", 40_000), ("right", 40_000), ("right", 10**6), (None, 0)]
+)
+def test_a_long_text_has_the_tokens_that_transformers_gives_it(
+    around: TextEncoder, adds: bool, text: str, side: Side | None, most: int
+) -> None:
+    reference = AutoTokenizer.from_pretrained(around._tokenizer.name_or_path, truncation_side=side or "right")
+    ids = reference(text, add_special_tokens=adds, truncation=side is not None, max_length=most or None)["input_ids"]
+    ids = ids[1:] if adds and ids[:2] == [zoo.BOS] * 2 else ids
+    truncation = None if side is None else Truncation(most, side)
+    (row,) = around.encode([text], adds, truncation)
+    assert row.dtype == np.int64 and row.tolist() == ids
+
+
+def read_characters(encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the number of characters of each call of the tokenizer."""
+    ids, seen = encoder._ids, []
+
+    def counting(texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        seen.append(sum(map(len, texts)))
+        return ids(texts, add_special_tokens)
+
+    monkeypatch.setattr(encoder, "_ids", counting)
+    return seen
+
+
+def finish(steps: Steps) -> tuple[int, list[np.ndarray | InvalidRequest]]:
+    """The number of yields, and the rows."""
+    num_steps = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return num_steps, e.value
+        num_steps += 1
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_of_a_text_that_is_too_long_only_what_matters_is_tokenised(
+    encoder: TextEncoder, side: Side | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = read_characters(encoder, monkeypatch)
+    steps = encoder.encode_in_steps(["a", LONG, "b"], False, None if side is None else Truncation(100, side), 100)
+    num_steps, rows = finish(steps)
+    assert num_steps == 2 and len(seen) == 3 and max(seen) < cuts.PIECE + 100
+    assert len(rows[1]) == 100 if side else len(rows[1]) > 100
+
+
+def test_nothing_but_a_stretch_that_cannot_be_cut_is_tokenised_at_once(
+    encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = read_characters(encoder, monkeypatch)
+    texts = [LONG, *["the ring"] * 20_000, "x" * (1 << 20), "x" * (1 << 20) + "x"]
+    rows = encoder.encode(texts)
+    assert isinstance(rows[-1], InvalidRequest) and "send a shorter text" in str(rows[-1])
+    assert not any(isinstance(row, InvalidRequest) for row in rows[:-1])
+    assert sorted(seen)[-1] == 1 << 20 and sorted(seen)[-2] < cuts.PIECE + 100
+
+
+def test_a_slow_tokenizer_takes_a_text_up_to_the_most() -> None:
+    slow = TextEncoder(ByT5Tokenizer())
+    fits, refused = slow.encode(["x " * 40_000, "x " * 600_000])
+    assert len(fits) == 80_000 and isinstance(refused, InvalidRequest)
+
+
+def test_long_conversations_are_read_in_steps(encoder: TextEncoder) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("the ring", LONG, "of")]
+    whole = encoder._tokenizer.apply_chat_template(conversations, tokenize=True)["input_ids"]
+    num_steps, rows = finish(encoder.encode_messages_in_steps([*conversations, []]))
+    assert num_steps >= 5
+    assert [row.tolist() for row in rows[:3] if isinstance(row, np.ndarray)] == whole
+    assert isinstance(rows[3], InvalidRequest)
+    _, cut = finish(encoder.encode_messages_in_steps(conversations, Truncation(50, "left"), 50))
+    assert [row.tolist() for row in cut if isinstance(row, np.ndarray)] == [ids[-50:] for ids in whole]

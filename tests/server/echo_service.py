@@ -14,6 +14,7 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Se
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
+from guerdon.server.catalog import Steps
 from guerdon.server.service import Service
 
 EOS = 2
@@ -63,6 +64,18 @@ class EchoScorer:
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
         return self.encode([str(conversation) for conversation in conversations])
+
+    def encode_in_steps(
+        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+    ) -> Steps:
+        yield
+        return self.encode(texts, add_special_tokens, truncation)
+
+    def encode_messages_in_steps(
+        self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None
+    ) -> Steps:
+        yield
+        return self.encode_messages(conversations)
 
     def render_prompts(self, conversations: list[list[Message]]) -> list[str]:
         return [str(conversation) for conversation in conversations]

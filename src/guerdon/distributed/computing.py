@@ -67,6 +67,11 @@ def release() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    trim()
+
+
+def trim() -> None:
+    """Gives free memory back to the operating system."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # a C library that has it not, as musl
             ctypes.CDLL(None).malloc_trim(0)

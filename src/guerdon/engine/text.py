@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from guerdon.core import Message, Truncation
+from guerdon.distributed.computing import trim
+from guerdon.engine import cuts
 from guerdon.errors import CheckpointError, InvalidRequest
 from guerdon.messages import plain
 from guerdon.vocabulary import identity
@@ -26,6 +29,17 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 
+
+RowT = TypeVar("RowT", list[int], np.ndarray)
+
+Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
+
+_MOST_AT_ONCE = 1 << 20
+"""Characters of a text that cannot be cut; more only if the model takes more tokens."""
+_MOST_A_TOKEN = 16
+"""Characters for each token that the model takes."""
+_RENDERING = 1024
+"""What it costs to render a conversation, in characters to tokenise."""
 
 _UNFINISHED = "\ufffd"
 """What a decoder has in place of a character of which bytes are missing."""
@@ -66,6 +80,8 @@ class TextEncoder:
             self._fast.no_truncation()
             self._fast.no_padding()
         self._adds_bos = self._finds_bos()
+        self._around = self._find_around()
+        self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
 
     def vocabulary(self) -> str:
         """12 hex digits that change with the tokens and their ids."""
@@ -111,16 +127,10 @@ class TextEncoder:
         """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
 
         With `add_special_tokens` the tokenizer adds what it is configured to, save a second BOS before one that the
-        text has; `truncation`, which is for these alone, leaves room for it, as transformers does. A text that is not
-        valid Unicode has the error in its place, and so has one where there is no room for what is added.
+        text has; `truncation` leaves room for it, as transformers does. A text that is not valid Unicode has the error
+        in its place, and so has one where there is no room for what is added, or that is too long to be tokenised.
         """
-        made: list[Any] = [_not_unicode(text) for text in texts]
-        fine = [i for i, error in enumerate(made) if error is None]
-        read = [texts[i] for i in fine]
-        rows = self._surrounded(read, truncation) if add_special_tokens else self._ids(read)
-        for i, ids in zip(fine, rows, strict=True):
-            made[i] = ids if isinstance(ids, InvalidRequest) else np.array(ids, dtype=np.int64)
-        return made
+        return _finish(self.encode_in_steps(texts, add_special_tokens, truncation))
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
         """Token ids of each conversation through the chat template, int64 `[T]`.
@@ -128,9 +138,44 @@ class TextEncoder:
         What the template writes is all there is: BOS appears if and as often as the template says so. A
         conversation that is malformed, or that the template refuses, has the error in its place.
         """
-        made: list[Any] = [self._render(conversation) for conversation in conversations]
-        texts = [i for i, text in enumerate(made) if isinstance(text, str)]
-        for i, ids in zip(texts, self.encode([made[i] for i in texts]), strict=True):
+        return _finish(self.encode_messages_in_steps(conversations))
+
+    def encode_in_steps(
+        self,
+        texts: list[str],
+        add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+    ) -> Steps:
+        """Returns what `encode` returns, a generator that tokenises about `cuts.PIECE` characters between two yields.
+
+        It stops reading a text once `truncation` drops the rest. A row of more than `max_tokens` tokens may lack some.
+        """
+        made: list[np.ndarray | InvalidRequest] = []
+        for group in _groups(texts):
+            if made:
+                yield
+            if len(group[0]) > cuts.PIECE:
+                made.append((yield from self._long(group[0], add_special_tokens, truncation, max_tokens)))
+            else:
+                made += self._short(group, add_special_tokens, truncation)
+        return made
+
+    def encode_messages_in_steps(
+        self, conversations: list[list[Message]], truncation: Truncation | None = None, max_tokens: int | None = None
+    ) -> Steps:
+        """Returns what `encode_messages` returns, in steps as `encode_in_steps`."""
+        made: list[Any] = []
+        rendered = 0
+        for conversation in conversations:
+            if rendered > cuts.PIECE:
+                rendered = 0
+                yield
+            made.append(self._render(conversation))
+            rendered += _RENDERING + len(made[-1]) if isinstance(made[-1], str) else _RENDERING
+        places = [i for i, text in enumerate(made) if isinstance(text, str)]
+        rows = yield from self.encode_in_steps([made[i] for i in places], False, truncation, max_tokens)
+        for i, ids in zip(places, rows, strict=True):
             made[i] = ids
         return made
 
@@ -176,6 +221,71 @@ class TextEncoder:
         with self._lock:
             return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
+    def _short(
+        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None
+    ) -> list[np.ndarray | InvalidRequest]:
+        made: list[Any] = [_not_unicode(text) for text in texts]
+        fine = [i for i, error in enumerate(made) if error is None]
+        read = [texts[i] for i in fine]
+        if add_special_tokens:
+            rows = self._surrounded(read, truncation)
+        else:
+            rows = [_truncated(ids, truncation) for ids in self._ids(read)]
+        for i, ids in zip(fine, rows, strict=True):
+            made[i] = ids if isinstance(ids, InvalidRequest) else np.array(ids, dtype=np.int64)
+        return made
+
+    def _long(
+        self, text: str, add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+    ) -> Generator[None, None, np.ndarray | InvalidRequest]:
+        """One row of `encode_in_steps`."""
+        if (error := _not_unicode(text)) is not None:
+            return error
+        most = max(_MOST_AT_ONCE, _MOST_A_TOKEN * (max_tokens or 0))
+        around = self._around if add_special_tokens else ([], [])
+        try:
+            if self._cuts is None or around is None:
+                if len(text) > most:
+                    raise cuts.Uncut
+                (row,) = self._short([text], add_special_tokens, truncation)
+                return row
+            return (yield from self._in_parts(text, most, around, truncation, max_tokens))
+        except cuts.Uncut:
+            return InvalidRequest(
+                f"the text has {len(text)} characters, and more than {most} of them on end that its tokenizer can "
+                "only read at once; send a shorter text, or token ids"
+            )
+        finally:
+            trim()
+
+    def _in_parts(
+        self,
+        text: str,
+        most: int,
+        around: tuple[list[int], list[int]],
+        truncation: Truncation | None,
+        max_tokens: int | None,
+    ) -> Generator[None, None, np.ndarray | InvalidRequest]:
+        """One row of `encode_in_steps`, of a text that may be cut; `around` is what is added before and after it."""
+        assert self._cuts is not None
+        enough, num_added = max_tokens, len(around[0]) + len(around[1])
+        if truncation is not None and truncation.max_tokens is not None:
+            enough = truncation.max_tokens - num_added
+            if enough < 0:
+                return _no_room(truncation.max_tokens, num_added)
+            truncation = Truncation(enough, truncation.side)
+        from_end = truncation is not None and truncation.side == "left"
+        parts: list[np.ndarray] = []
+        for part in self._cuts.parts(text, most, from_end=from_end):
+            if parts:
+                yield
+            parts.append(np.array(self._ids([part])[0], dtype=np.int64))
+            if enough is not None and sum(map(len, parts)) > enough:
+                break
+        ids = _truncated(np.concatenate(parts[::-1] if from_end else parts), truncation)
+        row = np.concatenate([np.array(around[0], np.int64), ids, np.array(around[1], np.int64)])
+        return self._without_second_bos(row) if num_added else row
+
     def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
         """The ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
         if truncation is None or truncation.max_tokens is None:
@@ -183,11 +293,22 @@ class TextEncoder:
         else:
             bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
             if bound < added:
-                refusal = f"truncation to {bound} tokens leaves no room for the {added} special tokens that are added"
-                return [InvalidRequest(refusal) for _ in texts]
+                return [_no_room(bound, added) for _ in texts]
             rows = [self._cut(text, bound, bound - added, truncation.side) for text in texts]
+        return [self._without_second_bos(ids) for ids in rows]
+
+    def _without_second_bos(self, ids: RowT) -> RowT:
         bos = self._tokenizer.bos_token_id
-        return [ids[1:] if self._adds_bos and ids[:2] == [bos, bos] else ids for ids in rows]
+        return ids[1:] if self._adds_bos and [*ids[:2]] == [bos, bos] else ids
+
+    def _find_around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after a text, None if the tokenizer adds them otherwise."""
+        found = []
+        for probe in ("a", "b c d"):
+            (own,), (row,) = self._ids([probe]), self._ids([probe], add_special_tokens=True)
+            starts = [i for i in range(len(row) - len(own) + 1) if row[i : i + len(own)] == own]
+            found.append((row[: starts[0]], row[starts[0] + len(own) :]) if len(starts) == 1 else None)
+        return found[0] if found[0] == found[1] else None
 
     def _finds_bos(self) -> bool:
         """Whether a BOS before the text is among the special tokens that the tokenizer adds."""
@@ -234,3 +355,36 @@ def _not_unicode(text: str) -> InvalidRequest | None:
             f"the text is not valid Unicode (a lone surrogate at character {e.start}); send proper text"
         )
     return None
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts that are tokenised at once: a long one alone, else as many as have about `cuts.PIECE` characters."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > cuts.PIECE:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _finish(steps: Steps) -> list[np.ndarray | InvalidRequest]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return e.value
+
+
+def _truncated(ids: RowT, truncation: Truncation | None) -> RowT:
+    surplus = 0 if truncation is None or truncation.max_tokens is None else len(ids) - truncation.max_tokens
+    if truncation is None or surplus <= 0:
+        return ids
+    return ids[surplus:] if truncation.side == "left" else ids[: truncation.max_tokens]
+
+
+def _no_room(bound: int, added: int) -> InvalidRequest:
+    return InvalidRequest(f"truncation to {bound} tokens leaves no room for the {added} special tokens that are added")

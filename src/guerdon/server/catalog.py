@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from collections.abc import Sequence as ListLike
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,9 @@ from guerdon.config import ModelConfig, RewardConfig
 from guerdon.core import Message, ModelInfo, OperationInfo, Truncation
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.server.rewards import Sum
+
+Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
+"""Work in short steps, which returns rows of ids, or what is wrong with them."""
 
 
 class Encoder(Protocol):
@@ -27,6 +30,14 @@ class Tokenizer(Encoder, Protocol):
     """An encoder that also reads messages, and knows the text of its ids; a user's `tokenize_func` is none."""
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
+
+    def encode_in_steps(
+        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+    ) -> Steps: ...
+
+    def encode_messages_in_steps(
+        self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None
+    ) -> Steps: ...
 
     def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]: ...
 

@@ -15,7 +15,7 @@ from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server.batching.turns import FairTurns
-from guerdon.server.catalog import Served, Tokenizer
+from guerdon.server.catalog import Served, Steps, Tokenizer
 
 T = TypeVar("T")
 
@@ -37,24 +37,48 @@ class Reader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """What `work` returns, on one of the threads once it is the client's turn."""
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """What `work` returns, on one of the threads once it is the client's turn, which lasts until `work` ends."""
+        await self._turns.acquire(client)
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except BaseException:
+            self._turns.release()
+            raise
+        done.add_done_callback(lambda _: self._turns.release())
+        return await asyncio.shield(done)
 
     async def rows(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
-        """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says."""
+        """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says.
+
+        Text is tokenised in steps, so that the clients' turns are short, and no further if this is cancelled. Rows
+        that are too long for the model may lack tokens.
+        """
         if request.tokens is not None:
             return request.tokens
-        encoder, added = served.encoder, request.add_special_tokens
+        encoder, added, texts = served.encoder, request.add_special_tokens, request.texts
         if encoder is None:
-            return request.texts or [_response(conversation) for conversation in request.messages or ()]
-        run = asyncio.get_running_loop().run_in_executor
+            return texts or [_response(conversation) for conversation in request.messages or ()]
+        most = served.info.max_length
+        if request.prompt_lengths is not None and cut is not None:  # which move by as many tokens as are cut off
+            cut, most = cut if added else None, None
         with tracing.step("tokenize", served.info.name):
-            async with self._turns.turn(client):
-                if request.texts is not None:
-                    return await run(self._threads, encoder.encode, request.texts, added, cut if added else None)
-                assert isinstance(encoder, Tokenizer)  # no other's model takes messages
-                return await run(self._threads, encoder.encode_messages, request.messages or [])
+            if not isinstance(encoder, Tokenizer):  # then no messages are taken
+                return await self.run(client, lambda: encoder.encode(texts or [], added, cut if added else None))
+            if texts is not None:
+                steps = encoder.encode_in_steps(texts, added, cut, most)
+            else:
+                steps = encoder.encode_messages_in_steps(request.messages or [], cut, most)
+            while (rows := await self.run(client, lambda: _advance(steps))) is None:
+                pass
+            return rows
+
+
+def _advance(steps: Steps) -> Rows | None:
+    """Takes one step; returns what comes of all of them with the last."""
+    try:
+        return next(steps)
+    except StopIteration as e:
+        return e.value
 
 
 def check(served: Served, request: ScoreRequest) -> None:

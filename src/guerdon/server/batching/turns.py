@@ -23,13 +23,14 @@ class FairTurns:
     @contextlib.asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
         """A context that has a turn; entering it waits for one."""
-        await self._have(client)
+        await self.acquire(client)
         try:
             yield
         finally:
-            self._pass_on()
+            self.release()
 
-    async def _have(self, client: str) -> None:
+    async def acquire(self, client: str) -> None:
+        """Waits for a turn, which lasts until `release`."""
         if self._free:  # then nobody waits
             self._free -= 1
             return
@@ -41,7 +42,7 @@ class FairTurns:
             if mine.cancelled():
                 self._leave(client, mine)
             else:  # it came just before
-                self._pass_on()
+                self.release()
             raise
 
     def _leave(self, client: str, mine: asyncio.Future[None]) -> None:
@@ -52,7 +53,8 @@ class FairTurns:
         if not line:
             del self._waiting[client]
 
-    def _pass_on(self) -> None:
+    def release(self) -> None:
+        """Ends a turn, so that the next one begins."""
         while self._waiting:
             client, line = next(iter(self._waiting.items()))
             del self._waiting[client]
