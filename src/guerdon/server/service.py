@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
@@ -241,11 +242,12 @@ class Service:
         # Behind a train a score may wait for as long as that takes.
         is_critics = self.critic is not None and self.critic.lane == name
         allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
+        deadline = time.monotonic() + (allowed_s or math.inf)
         try:
             async with asyncio.timeout(allowed_s):
                 if name in self._catalog.sums:
-                    return await self._summed(self._catalog.sums[name], request, client)
-                return (await self._score(name, request, time.monotonic(), client))[0]
+                    return await self._summed(self._catalog.sums[name], request, client, deadline)
+                return (await self._score(name, request, time.monotonic(), client, deadline))[0]
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
@@ -254,14 +256,14 @@ class Service:
         made = self._catalog.sums.get(name)
         return (name,) if made is None else made.components
 
-    async def _summed(self, made: Sum, request: ScoreRequest, client: str) -> ScoreReply:
+    async def _summed(self, made: Sum, request: ScoreRequest, client: str, deadline: float) -> ScoreReply:
         """What all components together make of the request; where one refuses it, the others drop it, too."""
         made.check(request)
         started = time.monotonic()
 
         async def asked(component: str) -> tuple[ScoreReply, list[int]]:
             try:
-                return await self._score(component, request, started, client)
+                return await self._score(component, request, started, client, deadline)
             except Overloaded as e:
                 raise named(component, e) from e
 
@@ -295,7 +297,7 @@ class Service:
         self.metrics.observe("guerdon_request_inference_time_seconds", reply.compute_s, name)
 
     async def _score(
-        self, name: str, request: ScoreRequest, started: float, client: str
+        self, name: str, request: ScoreRequest, started: float, client: str, deadline: float
     ) -> tuple[ScoreReply, list[int]]:
         """The reply, and its samples' lengths in tokens, about those of texts that the model itself reads."""
         self.model(name)
@@ -304,7 +306,7 @@ class Service:
         version, sequences, wrong = await self._sequences(name, request, client)
         results: list[Result | None] = [*wrong]
         accepted = [i for i, error in enumerate(wrong) if error is None]
-        job = Job([sequences[i] for i in accepted], request.priority, started, client=client)
+        job = Job([sequences[i] for i in accepted], request.priority, started, client, deadline)
         job.traced = tracing.part(name)
         if accepted:
             await self._answered(name, job)

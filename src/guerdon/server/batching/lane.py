@@ -54,10 +54,10 @@ class Lane(Generic[OrderT]):
         """What one batch may hold."""
         return self._scheduler.limits
 
-    def add(self, job: Job) -> None:
-        """Accepts the whole job, or raises Overloaded at once."""
+    def add(self, job: Job, now: float | None = None) -> None:
+        """Accepts the whole job, or raises Overloaded at once; behind an order no deadline counts."""
         if not self._held:
-            self._scheduler.add(job)
+            self._scheduler.add(job, now)
             return
         self._room.check(*_size(job))
         self._hold(job)
@@ -130,8 +130,13 @@ class Lane(Generic[OrderT]):
         begun, num_waiting = self._scheduler.requests()
         return begun, num_waiting + len(self._held)
 
+    def take_late(self) -> list[Job]:
+        """Takes out the jobs that were dropped as they could not be done by their deadlines."""
+        late, self._scheduler.late = self._scheduler.late, []
+        return late
+
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a finished batch how fast the worker is, for Retry-After."""
+        """Learns from the batch that was taken last how fast the worker is."""
         self._scheduler.observe(num_tokens, seconds)
 
     def resize(self, max_batch_tokens: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from guerdon import tracing
 from guerdon.core import Command, Scored, Signal
-from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
+from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
 from guerdon.logs import failure, without_frames
 from guerdon.metrics import Metrics
 from guerdon.server.batching.attempt import Attempt, check_device
@@ -26,6 +26,7 @@ from guerdon.tracing import TracedBatch, Traces
 log = logging.getLogger(__name__)
 
 _STOPPING = "the server is stopping; try again later"
+_LATE = "too much waits to score this in the time that is left; try again later, or allow more time"
 _BREAKS_S = 2.0
 """How soon what waits for a lost rank breaks off by itself, unless the rank's host has vanished without a word."""
 _RECOVERS_S = 0.1
@@ -125,11 +126,11 @@ class Loop:
         self._thread.start()
 
     def submit(self, model: str, job: Job) -> None:
-        """Queues a job; raises Overloaded where the queue is full, Unavailable once stopping."""
+        """Queues a job; raises Overloaded if the queue is full or the job would be late, Unavailable once stopping."""
         with self._wake:
             if self._stopping:
                 raise Unavailable("the server is stopping; try another one, or again later")
-            self._lanes[model].add(job)
+            self._lanes[model].add(job, time.monotonic())
             self._wake.notify()
 
     def order(self, model: str, order: Order, *, finds_room: bool = False) -> None:
@@ -354,6 +355,8 @@ class Loop:
                         failure(log, logging.ERROR, "%s: no memory to choose a batch", name, error=e)
                         self._wake.wait(_RECOVERS_S)
                         continue
+                    if late := self._lanes[name].take_late():
+                        self._fail(Overloaded(_LATE, 1.0), late, [])
                     if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)

@@ -1,26 +1,33 @@
 """What to compute next: one model's queue and its budget. Pure: no clock, no thread; time is an argument.
 
 Cost is tokens computed: a sequence that begins like another of its group in the batch costs only the rest. There
-is no timer: whatever waits when the worker is free makes the next batch. A big request gives way after each
-budget's worth of tokens, so that small ones join; sequences that begin alike stay together. Only a scorer with
-preferred batch sizes (a user's padded function) makes its first sequence wait for company.
+is no timer: whatever waits when the worker is free makes the next batch. A client's requests are done one after the
+other in the order of arrival; when one has had half a budget, and time is left, another half goes to those that are
+nearest to their end, so that small ones join and of equal ones the first is done first. Sequences that begin alike stay
+together. Only a scorer with preferred batch sizes (a user's padded function) makes its first sequence wait for company.
 
 Clients that have something waiting get equal parts of the tokens computed, by start-time fair queueing (Goyal, Vin
 and Cheng, 1996): next is whoever had least, and one that had nothing waiting joins where the others are now, so that it
 neither pays for what it had while nobody else asked nor saves what it did not use. Priority orders a client's own
 requests only: else whoever asks for the highest would have it all.
+
+A request that cannot be done by its deadline, at the pace of the last full batches, is refused when it comes, or
+dropped before more of it is computed; but never one alone, so that a pace that was measured wrong is measured again.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from guerdon.core import MIN_SHARED, Score, Sequence, common_prefix
-from guerdon.errors import GuerdonError
+from guerdon.errors import GuerdonError, Overloaded
+from guerdon.server.batching.line import Line
+from guerdon.server.batching.pace import Pace
 from guerdon.server.batching.room import Room
 from guerdon.tracing import Part
 
@@ -36,7 +43,8 @@ than in parts of 4,096."""
 class Job:
     """One accepted request: its sequences, and their results as they come in.
 
-    Times are in seconds on the caller's clock: `arrived`, and `taken` when its last sequence was taken up.
+    Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken` when its last sequence was taken up.
+    `tokens_left` are those of the sequences that were not taken yet.
     `weights_version` names the weights that gave the results. `client` is who asks, by name.
     """
 
@@ -44,6 +52,7 @@ class Job:
     priority: int = 0
     arrived: float = 0.0
     client: str = ""
+    deadline: float = math.inf
     taken: float = 0.0
     compute_s: float = 0.0
     cancelled: bool = False
@@ -52,6 +61,7 @@ class Job:
     waiting: deque[int] = field(default_factory=deque)
     queued: list[bool] = field(default_factory=list)
     unanswered: int = 0
+    tokens_left: int = 0
     owner: object = None
     """The caller's own mark, handed back untouched."""
     traced: Part | None = None
@@ -61,6 +71,7 @@ class Job:
         self.waiting = deque(range(len(self.sequences)))
         self.queued = [True] * len(self.sequences)
         self.unanswered = len(self.sequences)
+        self.tokens_left = sum(s.num_tokens for s in self.sequences)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,15 +117,6 @@ class Limits:
     max_delay_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Line:
-    """One client's jobs, first the next, and how far it is: its tokens so far, where all began together."""
-
-    at: int
-    jobs: list[tuple[int, int, Job]] = field(default_factory=list)
-    num_dead: int = 0
-
-
 class Scheduler:
     """The queue of one model, of which `clients` have parts of their own. Not thread-safe: its owner holds a lock.
 
@@ -126,17 +128,28 @@ class Scheduler:
         self.room = Room(limits.max_queue_sequences, limits.max_queue_tokens, clients)
         self.num_sequences = 0
         self._turns = itertools.count()
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._left_at: dict[str, int] = {}  # how far those clients were that have no line now
         self._at = 0  # how far the one was that was served last
         self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
         self._batch = Batch()
+        self._pace = Pace()
+        self.late: list[Job] = []
+        """Jobs that `take` dropped, as they could not be done by their deadlines; for the owner to take out."""
 
-    def add(self, job: Job) -> None:
-        """Accepts the whole job, or raises Overloaded at once, as `Room.check`."""
-        num_tokens = sum(s.num_tokens for s in job.sequences)
-        self.room.check(len(job.sequences), num_tokens, job.client)
-        self.room.take(len(job.sequences), num_tokens, job.client)
+    def add(self, job: Job, now: float | None = None) -> None:
+        """Accepts the whole job, or raises Overloaded at once, as `Room.check`, or if it would miss its deadline.
+
+        Without `now` no deadline counts.
+        """
+        self.room.check(len(job.sequences), job.tokens_left, job.client)
+        if now is not None and self.num_sequences and self._would_be_late(job, job.deadline - now):
+            raise Overloaded(
+                f"{self.num_sequences} sequences ({self.room.tokens.taken} tokens) wait, too many to score "
+                f"{job.tokens_left} tokens more in {job.deadline - now:.3g} s; try again later, or allow more time",
+                self.room.retry_after_s(),
+            )
+        self.room.take(len(job.sequences), job.tokens_left, job.client)
         self.put(job)
 
     def put(self, job: Job) -> None:
@@ -192,8 +205,9 @@ class Scheduler:
         return begun, len(waiting) - len(begun)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a finished batch how fast the worker is, for Retry-After."""
+        """Learns from the batch that was taken last how fast the worker is."""
         self.room.observe(num_tokens, seconds)
+        self._pace.end(seconds)
 
     def starts_at(self) -> float | None:
         """When the next batch may start: None with an empty queue, 0.0 for at once."""
@@ -217,8 +231,10 @@ class Scheduler:
         if self.limits.batch_sizes:
             self._padded(self._batch, now)
         else:
-            self._by_tokens(self._batch)
+            self._by_tokens(self._batch, now)
         batch, self._batch = self._batch, Batch()
+        is_full = not self.limits.batch_sizes and 2 * batch.num_tokens >= self.limits.max_batch_tokens
+        self._pace.begin(sum(s.num_tokens for s in batch.sequences), is_full=is_full)
         for job in batch.jobs():
             if not job.waiting:
                 job.taken = now
@@ -242,10 +258,13 @@ class Scheduler:
             for i, cost in own:
                 self._take(batch, job, i, cost)
 
-    def _by_tokens(self, batch: Batch) -> None:
+    def _by_tokens(self, batch: Batch, now: float) -> None:
         budget = self.limits.max_batch_tokens
-        served: dict[Job, int] = {}
         while (job := self._head()) is not None:
+            if self._is_late(job, batch, now):
+                self.cancel(job)
+                self.late.append(job)
+                continue
             members = self._together(job)
             room, wanted = budget - batch.num_tokens, sum(cost for *_, cost in members)
             if batch.entries and room < wanted <= budget and _shared(members) > budget // SPLIT:
@@ -254,10 +273,9 @@ class Scheduler:
                 if batch.entries and batch.num_tokens + cost > budget:
                     return
                 self._take(batch, owner, i, cost)
-                served[owner] = served.get(owner, 0) + cost
-                if 2 * served[owner] >= budget:
-                    served[owner] = 0
-                    self._give_way(owner)
+                if owner.client == job.client:
+                    has_time = not self._pace.is_late(2 * self._whole(owner, batch), owner.deadline - now)
+                    self._lines[job.client].serve(owner, cost, (budget + 1) // 2, has_time=has_time)
 
     def _together(self, job: Job) -> list[tuple[Job, int, int]]:
         """The group of the job's next sequence, the job's own first, with the tokens that each adds to a batch.
@@ -299,7 +317,9 @@ class Scheduler:
 
     def _leave(self, job: Job, i: int) -> None:
         job.queued[i] = False
-        self.room.give(1, job.sequences[i].num_tokens, job.client)
+        num_tokens = job.sequences[i].num_tokens
+        job.tokens_left -= num_tokens
+        self.room.give(1, num_tokens, job.client)
         self.num_sequences -= 1
         if self.limits.shares:
             key = _group(job.sequences[i])
@@ -314,11 +334,9 @@ class Scheduler:
 
     def _head(self) -> Job | None:
         """The next job of the client that is least far; of those equally far the one that came first."""
-        best: _Line | None = None
+        best: Line | None = None
         for client, line in list(self._lines.items()):
-            while line.jobs and not line.jobs[0][2].waiting:
-                heapq.heappop(line.jobs)
-            if not line.jobs:
+            if line.next_job() is None:
                 self._left_at[client] = line.at
                 del self._lines[client]
             elif best is None or (line.at, line.jobs[0][1]) < (best.at, best.jobs[0][1]):
@@ -326,21 +344,44 @@ class Scheduler:
         if best is None:
             return None
         self._at = best.at
-        return best.jobs[0][2]
+        return best.next_job()
 
     def _push(self, job: Job) -> None:
         line = self._lines.get(job.client)
         if line is None:
-            line = self._lines[job.client] = _Line(self._left_at.pop(job.client, 0))
+            line = self._lines[job.client] = Line(self._left_at.pop(job.client, 0))
         line.at = max(line.at, self._at)
         heapq.heappush(line.jobs, (-job.priority, next(self._turns), job))
 
-    def _give_way(self, job: Job) -> None:
-        line = self._lines[job.client]
-        if line.jobs and line.jobs[0][2] is job:
-            heapq.heappop(line.jobs)
-            if job.waiting:
-                self._push(job)
+    def _is_late(self, job: Job, batch: Batch, now: float) -> bool:
+        """Whether a job cannot be done in time, even at once; never so of one that waits alone.
+
+        One that has begun gets the benefit of the doubt.
+        """
+        if job.deadline == math.inf or self.num_sequences == sum(job.queued[i] for i in job.waiting):
+            return False
+        late = self._pace.would_be_late if all(job.queued) else self._pace.is_late
+        return late(self._whole(job, batch), job.deadline - now)
+
+    def _whole(self, job: Job, batch: Batch) -> int:
+        """The tokens of all batches that a job is in, if it is first in them: it is done when the last of them is."""
+        size = max(1, self._pace.batch_tokens)
+        whole = -(-job.tokens_left // size) * size
+        return max(job.tokens_left, min(whole, batch.num_tokens + self.room.tokens.taken))
+
+    def _would_be_late(self, job: Job, seconds_left: float) -> bool:
+        """Whether a job that comes now is unlikely to be done in time."""
+        late = self._pace.would_be_late
+        if not late(self.room.tokens.taken + job.tokens_left, seconds_left):
+            return False
+        line = self._lines.get(job.client)
+        before = [j.tokens_left for priority, _, j in (line.jobs if line else []) if -priority >= job.priority]
+        num_tokens = sum(before) + job.tokens_left
+        if any(2 * left >= self.limits.max_batch_tokens for left in before):  # half goes to the nearest to their end
+            nearer = sum(left for left in before if left <= job.tokens_left) + job.tokens_left
+            num_tokens = min(num_tokens, 2 * nearer + self.limits.max_batch_tokens)
+        others = (sum(j.tokens_left for *_, j in o.jobs) for name, o in self._lines.items() if name != job.client)
+        return late(num_tokens + sum(min(num_tokens, left) for left in others), seconds_left)
 
 
 def _shared(members: list[tuple[Job, int, int]]) -> int:

@@ -1,0 +1,55 @@
+"""One client's requests in a queue, and which of them is next. Pure: no clock, no thread."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from guerdon.server.batching.scheduler import Job
+
+
+@dataclass(slots=True)
+class Line:
+    """One client's jobs, a heap of them in order, and how far it is: its tokens so far, where all began together.
+
+    `served` are the tokens that `serving`, the first job, has had; when these are half a budget, those that `nearest`
+    has, the last of it first, until these are another half.
+    """
+
+    at: int
+    jobs: list[tuple[int, int, Job]] = field(default_factory=list)
+    num_dead: int = 0
+    serving: Job | None = None
+    served: int = 0
+    nearest: list[Job] = field(default_factory=list)
+
+    def next_job(self) -> Job | None:
+        """The job whose turn it is."""
+        while self.jobs and not self.jobs[0][2].waiting:
+            heapq.heappop(self.jobs)
+        while self.nearest and not self.nearest[-1].waiting:
+            self.nearest.pop()
+        if self.nearest:
+            return self.nearest[-1]
+        return self.jobs[0][2] if self.jobs else None
+
+    def serve(self, job: Job, cost: int, most: int, *, has_time: bool) -> None:
+        """Counts what a job had; after `most` the others' turn comes, if it `has_time`, or the first's again."""
+        if not self.nearest and job is not self.serving:
+            self.serving, self.served = job, 0
+        self.served += cost
+        if self.served < most:
+            return
+        if self.nearest:
+            self.nearest = []
+        elif not has_time:
+            return
+        else:
+            waiting = [entry for entry in self.jobs if entry[2].waiting]
+            first = min(waiting, default=None)
+            equals = [entry for entry in waiting if first is not None and entry[0] == first[0]]
+            equals.sort(key=lambda entry: (entry[2].tokens_left, entry[1]), reverse=True)
+            self.nearest = [job for *_, job in equals]
+        self.serving, self.served = None, 0
