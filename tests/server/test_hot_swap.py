@@ -32,6 +32,7 @@ from guerdon.errors import (
     Unsupported,
 )
 from guerdon.server import runtime
+from guerdon.server.catalog import Tokenizer
 from guerdon.server.front import about
 from guerdon.server.service import Service
 from server.arithmetic_critic import ArithmeticService
@@ -103,16 +104,16 @@ async def test_a_text_that_the_old_tokenizer_read_is_read_again(root: Path, tmp_
     async with serving(root) as service:
         first = await score(service, texts=TEXTS)
         encoder = service._catalog.entries["reward_model"].loaded().encoder
-        assert encoder is not None
-        encode, has_read, go_on = encoder.encode, threading.Event(), threading.Event()
+        assert isinstance(encoder, Tokenizer)
+        encode, has_read, go_on = encoder.encode_in_steps, threading.Event(), threading.Event()
 
         def slow(*asked: Any) -> Any:
-            ids = encode(*asked)
+            ids = yield from encode(*asked)
             has_read.set()
             go_on.wait(30)
             return ids
 
-        encoder.encode = slow  # type: ignore[method-assign]
+        encoder.encode_in_steps = slow  # type: ignore[method-assign]
         asking = asyncio.create_task(score(service, texts=TEXTS))
         await until(has_read.is_set)
         new = await service.repository.load("reward_model", "tokens")
