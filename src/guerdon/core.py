@@ -286,7 +286,8 @@ class ModelInfo:
     that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and
     how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
     none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see
-    `vocabulary.identity`); both are empty without one.
+    `vocabulary.identity`); both are empty without one. `sampled_version` is what guerdon 0.1 named the weights, by
+    samples of their bytes; empty if they are not from files.
     """
 
     name: str
@@ -313,6 +314,11 @@ class ModelInfo:
     step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
+    sampled_version: str = ""
+
+    def is_named(self, recorded: str) -> bool:
+        """Whether a version on disk is that of these weights, also one that guerdon 0.1 wrote."""
+        return recorded == self.weights_version or (recorded != "" and recorded == self.sampled_version)
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model has told none, as in a user's function."""

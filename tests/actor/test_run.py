@@ -30,6 +30,7 @@ from guerdon.actor.run import Run, RunSummary
 from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.config import CriticConfig
+from guerdon.engine.checkpoints import Checkpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
 
 STEPS = 5
@@ -281,6 +282,15 @@ def test_other_prompts_or_another_model_do_not_go_on(folder: Path, tmp_path: Pat
     zoo.language_model("llama", other / "policy", seed=5)
     with pytest.raises(CheckpointError, match=r"policy\.model's weights"):
         train(config_of(other, tmp_path))
+
+
+def test_a_run_whose_weights_were_named_by_0_1_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Opened, "version", property(lambda opened: opened.sampled_version))
+        train(config_of(folder, tmp_path, steps=1))
+    assert train(config_of(folder, tmp_path, steps=2)).step == 2
 
 
 def test_what_may_change_does_not_stop_it(folder: Path, tmp_path: Path) -> None:

@@ -91,14 +91,18 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
     (folder / "llama0").symlink_to(folder / "llama")
     for rank in (0, 1):
         zoo.checkpoint("llama", folder / f"other{rank}", seed=rank)
-    done = launched(
-        "engine.rank_refusals", 2, folder, "gpt2", "bert", "narrow", "llamaRANK", "otherRANK", timeout_s=250
-    )
+        middle = zoo.checkpoint("llama", folder / f"middle{rank}", hidden_size=256, intermediate_size=1024)
+        data = bytearray((middle / "model.safetensors").read_bytes())
+        data[len(data) // 2] ^= rank
+        (middle / "model.safetensors").write_bytes(data)
+    names = ("gpt2", "bert", "narrow", "llamaRANK", "otherRANK", "middleRANK")
+    done = launched("engine.rank_refusals", 2, folder, *names, timeout_s=250)
     assert done.code == 0, done.output
     for rank in (0, 1):
         # Each has one, of the same shapes, and together they would be neither.
-        told = done.output.partition(f"REFUSED {rank} other{rank} the ranks would load different models")[2]
-        assert f"other{rank}: weights is " in told.partition("\n")[0] and " on rank 1 (" in told
+        for name in (f"other{rank}", f"middle{rank}"):
+            told = done.output.partition(f"REFUSED {rank} {name} the ranks would load different models")[2]
+            assert f"{name}: weights is " in told.partition("\n")[0] and " on rank 1 (" in told
         assert f"REFUSED {rank} gpt2 a GPT2Model has no plan for tensor parallelism in transformers" in done.output
         assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never divided" in done.output
         # Only rank 1 lacks this one, and rank 0 does not wait for it for ever.

@@ -15,7 +15,7 @@ import zoo
 from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.engine import checkpoints
-from guerdon.engine.checkpoints import find_files, open_checkpoint
+from guerdon.engine.checkpoints import open_checkpoint
 from guerdon.engine.heads import to_scores
 from guerdon.engine.loading import LoadedModel, load
 from guerdon.errors import CheckpointError
@@ -212,16 +212,20 @@ def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) ->
     assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
 
 
-@pytest.mark.parametrize("at", [0, 20, 39])
-def test_the_version_follows_weights_between_the_ends_of_a_large_file(at: int, tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    (tmp_path / "config.json").write_text("{}")
-    weights = np.zeros((40, 1 << 18), np.float32)  # 40 rows of a MiB
-    weights.tofile(file)
-    before = find_files(tmp_path).version({})
-    weights[max(0, at - 5) : at + 5] = 1  # as when a matrix of some MiB is trained
-    weights.tofile(file)
-    assert find_files(tmp_path).version({}) != before
+def test_the_version_follows_every_byte(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path, hidden_size=256, intermediate_size=1024)
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    assert len(data) > 5 << 20
+    before = open_checkpoint(str(folder))
+    versions = {before.version}
+    for at in (1 << 20, len(data) // 2, len(data) - (1 << 20) - 1):
+        data[at] ^= 1
+        path.write_bytes(data)
+        after = open_checkpoint(str(folder))
+        assert after.sampled_version == before.sampled_version  # which is of the first and the last MiB here
+        versions.add(after.version)
+    assert len(versions) == 4
 
 
 def test_the_version_follows_the_weights(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def test_the_version_follows_the_weights(tmp_path: Path) -> None:
     again = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "b")))).info.weights_version
     other = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "c", seed=1)))).info.weights_version
     assert first == again != other
-    assert len(first) == 12
+    assert len(first) == 16
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja"])

@@ -522,3 +522,19 @@ async def test_the_plain_forward_is_asked_of_the_model_that_serves(root: Path, w
         assert paths == ["single", "packed+shared"]
         group.lead(Command(Signal.FORWARD, "reward_model", sequences))
         assert len(paths) == 2
+
+
+async def test_a_change_between_the_ends_of_a_large_file_is_another_version(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "old", hidden_size=256, intermediate_size=1024))
+    file = folder / "model.safetensors"
+    tensors, whole = load_file(file), file.read_bytes()
+    async with serving(tmp_path) as service:
+        old, before = version(service), await score(service)
+        tensors["model.layers.0.mlp.gate_proj.weight"] *= 3
+        save_file(tensors, file, metadata={"format": "pt"})
+        data, edge = file.read_bytes(), 1 << 20
+        assert (data[:edge], data[-edge:], len(data)) == (whole[:edge], whole[-edge:], len(whole)) and data != whole
+        new = await service.repository.load("reward_model", None)
+        after = await score(service)
+    assert (before.weights_version, after.weights_version) == (old, new)
+    assert np.abs(rewards(after) - rewards(before)).max() > 1e-3 and new != old

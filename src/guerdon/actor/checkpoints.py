@@ -31,6 +31,7 @@ from guerdon.actor.settings import (
     remote_of,
     scheduled,
 )
+from guerdon.core import ModelInfo
 from guerdon.durable import (
     ASIDE,
     DAMAGED,
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 POLICY = "policy"
 _STATE = "state.json"
 _COMMAND = "the command"
+WEIGHTS = "policy.model's weights"
 _NAME = re.compile(r"step-(\d{6,})")
 
 _NOT_DECISIVE = {
@@ -204,11 +206,14 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}
 
 
-def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with."""
+def check_settings(state: RunState, settings: dict[str, Any], folder: Path, policy: ModelInfo | None = None) -> None:
+    """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with.
+
+    The weights are the same by whichever name the `policy` knows them.
+    """
     for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
         then, now = state.settings.get(path, _ADDED.get(path)), settings.get(path)
-        if then != now:
+        if then != now and not (path == WEIGHTS and policy is not None and policy.is_named(then or "")):
             raise CheckpointError(
                 f"{folder} was made with {path} {then!r}; now it is {now!r}",
                 "set it as it was; or begin a new run in another run.output_dir",

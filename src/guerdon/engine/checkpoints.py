@@ -6,13 +6,15 @@ import hashlib
 import json
 import pickle
 import re
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from guerdon.engine.digests import digest_files
 from guerdon.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -51,27 +53,45 @@ class StoredTensor:
         return list(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
     """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
 
-    `version` is 12 hex digits that change with the weights, the config and the tokenizer: with all that a score is
-    made by.
+    `sampled_version` is what guerdon 0.1 named it by: 12 hex digits that change with samples of its weights' bytes.
     """
 
     folder: Path
     settings: dict[str, Any]
     tensors: dict[str, StoredTensor]
-    version: str
-    _files: Files
+    sampled_version: str
+    files: Files
+    _digests: Future[list[str]] | None = field(default=None, repr=False)
+
+    def start_hashing(self) -> None:
+        """Hashes the weight files in the background, so that `version` need not wait as long."""
+        if self._digests is None:
+            self._digests = digest_files(self.files.weights)
+
+    @property
+    def version(self) -> str:
+        """16 hex digits that change with the weights, the config and the tokenizer: with all that a score is made by.
+
+        Waits until all bytes are hashed; raises CheckpointError if they cannot be read.
+        """
+        self.start_hashing()
+        assert self._digests is not None
+        return self.files.version(self.settings, self._digests.result())
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor as float32 on the CPU."""
         return self.tensors[name][...].to(torch.float32)
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError where a file was written to, or another took its place, since this was opened."""
-        if find_files(self.folder) != self._files or self._files.version(self.settings) != self.version:
+        """Raises CheckpointError if a file was written to, or another took its place, since this was opened."""
+        is_same = find_files(self.folder) == self.files and self.files.sampled(self.settings) == self.sampled_version
+        if is_same and self._digests is not None:  # hashes again what was changed only just now
+            is_same = self._digests.result() == digest_files(self.files.weights).result()
+        if not is_same:
             raise CheckpointError(
                 f"the files in {self.folder} were written to while they were read",
                 "load it again once whoever writes them is done",
@@ -86,15 +106,16 @@ class Files:
     texts: tuple[Path, ...]
     stamps: tuple[tuple[int, ...], ...]
 
-    def version(self, settings: dict[str, Any]) -> str:
-        """BLAKE2b over the config, the tokenizer's files, and each weight file's name, size, first and last MiB.
+    def version(self, settings: dict[str, Any], digests: list[str]) -> str:
+        """BLAKE2b over the config, the tokenizer's files, and each weight file's name and digest of all its bytes."""
+        digest = self._digest_texts(settings, digest_size=8)
+        for path, own in zip(self.weights, digests, strict=True):
+            digest.update(f"{path.name}:{own};".encode())
+        return digest.hexdigest()
 
-        Between these a page every 16 MiB is read, at least one of every large matrix, as training may leave the
-        embeddings at the beginning and the head at the end as they were.
-        """
-        digest = hashlib.blake2b(digest_of(settings).encode(), digest_size=6)
-        for path in self.texts:
-            digest.update(f"{path.name}:{path.stat().st_size};".encode() + path.read_bytes())
+    def sampled(self, settings: dict[str, Any]) -> str:
+        """The version that guerdon 0.1 gave: over the first and last MiB of each file, and a page every 16 MiB."""
+        digest = self._digest_texts(settings, digest_size=6)
         for path in self.weights:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
@@ -106,6 +127,12 @@ class Files:
                 file.seek(max(0, size - MIB))
                 digest.update(file.read(MIB))
         return digest.hexdigest()
+
+    def _digest_texts(self, settings: dict[str, Any], digest_size: int) -> Any:
+        digest = hashlib.blake2b(digest_of(settings).encode(), digest_size=digest_size)
+        for path in self.texts:
+            digest.update(f"{path.name}:{path.stat().st_size};".encode() + path.read_bytes())
+        return digest
 
 
 def find_files(folder: Path) -> Files:
@@ -129,11 +156,11 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     # Before anything is read or mapped: what takes a file's place from now on is noticed.
     files = find_files(folder)
     settings = _read_settings(folder)
-    version = files.version(settings)
+    sampled = files.sampled(settings)
     tensors: dict[str, StoredTensor] = {}
     for file in files.weights:
         tensors.update(open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
-    return Checkpoint(folder, settings, tensors, version, files)
+    return Checkpoint(folder, settings, tensors, sampled, files)
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:

@@ -23,6 +23,7 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 def describe(
     config: ModelConfig,
     checkpoint: Checkpoint,
+    weights_version: str,
     parts: Parts,
     encoder: TextEncoder | None,
     eos_token_id: int | None,
@@ -48,7 +49,8 @@ def describe(
         eos_token_id=eos_token_id,
         takes_text=encoder is not None,
         takes_messages=encoder is not None and encoder.takes_messages,
-        weights_version=checkpoint.version,
+        weights_version=weights_version,
+        sampled_version=checkpoint.sampled_version,
         dtype=dtype_name(dtype),
         device=str(device),
         merges_attributes=config.merge_attributes or not several,

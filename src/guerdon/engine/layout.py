@@ -74,30 +74,52 @@ class Alike:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._hashes = True
 
     def compare(self, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig) -> None:
-        """Returns where all ranks are to load the same weights by the same settings, once all have come so far.
+        """Returns if all ranks are to load the same weights by the same settings, once all have come so far.
 
-        Raises CheckpointError where they are not, on all of them, and what another one has failed with before it.
+        From then on the weights' bytes are hashed, files that several ranks of one host have by one of them. Raises
+        CheckpointError if they are not, on all of them, and what another one has failed with before it.
         """
-        if self._ranks.size == 1:
-            return
         ranks = self._ranks
-        facts: dict[str, Any] = {"config.json": digest_of(checkpoint.settings), "weights": checkpoint.version}
-        facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
-        facts["dtype"] = str(dtype).removeprefix("torch.")
-        # First by itself: what a rank that does not come so far tells is none of these facts.
-        ranks.agree()
+        if ranks.size > 1:
+            facts: dict[str, Any] = {"config.json": digest_of(checkpoint.settings)}
+            facts["weights"] = checkpoint.sampled_version
+            facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
+            facts["dtype"] = str(dtype).removeprefix("torch.")
+            # First by itself: what a rank that does not come so far tells is none of these facts.
+            ranks.agree()
+            self._compare(facts, config.model)
+            own = f"{ranks.members[ranks.rank].host} {checkpoint.files.stamps}"
+            self._hashes = ranks.tell_all(own).index(own) == ranks.rank
+        if self._hashes:
+            checkpoint.start_hashing()
+
+    def weights_version(self, checkpoint: Checkpoint, model: str) -> str:
+        """The version of the weights that all ranks have read; raises CheckpointError if it is not one, or as
+        `check_unchanged`."""
+        checkpoint.check_unchanged()
+        own = {"weights": checkpoint.version} if self._hashes else {}
+        if self._ranks.size == 1:
+            return own["weights"]
+        self._ranks.agree()
+        return self._compare(own, model)["weights"]
+
+    def _compare(self, facts: dict[str, Any], model: str) -> dict[str, Any]:
+        """What rank 0 tells; raises CheckpointError on all ranks if any of them tells something else."""
+        ranks = self._ranks
         first, *others = ranks.tell_all(facts)
         for rank, told in enumerate(others, 1):
             for name, value in told.items():
                 if value != first[name]:
                     error = CheckpointError(
-                        f"the ranks would load different models as {config.model}: {name} is {first[name]} on rank 0 "
+                        f"the ranks would load different models as {model}: {name} is {first[name]} on rank 0 "
                         f"({ranks.members[0].host}) and {value} on rank {rank} ({ranks.members[rank].host})",
                         "give all hosts the same files, revision and settings",
                     )
                     raise agreed(error)
+        return first
 
 
 @contextlib.contextmanager

@@ -101,8 +101,8 @@ def _load(
     head = _head(config, checkpoint, parts, encoder, eos_token_id, own_pad)
     trunk = place(parts.trunk, device, ranks).eval()
     trunk.config.use_cache = False
-    info = describe(config, checkpoint, parts, encoder, eos_token_id, dtype, device, head)
-    checkpoint.check_unchanged()
+    version = others.weights_version(checkpoint, config.model)
+    info = describe(config, checkpoint, version, parts, encoder, eos_token_id, dtype, device, head)
     return LoadedModel(
         trunk=trunk,
         head=head.to(device),

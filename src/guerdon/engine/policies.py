@@ -91,7 +91,7 @@ def load_policy(
         generation = _generation_config(checkpoint.folder)
         model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks)
         model = place(model, device, ranks).eval()
-        checkpoint.check_unchanged()
+        version = others.weights_version(checkpoint, config.model)
     if generation is not None:
         model.generation_config = generation
     trunk = _trunk(model)
@@ -111,7 +111,8 @@ def load_policy(
             eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
             takes_text=tokenizer is not None,
             takes_messages=tokenizer is not None and bool(tokenizer.chat_template),
-            weights_version=checkpoint.version,
+            weights_version=version,
+            sampled_version=checkpoint.sampled_version,
             dtype=dtype_name(dtype),
             device=str(device),
         ),

@@ -283,6 +283,7 @@ class CriticTrainer:
             _OTHERS,
             "checkpoint_dir",
             self._ranks,
+            earlier={"base": self._loaded.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:

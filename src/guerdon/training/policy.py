@@ -376,6 +376,7 @@ class PolicyTrainer:
             others,
             "run.output_dir",
             self._ranks,
+            earlier={"base": self.policy.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:

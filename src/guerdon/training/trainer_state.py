@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ class TrainerState:
     """What a trainer is made of, and a checkpoint of it: weights by the stem of their file, optimiser, random numbers.
 
     `made_with` is what must be the same where the checkpoint is loaded, and `others` says by its names what a
-    checkpoint is that differs there. `setting` names the one that chooses the folder. The layout of the `ranks` may be
-    another: files tell nothing of it.
+    checkpoint is that differs there; `earlier` has what guerdon 0.1 wrote for it. `setting` names the one that chooses
+    the folder. The layout of the `ranks` may be another: files tell nothing of it.
     """
 
     weights: dict[str, dict[str, Tensor]]
@@ -35,6 +35,7 @@ class TrainerState:
     others: dict[str, str]
     setting: str
     ranks: Ranks = ALONE
+    earlier: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path, files: dict[str, bytes], facts: dict[str, Any]) -> None:
         """Writes everything, `files` by name and `facts` beside what is known here, into an existing, empty folder.
@@ -82,7 +83,7 @@ class TrainerState:
         """
         facts = checkpoint.read_json(folder / "trainer.json")
         for name, own in self.made_with.items():
-            if facts.get(name) != own:
+            if facts.get(name) not in (own, self.earlier.get(name, own)):
                 what = self.others.get(name, f"was made with {name}")
                 raise CheckpointError(
                     f"{folder} {what} {facts.get(name)}, this is trained with {own}",

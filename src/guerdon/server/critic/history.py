@@ -52,6 +52,7 @@ class History:
         self._loss: RanksLost | None = None
         self._name = config.name
         # Not the model's folder, which may be moved, nor the dtype that was asked for, which may be `auto`.
+        self._info = info
         self._settings: dict[str, Any] = {"weights": info.weights_version, "dtype": info.dtype}
         self._settings |= {name: getattr(config, name) for name in _SETTINGS}
         if config.checkpoint_dir is None:
@@ -260,12 +261,21 @@ class History:
 
     def _check_settings(self, record: Record) -> None:
         other = record.settings
+        if self._info.is_named(other.get("weights", "")):
+            other = other | {"weights": self._info.weights_version}
         differing = [k for k in {**other, **self._settings} if other.get(k) != self._settings.get(k)]
         if differing:
             then = ", ".join(f"{k} {other.get(k)}" for k in differing)
             now = ", ".join(f"{k} {self._settings.get(k)}" for k in differing)
+            told = f"the journal was written with {then}; now: {now}"
+            if "weights" in differing:
+                raise StartError(
+                    f"{told}: the model's files are others than they were",
+                    "put back the files of then and start again; or begin anew, with these, in another "
+                    "--checkpoint-dir (a checkpoint in the old one is a model that can be begun from, too)",
+                )
             raise StartError(
-                f"the journal was written with {then}; now: {now}",
+                told,
                 "start once more with the settings of then and save a checkpoint; it can be gone on from with others",
             )
 
