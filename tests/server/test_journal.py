@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from guerdon.errors import StartError, StorageFailed
 from guerdon.server.critic.journal import Journal, digest_of
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import request
+from written_by_0_1.make import CRITIC
 
 SETTINGS = {"learning_rate": 0.1, "betas": [0.9, 0.98], "lora": None}
 
@@ -205,3 +207,54 @@ def test_a_return_may_have_been_answered(tmp_path: Path, caplog: pytest.LogCaptu
     last.write_bytes(whole[:-10])
     assert read(tmp_path) == [(1, "a")]
     assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+
+
+def done(folder: Path, *ids: str) -> Path:
+    """A journal whose requests were answered, closed; the path of its last record."""
+    journal = Journal(folder)
+    for position in fill(journal, *ids):
+        journal.mark_done(position)
+    journal.close()
+    return max(folder.glob("*.safetensors"))
+
+
+def old(folder: Path) -> Path:
+    """As `done`, of guerdon 0.1."""
+    shutil.copytree(CRITIC / "journal", folder, dirs_exist_ok=True)
+    return max(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("written", ["now", "by 0.1"])
+def test_no_flipped_bit_of_an_answered_record_is_taken_for_a_cut(
+    written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = done(tmp_path, "a", "b") if written == "now" else old(tmp_path)
+    whole = last.read_bytes()
+    bits = [*range(8 * 64), *range(8 * 64, 8 * len(whole), 97)] if written == "now" else range(8 * 9)  # the length's
+    for bit in bits:
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        last.write_bytes(flipped)
+        with pytest.raises(StartError, match="had been answered"):
+            read(tmp_path)
+        assert last.exists() and not caplog.records, bit
+
+
+@pytest.mark.parametrize("written", ["now", "by 0.1"])
+def test_every_cut_of_an_answered_record_is_left_out_loudly(
+    written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = done(tmp_path, "a", "b") if written == "now" else old(tmp_path)
+    whole, before = last.read_bytes(), (1 if written == "now" else 3)
+    for size in [*range(60), *range(60, len(whole), 13), len(whole) - 1]:
+        caplog.clear()
+        last.write_bytes(whole[:size])
+        assert len(read(tmp_path)) == before, size
+        assert [record.levelname for record in caplog.records] == ["CRITICAL"], size
+
+
+def test_records_of_0_1_and_new_ones_are_one_journal(tmp_path: Path) -> None:
+    old(tmp_path)
+    last = done(tmp_path, "a")
+    assert [position for position, _ in read(tmp_path)] == [1, 2, 3, 4, 5]
+    assert last.read_bytes()[8:16] == b"GUERDON2"

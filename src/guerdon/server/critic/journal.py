@@ -1,16 +1,20 @@
 """What changed a critic since its oldest kept checkpoint, on disk in the order in which it was done.
 
-Every record is one safetensors file, numbered upwards: a train request, or a client's return to a checkpoint. It is
-written before it is done, and names the record before it, so that a gap is seen.
+Every record is one file, numbered upwards: a train request, or a client's return to a checkpoint. It is written before
+it is done, and names the record before it, so that a gap is seen. A head with a checksum of its own says how long the
+safetensors file behind it is: so a file that was cut is told from one in which a bit has flipped. Records of guerdon
+0.1, safetensors files without that head, are read, too.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +34,13 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
 _TENSORS = ("tokens", "returns", "prev_values", "mask")
+
+_HEAD = struct.Struct("<Q8sQ")
+"""How many bytes of head follow, the format, the payload's length. Guerdon 0.1 takes the first number for the length of
+safetensors' header, finds none, and refuses to start instead of leaving the record out as one that is cut."""
+_MAGIC = b"GUERDON2"
+_CHECKSUM_BYTES = 16
+_PAYLOAD = _HEAD.size + _CHECKSUM_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +167,7 @@ class Journal:
     def checkpoints(self) -> set[str]:
         """The checkpoints that its records go back to."""
         paths = [path for path in self._paths.values() if path.stem.endswith("-return")]
-        return {_meta(path.read_bytes())["checkpoint"] for path in paths}
+        return {_meta(_payload(path.read_bytes()))["checkpoint"] for path in paths}
 
     def forget(self, upto: int) -> None:
         """Removes the records up to that position, which checkpoints hold; the last of all stays.
@@ -199,7 +210,7 @@ class Journal:
         may_be_answered = path.stem != f"{position:012d}"
         if not may_be_answered:
             log.warning("the last record of the journal, %s, is damaged (%s): IT IS LEFT OUT", path, why)
-        elif _is_cut(path):
+        elif _is_cut(path.read_bytes()):
             log.critical(
                 "the last record of the journal, %s, is cut (%s): IT IS LEFT OUT, AND IT HAD BEEN ANSWERED: what its "
                 "client was told to be done is lost",
@@ -243,13 +254,13 @@ def _encode(meta: dict[str, Any], content: TrainRequest | str, digest: str) -> b
     else:
         meta |= {"checkpoint": content}
     text = orjson.dumps(meta).decode()
-    return pack(tensors, {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    return _sealed(pack(tensors, {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
 def _decode(path: Path) -> Record:
     """The record in a file; raises what tells that it is damaged."""
-    data = path.read_bytes()
-    meta = _meta(data)
+    payload = _payload(path.read_bytes())
+    meta = _meta(payload)
     num_steps = _NAME.fullmatch(path.name)[2]  # type: ignore[index]
     record = Record(
         meta["position"],
@@ -260,7 +271,7 @@ def _decode(path: Path) -> Record:
         num_steps=None if num_steps is None else int(num_steps),
         is_done=num_steps is not None or path.stem.endswith("-done"),
     )
-    tensors = unpack(data)
+    tensors = unpack(payload)
     if record.checkpoint is None:
         tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
         record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask)
@@ -269,22 +280,60 @@ def _decode(path: Path) -> Record:
     return record
 
 
-def _is_cut(path: Path) -> bool:
-    """Whether the file is shorter than its own head says."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + length or len(data) < 8:
-        return True
+def _sealed(payload: bytes) -> bytes:
+    """The payload behind a head that says its length, and has a checksum of its own."""
+    told = _HEAD.pack(_CHECKSUM_BYTES + _HEAD.size - 8, _MAGIC, len(payload))
+    return told + _checksum(told) + payload
+
+
+def _checksum(told: bytes) -> bytes:
+    return hashlib.blake2b(told, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _payload_bytes(data: bytes) -> int:
+    """The payload's length as the head says it; raises ValueError if the head is not what was written."""
+    told, checksum = data[: _HEAD.size], data[_HEAD.size : _PAYLOAD]
+    if _checksum(told) != checksum:
+        raise ValueError("its length is not what was written")
+    length: int = _HEAD.unpack(told)[2]
+    return length
+
+
+def _payload(data: bytes) -> bytes:
+    """The safetensors file that a record's file holds; raises ValueError if the head before it is damaged."""
+    if _is_of_0_1(data):
+        return data
+    if len(data) != _PAYLOAD + _payload_bytes(data):
+        raise ValueError("its length is another than was written")
+    return data[_PAYLOAD:]
+
+
+def _is_of_0_1(data: bytes) -> bool:
+    return data[8:9] == b"{"
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether the file is shorter than its own head says, whose length has not been changed."""
+    if not _is_of_0_1(data):
+        try:
+            return len(data) < _PAYLOAD or len(data) < _PAYLOAD + _payload_bytes(data)
+        except ValueError:
+            return False
     try:
-        tensors = [entry for name, entry in orjson.loads(data[8 : 8 + length]).items() if name != "__metadata__"]
-        return len(data) < 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
-    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
+        # The length has no checksum there, but the header behind it shows by itself where it ends.
+        header, end = json.JSONDecoder().raw_decode(data[8:].decode("latin-1"))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        begin = 8 + -(-end // 8) * 8
+        return len(data) < begin + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except json.JSONDecodeError:
+        return len(data) < 8 + int.from_bytes(data[:8], "little")
+    except (KeyError, TypeError, IndexError, AttributeError):
         return False
 
 
-def _meta(data: bytes) -> dict[str, Any]:
-    length = int.from_bytes(data[:8], "little")
-    header = orjson.loads(data[8 : 8 + length])["__metadata__"]
+def _meta(payload: bytes) -> dict[str, Any]:
+    length = int.from_bytes(payload[:8], "little")
+    header = orjson.loads(payload[8 : 8 + length])["__metadata__"]
     if hashlib.sha256(header["record"].encode()).hexdigest() != header["sha256"]:
         raise ValueError("its head is not what was written")
     return orjson.loads(header["record"])
