@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc
+import tritonclient.http
 from safetensors.torch import load_file
 
 import zoo
@@ -97,6 +99,32 @@ def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, 
     for name, weight in own.items():
         assert (weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
         assert not torch.equal(weights[name], begun[name]), f"{name} has not moved"
+
+
+@pytest.mark.parametrize("with_rewards", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_that_all_fail_have_values_over_every_transport(count: int, with_rewards: bool, folder: Path) -> None:
+    tokens = np.full((3, 5), zoo.VOCAB_SIZE + 7)  # unknown ones, but for the last row's
+    tokens[2] = zoo.FIRST_TOKEN
+    arrays = {"tokens": tokens[:count], "sequence_lengths": np.full((count, 1), 5)}
+    names = ["values", "errors", "rewards"][: 2 + with_rewards]
+    found = []
+    with serving(folder, None, **({"reward_model": str(folder / "reward")} if with_rewards else {})) as server:
+        for module, url in ((tritonclient.http, server.http_url), (tritonclient.grpc, server.grpc_url or "")):
+            for binary in (True, False) if module is tritonclient.http else (None,):
+                more = {} if binary is None else {"binary_data": binary}
+                inputs = [module.InferInput(name, array.shape, "INT64") for name, array in arrays.items()]
+                for made, array in zip(inputs, arrays.values(), strict=True):
+                    made.set_data_from_numpy(array, **more)
+                with module.InferenceServerClient(url.partition("://")[2]) as client:
+                    asked = [module.InferRequestedOutput(name, **more) for name in names]
+                    result = client.infer("critic_infer", inputs, outputs=asked)
+                    found.append({name: result.as_numpy(name) for name in names})
+    for outputs in found:
+        assert outputs["values"].shape == (count, 5) and np.isnan(outputs["values"][:2].astype(float)).all()
+        assert np.isfinite(outputs["values"][2:].astype(float)).all()
+        assert all("vocabulary" in str(error) for error in outputs["errors"][:2].ravel())
+        assert np.isnan(outputs.get("rewards", np.full(2, np.nan))[:2].astype(float)).all()
 
 
 @pytest.mark.parametrize("memory", ["resident", "swap"])

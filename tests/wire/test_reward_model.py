@@ -228,3 +228,18 @@ def test_attributes_of_rows_that_all_failed_keep_their_names():
     reply = to_infer_reply(failed, asked, RICH)
     assert reply.parameters["attribute_names"] == "a,b"
     assert np.isnan(outputs_of(reply)["attributes"].data).all() and outputs_of(reply)["attributes"].shape == (2, 2)
+
+
+def test_rows_that_all_failed_have_every_output_that_was_asked_for():
+    failed = ScoreReply([SampleFailed("no"), SampleFailed("no")], [3, 2], "1")
+    outputs = ["rewards", "attributes", "values", "step_rewards", "step_counts", "sequence_lengths", "errors"]
+    for arrays, width in (
+        ({"tokens": TOKENS, "sequence_lengths": LENGTHS}, 4),
+        ({"input_ids": TOKENS}, 4),
+        ({"sentences": ["a", "b"]}, 1),
+    ):
+        found = outputs_of(to_infer_reply(failed, request(outputs, **arrays), RICH))
+        assert list(found) == outputs
+        assert found["values"].shape == (2, width) and np.isnan(found["values"].data).all()
+        assert found["step_rewards"].shape == (2, 1) and np.isnan(found["step_rewards"].data).all()
+        assert found["step_counts"].data.tolist() == [[0], [0]]

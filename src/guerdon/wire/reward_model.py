@@ -88,9 +88,9 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
         scores_of(reply)
     outputs: list[Tensor] = []
     for name in requested or (*info.outputs, "exceeded"):
-        outputs += _known(name, reply, request, info)
+        outputs += _output(name, reply, request, info)
         if name == "step_rewards" and requested is None:
-            outputs += _output("step_counts", reply, request)
+            outputs += _output("step_counts", reply, request, info)
     parameters = {"weights_version": reply.weights_version}
     names = info.attribute_names
     is_clear = len({*names}) == len(names) > 0 and "," not in "".join(names)
@@ -194,16 +194,11 @@ def _priority(parameters: dict[str, Any]) -> int:
     return DEFAULT_PRIORITY_LEVEL - level if level else 0
 
 
-def _known(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
-    """As `_output`, but for rewards that are not merged and attributes of rows that all failed."""
+def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
+    """The output as a list of one tensor, or of none if there are scores, and none has it."""
     if name == "rewards" and not info.merges_attributes:
-        for table in _known("attributes", reply, request, info):
+        for table in _output("attributes", reply, request, info):
             return [dataclasses.replace(table, name=name)]
-    return _output(name, reply, request) or _unknown(name, len(reply.results), info)
-
-
-def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]:
-    """The output as a list of one tensor, or of none where no score has it."""
     results = reply.results
     num_rows = len(results)
     if name == "rewards":
@@ -215,18 +210,21 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
         return [Tensor.of(name, np.array(reply.lengths, np.int64).reshape(num_rows, 1))]
     if name == "errors":
         return [Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])]
-    if name == "step_counts":
-        steps = _rows(results, "steps")
-        counts = np.array([0 if row is None else len(row) for row in steps], np.int64)
-        return [Tensor.of(name, counts.reshape(num_rows, 1))] if any(row is not None for row in steps) else []
-    rows = _rows(results, {"step_rewards": "steps"}.get(name, name))
-    if all(row is None for row in rows):
+    rows = _rows(results, "steps" if name in ("step_rewards", "step_counts") else name)
+    has_rows = any(row is not None for row in rows)
+    if not has_rows and any(isinstance(result, Score) for result in results):
         return []
-    width = max(len(row) for row in rows if row is not None)
-    if name == "values":
-        content = request.inputs.get("tokens") or request.inputs.get("input_ids")
-        width = content.shape[1] if content is not None else max(width, *reply.lengths)
-    if num_rows * width > _MOST_NUMBERS and "tokens" not in request.inputs and "input_ids" not in request.inputs:
+    if name == "step_counts":
+        counts = np.array([0 if row is None else len(row) for row in rows], np.int64)
+        return [Tensor.of(name, counts.reshape(num_rows, 1))]
+    least = len(info.attribute_names) if name == "attributes" else 1  # if all rows failed
+    width = max((len(row) for row in rows if row is not None), default=least or 1)
+    content = request.inputs.get("tokens") or request.inputs.get("input_ids")
+    if name == "values" and content is not None:
+        width = content.shape[1]
+    elif name == "values" and has_rows:
+        width = max(width, *reply.lengths)
+    if num_rows * width > _MOST_NUMBERS and content is None:
         raise InvalidRequest(
             f"{num_rows:,} rows, the longest of {width:,}, make a table of {name} that is larger than "
             f"{_MOST_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
@@ -238,13 +236,6 @@ def _output(name: str, reply: ScoreReply, request: InferRequest) -> list[Tensor]
         elif isinstance(result, GuerdonError):
             out[:] = np.nan
     return [Tensor.of(name, table)]
-
-
-def _unknown(name: str, num_rows: int, info: ModelInfo) -> list[Tensor]:
-    """The attributes of rows that all failed: NaN under the names that others have."""
-    if name != "attributes" or not info.attribute_names:
-        return []
-    return [Tensor.of(name, np.full((num_rows, len(info.attribute_names)), np.nan, np.float32))]
 
 
 def _rows(results: list[Score | GuerdonError], attribute: str) -> list[np.ndarray | None]:
