@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 POLICY = "policy"
 _STATE = "state.json"
 _COMMAND = "the command"
-WEIGHTS = "policy.model's weights"
+BASE = "policy.model's weights"
+"""Under which a state has the version of the weights that the run began from."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 _NOT_DECISIVE = {
@@ -79,6 +80,12 @@ class RunState:
     settings: dict[str, Any]
     memory: dict[str, Any]
     critic: str | None = None
+
+    def renamed(self, policy: ModelInfo) -> RunState:
+        """The state, with the policy's weights under today's name if guerdon 0.1 had named them."""
+        if not policy.is_named(self.settings.get(BASE, "")):
+            return self
+        return replace(self, settings=self.settings | {BASE: policy.weights_version})
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +213,11 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}
 
 
-def check_settings(state: RunState, settings: dict[str, Any], folder: Path, policy: ModelInfo | None = None) -> None:
-    """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with.
-
-    The weights are the same by whichever name the `policy` knows them.
-    """
+def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with."""
     for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
         then, now = state.settings.get(path, _ADDED.get(path)), settings.get(path)
-        if then != now and not (path == WEIGHTS and policy is not None and policy.is_named(then or "")):
+        if then != now:
             raise CheckpointError(
                 f"{folder} was made with {path} {then!r}; now it is {now!r}",
                 "set it as it was; or begin a new run in another run.output_dir",

@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeVar
 import yaml
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.checkpoints import WEIGHTS, Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.checkpoints import BASE, Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
 from guerdon.actor.data import Prompts, check_sendable
 from guerdon.actor.measures import METRICS, rollout_metrics
 from guerdon.actor.pairing import PairedCritic, load_critic, pairable
@@ -171,12 +171,12 @@ class Run:
         )
         check_sendable(self.data, *remote_of(config), config.rollouts.max_new_tokens)
         self._decisive = decisive_settings(config) | {
-            WEIGHTS: loaded.info.weights_version,
+            BASE: loaded.info.weights_version,
             "policy.model's dtype": loaded.info.dtype,
             "data.prompts' digest": self.data.digest,
         }
         if found is not None:
-            check_settings(found.state, self._decisive, found.folder, loaded.info)
+            check_settings(found.state.renamed(loaded.info), self._decisive, found.folder)
 
     def _resume(self, found: Checkpoint, checkpoints: Checkpoints) -> Checkpoint:
         """Becomes the run that was saved, and brings the critic there; returns the checkpoint of the pair."""

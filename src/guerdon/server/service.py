@@ -236,8 +236,9 @@ class Service:
         tracing.tell(model=name, sequences=len(request))
         if len(request) > self._config.max_request_sequences:
             raise InvalidRequest(
-                f"the request has {len(request)} samples, and this server takes at most "
-                f"{self._config.max_request_sequences} at once; send them in several requests"
+                f"the request has {len(request):,} samples, and this server takes at most "
+                f"{self._config.max_request_sequences:,}; send them in several requests, or start it with a larger "
+                "--max-request-sequences"
             )
         # Behind a train a score may wait for as long as that takes.
         is_critics = self.critic is not None and self.critic.lane == name
