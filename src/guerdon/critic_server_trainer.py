@@ -15,7 +15,7 @@ from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
 from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.callable import FunctionEncoder
+from guerdon.engine.callable import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.batching.loop import Group
 from guerdon.server.batching.scheduler import Limits
@@ -77,6 +77,8 @@ class CriticServerTrainer:
         if gbs % count:
             raise ConfigError(f"gbs is {gbs}, and data_parallel_size is {count}", "give a multiple of it")
         self.max_delay_s = float(_setting(cfg, "max_queue_delay_microseconds", 2000)) / 1e6
+        strip = _setting(cfg, "strip_sequence_length_to_multiple", None)
+        check_batching(self.max_delay_s * 1e6, strip)
         self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
         self.logger, self.ckpt_callback, self.gbs = logger, ckpt_callback, gbs
         is_combined = bool(_setting(cfg, "combine_rm_and_critic_server"))
@@ -103,7 +105,7 @@ class CriticServerTrainer:
             save_elsewhere=self.save,
             global_batch_size=gbs,
             forward_batch_size=model_forward_micro_batch_size,
-            strip_to_multiple=_setting(cfg, "strip_sequence_length_to_multiple", None) or 1,
+            strip_to_multiple=strip or 1,
             gradient_clip_val=float(_setting(cfg, "gradient_clip_val", None) or 0.0) or math.inf,
         )
 

@@ -13,7 +13,7 @@ from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.distributed.parts import BatchParts, data_parallel_size
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.callable import FunctionEncoder, PaddedScorer
+from guerdon.engine.callable import FunctionEncoder, PaddedScorer, check_batching
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.service import Service
@@ -52,6 +52,7 @@ class RewardModelServer:
         self.inference_micro_batch_size = sizes = [sizes] if isinstance(sizes, int) else list(sizes)
         if not sizes or min(*sizes, self.model_forward_micro_batch_size) < 1:
             raise ConfigError("a micro batch size is below 1", "give sizes of at least 1")
+        check_batching(self.max_queue_delay_microseconds, self.strip_sequence_length_to_multiple)
         self.data_parallel_size = data_parallel_size(self.data_parallel_size)
         self.preferred_batch_size = [size * self.data_parallel_size for size in sizes]
         self.config = ServerConfig(

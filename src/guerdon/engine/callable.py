@@ -251,9 +251,22 @@ def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int,
     # A padding row of length 0 would make a head that reads the last token index -1.
     lengths = torch.ones(count, dtype=torch.long)
     for i, s in enumerate(sequences):
-        tokens[i, : len(s.tokens)] = torch.from_numpy(s.tokens)
+        tokens.numpy()[i, : len(s.tokens)] = s.tokens  # torch warns of arrays that cannot be written
         lengths[i] = len(s.tokens)
     return tokens, lengths
+
+
+def check_batching(max_queue_delay_microseconds: float, strip_sequence_length_to_multiple: int | None) -> None:
+    """Raises ConfigError for a delay or a multiple that no batch can have."""
+    if not 0 <= max_queue_delay_microseconds < math.inf:
+        raise ConfigError(
+            f"max_queue_delay_microseconds is {max_queue_delay_microseconds}", "give 0, or how long a batch may wait"
+        )
+    if strip_sequence_length_to_multiple is not None and strip_sequence_length_to_multiple < 1:
+        raise ConfigError(
+            f"strip_sequence_length_to_multiple is {strip_sequence_length_to_multiple}",
+            "give at least 1, or None to leave lengths as they are",
+        )
 
 
 def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:

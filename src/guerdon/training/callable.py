@@ -75,8 +75,8 @@ class UserCritic:
         """Rewards float32 `[B]` (None without a reward model) and values `[B,T]` of padded `tokens` `[B,T]`."""
         device = self._device()
         inputs = (
-            torch.as_tensor(tokens, dtype=torch.long, device=device),
-            torch.as_tensor(lengths, dtype=torch.long, device=device).reshape(-1),
+            torch.as_tensor(_writable(tokens), dtype=torch.long, device=device),
+            torch.as_tensor(_writable(lengths), dtype=torch.long, device=device).reshape(-1),
         )
         with self.between("prepare_for_inference", "finish_inference"):
             if not self._is_combined:
@@ -305,6 +305,11 @@ def _told(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _nothing() -> None:
     """Stands for a hook that the user's model has not."""
+
+
+def _writable(x: Any) -> Any:
+    """A copy of an array that cannot be written, of which torch warns; else the same."""
+    return x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x
 
 
 def _numpy(x: Any) -> np.ndarray:
