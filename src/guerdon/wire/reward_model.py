@@ -197,8 +197,8 @@ def _priority(parameters: dict[str, Any]) -> int:
 def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
     """The output as a list of one tensor, or of none if there are scores, and none has it."""
     if name == "rewards" and not info.merges_attributes:
-        for table in _output("attributes", reply, request, info):
-            return [dataclasses.replace(table, name=name)]
+        for attributes in _output("attributes", reply, request, info):
+            return [dataclasses.replace(attributes, name=name)]
     results = reply.results
     num_rows = len(results)
     if name == "rewards":
