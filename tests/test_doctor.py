@@ -179,10 +179,10 @@ def test_a_version_that_is_not_tested_is_a_problem_and_what_is_missing_a_note(tm
     for extra in ("server", "actor"):
         assert found[f"extra {extra}"].level == "problem"
         assert "transformers 4.40.0 is not >=5.2,<6" in found[f"extra {extra}"].text
-        assert found[f"extra {extra}"].help == f"pip install 'guerdon[{extra}]'"
+        assert found[f"extra {extra}"].help == f"pip install '.[{extra}]' in a clone of guerdon"
     assert found["extra plot"].level == "ok"
     missing = [part for part in found.values() if "is missing" in part.text]
-    assert all(part.level == "note" and "pip install 'guerdon[" in part.help for part in missing)
+    assert all(part.level == "note" and "pip install '.[" in part.help for part in missing)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
@@ -195,7 +195,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
 def test_without_torch_this_is_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     (found,) = devices.examine()
-    assert found.level == "note" and found.help == "pip install 'guerdon[server]', to serve models"
+    assert found.level == "note" and found.help == "pip install '.[server]' in a clone of guerdon, to serve models"
 
 
 def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(monkeypatch):

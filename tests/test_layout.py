@@ -17,6 +17,7 @@ BASE = {
     "durable",
     "errors",
     "exits",
+    "extras",
     "fields",
     "logs",
     "messages",

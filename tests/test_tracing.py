@@ -466,7 +466,7 @@ def test_without_the_library_the_setting_is_refused_and_the_environment_is_not(
     ):
         with pytest.raises(StartError, match="not installed") as caught:
             refused()
-        assert "guerdon[otel]" in caught.value.help
+        assert "pip install '.[otel]'" in caught.value.help
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     assert tracing.turned_on(None) is None
     assert "OTEL_EXPORTER_OTLP_ENDPOINT is set" in caplog.text

@@ -14,6 +14,7 @@ from guerdon.config import CriticConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, GuerdonError, StartError
+from guerdon.extras import install_command
 from guerdon.logs import JsonLines, LogFormat, OneLine
 
 _format: LogFormat = "text"
@@ -71,7 +72,7 @@ def need(*modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         extra = "actor" if "matplotlib" in modules else "server"
-        raise StartError(f"{', '.join(missing)} is not installed", f"pip install 'guerdon[{extra}]'")
+        raise StartError(f"{', '.join(missing)} is not installed", install_command(extra))
 
 
 def check_alone(command: str) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from guerdon.access import without_key
 from guerdon.errors import Cancelled, ConfigError, GuerdonError, ServerFault, StartError
+from guerdon.extras import install_command
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OURS = "http/protobuf"
 _PATH = "/v1/traces"
-_INSTALL = "pip install 'guerdon[otel]'"
+_INSTALL = install_command("otel")
 
 _MOST_WAITING = 16_384
 """Spans that wait to be sent: of a burst of requests that come at once, more than the library's own 2,048."""

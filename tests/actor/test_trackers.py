@@ -143,7 +143,7 @@ def test_an_extra_that_is_not_installed_says_how_to_get_it(name: str, monkeypatc
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"run.trackers has {name}, which is not installed") as caught:
         trackers.check_installed([name])
-    assert caught.value.help == f"pip install 'guerdon[{name}]'"
+    assert caught.value.help == f"pip install '.[{name}]' in a clone of guerdon"
     trackers.check_installed([])
 
 

@@ -125,7 +125,7 @@ def test_an_eos_is_told_from_a_stop_text(last: int, tmp_path: Path, monkeypatch:
 def test_without_vllm_the_run_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not installed") as refused:
         make_generator(trainer(tmp_path / "model"), RolloutConfig(engine="vllm"))
-    assert "guerdon[vllm]" in refused.value.help
+    assert "pip install '.[vllm]'" in refused.value.help
 
 
 def test_log_probs_that_vllm_cannot_tell_are_refused(tmp_path: Path) -> None:

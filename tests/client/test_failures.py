@@ -404,7 +404,7 @@ try:
 except ImportError as e:
     print(e)
 """
-    assert "pip install 'guerdon[grpc]'" in run_python(code).stdout
+    assert "pip install '.[grpc]' in a clone" in run_python(code).stdout
 
 
 def test_unreachable_is_an_unavailable_that_a_retry_may_help() -> None:

@@ -168,4 +168,4 @@ def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as caught:
         build(zoo.checkpoint("llama", tmp_path), lora=4)
-    assert "guerdon[lora]" in caught.value.help
+    assert "pip install '.[lora]'" in caught.value.help

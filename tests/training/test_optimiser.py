@@ -196,7 +196,7 @@ def test_8_bits_without_the_library_say_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError) as caught:
         Optimiser(parameters(), CriticConfig(optimizer="adamw_8bit"))
-    assert "guerdon[8bit]" in caught.value.help
+    assert "pip install '.[8bit]'" in caught.value.help
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])

@@ -20,6 +20,7 @@ from guerdon.core import Message
 from guerdon.durable import write_new
 from guerdon.engine.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest, StartError
+from guerdon.extras import install_command
 
 log = logging.getLogger(__name__)
 
@@ -343,7 +344,7 @@ def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _needs_data_extra(source: str | Path) -> ConfigError:
-    return ConfigError(f"{source} needs the library datasets", "pip install 'guerdon[data]'")
+    return ConfigError(f"{source} needs the library datasets", install_command("data"))
 
 
 def _wrong(source: str, row: int, why: str) -> ConfigError:

@@ -22,6 +22,7 @@ from guerdon.actor.measures import METRICS
 from guerdon.actor.rollouts import Rollout
 from guerdon.durable import ASIDE
 from guerdon.errors import ConfigError
+from guerdon.extras import install_command
 
 METRICS_FILE = "metrics.jsonl"
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -176,7 +177,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as e:
-            raise ConfigError("TensorBoard is not installed", "pip install 'guerdon[actor]'") from e
+            raise ConfigError("TensorBoard is not installed", install_command("actor")) from e
         self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -259,7 +260,7 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError as e:
-        raise ConfigError("run.trackers has wandb, which is not installed", "pip install 'guerdon[wandb]'") from e
+        raise ConfigError("run.trackers has wandb, which is not installed", install_command("wandb")) from e
     return wandb
 
 
@@ -267,5 +268,5 @@ def _mlflow() -> Any:
     try:
         import mlflow
     except ImportError as e:
-        raise ConfigError("run.trackers has mlflow, which is not installed", "pip install 'guerdon[mlflow]'") from e
+        raise ConfigError("run.trackers has mlflow, which is not installed", install_command("mlflow")) from e
     return mlflow

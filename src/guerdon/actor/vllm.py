@@ -18,6 +18,7 @@ from guerdon.actor.settings import RolloutConfig
 from guerdon.engine.placement import dtype_name
 from guerdon.engine.policies import LoadedPolicy
 from guerdon.errors import ConfigError
+from guerdon.extras import install_command
 
 GPU_MEMORY = 0.3
 """The part of the GPU's memory that vLLM takes for its weights and caches; the rest is the trainer's."""
@@ -49,7 +50,7 @@ class VllmGenerator:
         except ImportError as e:
             raise ConfigError(
                 "rollouts.engine is vllm, which is not installed",
-                "pip install 'guerdon[vllm]' on a machine with a GPU, or set rollouts.engine to transformers",
+                f"{install_command('vllm')}, on a machine with a GPU, or set rollouts.engine to transformers",
             ) from e
         self._policy = policy
         self._engine = LLM(

@@ -9,6 +9,7 @@ from pathlib import Path
 from guerdon.bench.flags import SHAPE
 from guerdon.client.addresses import Address, addresses
 from guerdon.errors import ConfigError, InvalidRequest, StartError
+from guerdon.extras import install_command
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -32,7 +33,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Raises StartError where what is asked for cannot be written: before the load, not behind it."""
     if args.plot:
         if find_spec("matplotlib") is None:
-            raise StartError("matplotlib is not installed, which --plot needs", "pip install 'guerdon[plot]'")
+            raise StartError("matplotlib is not installed, which --plot needs", install_command("plot"))
         if Path(args.plot).suffix.lower() != ".png":
             raise ConfigError(f"--plot {args.plot} is no PNG", "give a name that ends in .png")
     for path in (Path(name) for name in (args.json, args.plot) if name and name != "-"):

@@ -30,6 +30,7 @@ from guerdon.client.clients import AsyncRewardClient
 from guerdon.client.retry import RetryPolicy
 from guerdon.errors import GuerdonError, StartError, StorageFailed
 from guerdon.exits import Exit
+from guerdon.extras import install_command
 
 __all__ = ["add", "run"]
 
@@ -117,7 +118,7 @@ async def _prepared(client: AsyncRewardClient, args: argparse.Namespace) -> tupl
     except StartError:
         raise
     except ImportError as e:  # gRPC is an extra
-        raise StartError("grpc:// needs gRPC, which is not installed", "pip install 'guerdon[grpc]'") from e
+        raise StartError("grpc:// needs gRPC, which is not installed", install_command("grpc")) from e
     except GuerdonError as e:
         raise StartError(str(e), console.help_for(e)) from e
 

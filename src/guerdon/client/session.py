@@ -23,6 +23,7 @@ from guerdon.client.retry import Caller, Describe, Infer, RetryPolicy, Step, Wai
 from guerdon.client.spans import exchange
 from guerdon.client.workers import Workers
 from guerdon.errors import Cancelled, GuerdonError
+from guerdon.extras import install_command
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Session")
@@ -244,7 +245,7 @@ def _grpc() -> Any:
     try:
         from guerdon.client import grpc
     except ImportError as e:
-        raise ImportError("grpc:// and grpcs:// URLs need gRPC, which is an extra: pip install 'guerdon[grpc]'") from e
+        raise ImportError(f"grpc:// and grpcs:// URLs need gRPC, which is an extra: {install_command('grpc')}") from e
     return grpc
 
 

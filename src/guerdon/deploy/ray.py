@@ -16,6 +16,7 @@ from guerdon.assembly import build_service
 from guerdon.config import ParallelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported
+from guerdon.extras import install_command
 from guerdon.fields import from_mapping
 from guerdon.server import runtime
 from guerdon.server.front import http
@@ -25,7 +26,7 @@ from guerdon.yaml_files import read_yaml
 try:
     from ray import serve
 except ImportError as e:
-    raise StartError("ray is not installed", "pip install 'guerdon[ray]'") from e
+    raise StartError("ray is not installed", install_command("ray")) from e
 
 log = logging.getLogger(__name__)
 

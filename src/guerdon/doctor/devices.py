@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from guerdon.doctor.findings import Finding, note, ok, problem
+from guerdon.extras import install_command
 
 
 def examine() -> Iterator[Finding]:
     """Torch, each device, and the attention path there; torch is imported, where it is installed."""
     if find_spec("torch") is None:
-        yield note("torch", "not installed: this is the client alone", "pip install 'guerdon[server]', to serve models")
+        yield note("torch", "not installed: this is the client alone", f"{install_command('server')}, to serve models")
         return
     try:
         import torch
@@ -29,7 +30,7 @@ def examine() -> Iterator[Finding]:
     yield from _gpus(torch)
     yield _memory()
     if find_spec("transformers") is None:
-        yield note("attention", "transformers is not installed", "pip install 'guerdon[server]'")
+        yield note("attention", "transformers is not installed", install_command("server"))
         return
     yield _attention("cpu")
     if torch.cuda.is_available():
@@ -81,7 +82,7 @@ def _attention(device: str) -> Finding:
     try:
         path, why = _tried(device)
     except Exception as e:  # whatever a library in a version of its own raises
-        return problem(subject, f"a small model cannot be run: {_said(e)}", "pip install --upgrade 'guerdon[server]'")
+        return problem(subject, f"a small model cannot be run: {_said(e)}", install_command("server"))
     if path == "packed+shared":
         return ok(subject, f"{path}: {why}")
     return note(

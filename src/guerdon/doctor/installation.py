@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from guerdon.doctor.findings import Finding, note, ok, problem
 from guerdon.doctor.requirements import Requirement, of_extra, parsed
+from guerdon.extras import install_command
 
 _OF_DEVELOPERS = ("dev", "docs", "fuzz")
 _WHAT = {
@@ -41,9 +42,7 @@ def examine() -> Iterator[Finding]:
         yield problem("python", told, f"guerdon needs Python {wanted}: make an environment with one")
     yield ok("platform", f"{platform.platform()}, {platform.machine()}")
     if own is None:
-        yield note(
-            "guerdon", "run from a source tree, not installed", "`pip install .` there, to have what it requires"
-        )
+        yield note("guerdon", "run from a source tree, not installed", f"{install_command()}, to have what it requires")
         return
     yield ok("guerdon", own["Version"])
     requirements = _requirements(own)
@@ -62,13 +61,13 @@ def version_of(name: str) -> str | None:
 def _base(requirements: list[Requirement]) -> Iterator[Finding]:
     missing, outside = _lacking(requirements)
     if missing or outside:
-        yield problem("client", ", ".join([*missing, *outside]), "pip install --upgrade guerdon")
+        yield problem("client", ", ".join([*missing, *outside]), install_command())
     else:
         yield ok("client", "all that a client needs: " + _versions(requirements))
 
 
 def _extra(extra: str, requirements: list[Requirement]) -> Finding:
-    subject, line = f"extra {extra}", f"pip install 'guerdon[{extra}]'"
+    subject, line = f"extra {extra}", install_command(extra)
     missing, outside = _lacking(requirements)
     what = f" ({_WHAT[extra]})" if extra in _WHAT else ""
     own = [part for part in requirements if part.extra == extra]  # those of the extras within have lines of their own
@@ -77,7 +76,7 @@ def _extra(extra: str, requirements: list[Requirement]) -> Finding:
     if not requirements:
         return note(subject, f"not for this platform or Python{what}", "nothing; it is not needed for the rest")
     if missing:
-        return note(subject, f"{', '.join(missing)}{what}", f"{line}, where it is wanted")
+        return note(subject, f"{', '.join(missing)}{what}", f"{line}, if you want it")
     return ok(subject, _versions(own) + what)
 
 

@@ -13,6 +13,7 @@ from guerdon.client.plain import ask, ask_json
 from guerdon.doctor.findings import Finding, note, ok, problem
 from guerdon.doctor.installation import version_of
 from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated
+from guerdon.extras import install_command
 
 _TIMEOUT_S = 5.0
 _READY = "wait until its models are loaded; its log says how far it is"
@@ -64,7 +65,7 @@ def _over_http(address: Address) -> Iterator[Finding]:
 def _over_grpc(address: Address) -> Iterator[Finding]:
     subject = address.url
     if find_spec("tritonclient") is None or find_spec("grpc") is None:
-        yield problem(subject, "gRPC is not installed", "pip install 'guerdon[grpc]', or give the server's HTTP URL")
+        yield problem(subject, "gRPC is not installed", f"{install_command('grpc')}, or give the server's HTTP URL")
         return
     import grpc
     from tritonclient.grpc import service_pb2 as pb

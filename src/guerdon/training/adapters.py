@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guerdon.errors import ConfigError
+from guerdon.extras import install_command
 
 ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."
@@ -35,7 +36,7 @@ def add_adapters(
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
-        raise ConfigError("lora is set, and peft is not installed", "pip install 'guerdon[lora]'") from e
+        raise ConfigError("lora is set, and peft is not installed", install_command("lora")) from e
     settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
     # By itself it takes all GPUs there are, and memory on each.
     with torch.random.fork_rng([trunk.device] if trunk.device.type == "cuda" else []):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from guerdon.config import LearningConfig
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import ConfigError
+from guerdon.extras import install_command
 from guerdon.training import parallel
 
 EPS = 1e-8
@@ -272,7 +273,7 @@ def _adamw_8bit(masters: list[nn.Parameter], config: LearningConfig) -> Any:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
         raise ConfigError(
-            "optimizer is adamw_8bit, and bitsandbytes is not installed", "pip install 'guerdon[8bit]', or use adamw"
+            "optimizer is adamw_8bit, and bitsandbytes is not installed", f"{install_command('8bit')}, or use adamw"
         ) from e
     adamw = AdamW8bit(
         masters,
