@@ -5,17 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import guerdon
+from guerdon import errors
 from processes import environment
+
+ERRORS = [name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)]
 
 
 def test_public_names_are_these() -> None:
-    assert guerdon.__all__ == [
+    assert {*guerdon.__all__} - {*ERRORS} == {
         "AsyncCriticClient",
         "AsyncRewardClient",
         "CriticClient",
         "CriticServerTrainer",
-        "GuerdonError",
         "LocalRewardModel",
         "ReinforceActor",
         "RetryPolicy",
@@ -24,7 +28,15 @@ def test_public_names_are_these() -> None:
         "Scores",
         "TrainReport",
         "__version__",
-    ]
+    }
+
+
+def test_every_error_is_a_public_name() -> None:
+    assert {"GuerdonError", "InvalidRequest", "Overloaded", "Unreachable"} <= {*ERRORS} <= {*guerdon.__all__}
+    assert guerdon.InvalidRequest is errors.InvalidRequest
+    assert guerdon.__all__ == sorted(guerdon.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'InvalidRequests'"):
+        _ = guerdon.InvalidRequests
 
 
 def test_each_public_name_loads() -> None:
@@ -34,7 +46,7 @@ def test_each_public_name_loads() -> None:
 
 def test_the_client_needs_neither_torch_nor_the_server() -> None:
     heavy = ("torch", "transformers", "starlette", "uvicorn", "grpc", "matplotlib")
-    names = "guerdon.RewardClient, guerdon.CriticClient, guerdon.TrainReport"
+    names = "guerdon.RewardClient, guerdon.CriticClient, guerdon.TrainReport, guerdon.InvalidRequest"
     code = f"import sys, guerdon; {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout.strip() == "[]"

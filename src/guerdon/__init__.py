@@ -13,7 +13,35 @@ if TYPE_CHECKING:
     from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
     from guerdon.core import TrainReport
     from guerdon.critic_server_trainer import CriticServerTrainer
-    from guerdon.errors import GuerdonError
+    from guerdon.errors import (
+        Cancelled,
+        CheckpointError,
+        ConfigError,
+        CriticReset,
+        DeadlineExceeded,
+        Forbidden,
+        GuerdonError,
+        InvalidRequest,
+        MethodNotAllowed,
+        Offloaded,
+        Overloaded,
+        PayloadTooLarge,
+        RanksLost,
+        RewardsFailed,
+        RouteNotFound,
+        RunFailed,
+        SampleFailed,
+        ServerFault,
+        StartError,
+        StorageFailed,
+        TooLarge,
+        TrainFailed,
+        Unauthenticated,
+        Unavailable,
+        UnknownModel,
+        Unreachable,
+        Unsupported,
+    )
     from guerdon.local import LocalRewardModel
     from guerdon.reward_model_server import RewardModelServer
 
@@ -22,25 +50,50 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncCriticClient",
     "AsyncRewardClient",
+    "Cancelled",
+    "CheckpointError",
+    "ConfigError",
     "CriticClient",
+    "CriticReset",
     "CriticServerTrainer",
+    "DeadlineExceeded",
+    "Forbidden",
     "GuerdonError",
+    "InvalidRequest",
     "LocalRewardModel",
+    "MethodNotAllowed",
+    "Offloaded",
+    "Overloaded",
+    "PayloadTooLarge",
+    "RanksLost",
     "ReinforceActor",
     "RetryPolicy",
     "RewardClient",
     "RewardModelServer",
+    "RewardsFailed",
+    "RouteNotFound",
+    "RunFailed",
+    "SampleFailed",
     "Scores",
+    "ServerFault",
+    "StartError",
+    "StorageFailed",
+    "TooLarge",
+    "TrainFailed",
     "TrainReport",
+    "Unauthenticated",
+    "Unavailable",
+    "UnknownModel",
+    "Unreachable",
+    "Unsupported",
     "__version__",
 ]
 
-_HOME = {
+_HOME = {  # all others are errors
     "AsyncCriticClient": "guerdon.client",
     "AsyncRewardClient": "guerdon.client",
     "CriticClient": "guerdon.client",
     "CriticServerTrainer": "guerdon.critic_server_trainer",
-    "GuerdonError": "guerdon.errors",
     "LocalRewardModel": "guerdon.local",
     "ReinforceActor": "guerdon.actor.reinforce_actor",
     "RetryPolicy": "guerdon.client",
@@ -52,13 +105,13 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
     if name in ("CriticServerTrainer", "RewardModelServer"):
         from guerdon.engine.host_threads import limit_spinning
 
         limit_spinning()
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOME.get(name, "guerdon.errors")), name)
     return value
 
 

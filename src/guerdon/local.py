@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from guerdon.assembly import build_service
-from guerdon.client.calls import ModelSignature, make_request, scoring
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, scoring
 from guerdon.client.results import Scores
 from guerdon.config import ModelConfig, ServerConfig, check
 from guerdon.core import ModelInfo, ScoreRequest
@@ -47,7 +47,7 @@ class LocalRewardModel:
         check(config)
         limits = {"request_timeout_s": _FOREVER_S, "max_request_sequences": sys.maxsize}
         self._service = build_service(ServerConfig(models=[config], **limits))  # type: ignore[arg-type]
-        self._name = config.name
+        self._model, self._name = config.model, config.name
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="guerdon-local", daemon=True)
         thread.start()
@@ -57,13 +57,49 @@ class LocalRewardModel:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread, self._pid)
 
-    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
-        """The samples' scores; blocks. Arguments: `ScoreArgs`. Raises the class that a server would raise."""
-        return self.submit(**samples).result()
+    def score(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Scores:
+        """Returns the samples' scores; blocks. Takes what `RewardClient.score` takes and raises what a server would."""
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
+        return self._submit(request).result()
 
-    def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
+    def submit(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Future[Scores]:
         """A future of `score`'s result, at once; thousands may be under way. Cancelling it abandons the samples."""
-        request = make_request(**samples)
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
+        return self._submit(request)
+
+    def _submit(self, request: ScoreRequest) -> Future[Scores]:
         if os.getpid() != self._pid:
             raise GuerdonError("the model was loaded before this process was forked: load it in the process that asks")
         with self._lock:
@@ -85,6 +121,9 @@ class LocalRewardModel:
             with self._lock:
                 self._is_closed = True
         self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"LocalRewardModel({self._model!r}, name={self._name!r})"
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import time
@@ -14,10 +15,11 @@ from concurrent.futures import Future, wait
 import numpy as np
 import pytest
 
-from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
+from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient
 from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, UnknownModel
+from guerdon.local import LocalRewardModel
 from guerdon.server.runtime import RunningServer
 from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
 from server.helpers import wait_until
@@ -346,6 +348,53 @@ def test_clients_are_pickled_and_copied_by_their_settings(url: str) -> None:
     with RewardClient([url], policy=policy) as client, pickle.loads(pickle.dumps(client)) as other:  # noqa: S301
         assert list(other.score(texts=["abc"])) == [3.0]
     assert isinstance(copy.copy(AsyncRewardClient(url)), AsyncRewardClient)
+
+
+SCORE = {"texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "prompts", "labels"}
+SCORE |= {"priority", "timeout_s", "pad_to_length"}
+INFER = SCORE - {"steps", "prompts", "labels", "priority"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "calls", "arguments"),
+    [
+        (RewardClient, ["score", "submit"], SCORE),
+        (AsyncRewardClient, ["score", "submit"], SCORE),
+        (LocalRewardModel, ["score", "submit"], SCORE),
+        (CriticClient, ["infer", "infer_with_rewards", "submit", "submit_with_rewards"], INFER),
+        (AsyncCriticClient, ["infer", "infer_with_rewards", "submit"], INFER),
+        (CriticClient, ["train"], {"tokens", "returns", "prev_values", "mask", "train_id"}),
+        (AsyncCriticClient, ["train"], {"tokens", "returns", "prev_values", "mask", "train_id"}),
+    ],
+)
+def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], arguments: set[str]) -> None:
+    for call in calls:
+        assert {*inspect.signature(getattr(cls, call)).parameters} - {"self"} == arguments, call
+
+
+def test_an_unknown_argument_is_told_by_the_public_name(url: str) -> None:
+    with RewardClient(url) as client, pytest.raises(TypeError, match=r"RewardClient\.score\(\) .* 'text'"):
+        client.score(text=["hi"])  # type: ignore[call-arg]
+
+
+def test_each_argument_arrives_in_its_place(url: str, service: ScriptedService) -> None:
+    hints = {"groups": [4, 5], "prompt_lengths": [1, 2], "steps": [[0], [1]], "priority": 3, "timeout_s": 50.0}
+    with RewardClient(url, "many") as client:
+        for call in (client.score, lambda **samples: client.submit(**samples).result()):
+            call(tokens=[[1, 2], [3, 4, 5]], **hints)
+            asked = service.requests.pop()
+            assert [*map(list, asked.tokens or ())] == [[1, 2], [3, 4, 5]] and asked.steps is not None
+            assert (asked.groups.tolist(), asked.prompt_lengths.tolist(), asked.priority) == ([4, 5], [1, 2], 3)
+            assert [*map(list, asked.steps)] == [[0], [1]] and 0 < (asked.timeout_s or 0) <= 50
+
+
+def test_a_client_is_shown_with_its_servers_and_without_its_key() -> None:
+    with RewardClient("http://x:SECRET@host:5555") as client:
+        assert repr(client) == "RewardClient('http://host:5555', 'reward_model')"
+    with CriticClient("host:5556", "other") as critic:
+        assert repr(critic) == "CriticClient('http://host:5556', 'other')"
+    several = AsyncRewardClient(["http://a:1", "http://b:2"], "sum")
+    assert repr(several) == "AsyncRewardClient(['http://a:1', 'http://b:2'], 'sum')"
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,21 @@ import numpy as np
 from guerdon.errors import InvalidRequest
 
 
-def row(name: str, index: int, values: Any, kinds: str, dtype: Any) -> np.ndarray:
+def row(name: str, values: Any, kinds: str, dtype: Any) -> np.ndarray:
     """One row in `dtype`; `kinds` are numpy's letters for what it may hold. Raises InvalidRequest for anything else."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as e:  # a tensor on a device or with a gradient, rows within a row
-        raise InvalidRequest(f"{name}[{index}] cannot be read as numbers: {e}") from e
+        raise InvalidRequest(f"{name} cannot be read as numbers: {e}") from e
     if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        raise InvalidRequest(f"{name}[{index}] must be a flat list of {'integers' if kinds == 'iu' else 'numbers'}")
+        raise InvalidRequest(f"{name} must be a flat list of {'integers' if kinds == 'iu' else 'numbers'}")
     with np.errstate(over="ignore"):
         return array.astype(dtype, copy=False)
 
 
 def ids(name: str, rows: Any) -> list[np.ndarray]:
     """Rows of integers as int64."""
-    return [row(name, i, values, "iu", np.int64) for i, values in enumerate(rows)]
+    return [row(f"{name}[{i}]", values, "iu", np.int64) for i, values in enumerate(rows)]
 
 
 def padded(rows: list[np.ndarray], dtype: Any, fill: int = 0, width: int | None = None) -> np.ndarray:

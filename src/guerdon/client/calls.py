@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,13 @@ from guerdon.wire.reward_model import DEFAULT_PRIORITY_LEVEL
 from guerdon.wire.tensors import DTYPES, Tensor
 
 T = TypeVar("T")
+
+Texts = Sequence[str]
+Conversations = Sequence[Sequence[Message]]
+TokenRows = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
+Integers = Sequence[int] | np.ndarray
+
+_SAMPLES = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
 
 _WANTED = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
 
@@ -76,14 +84,13 @@ def scoring(model: str, request: ScoreRequest) -> Errand[Scores]:
 
 
 def make_request(
-    *,
-    texts: Sequence[str] | None = None,
-    messages: Sequence[Sequence[Message]] | None = None,
-    tokens: Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray | None = None,
-    groups: Sequence[int] | np.ndarray | None = None,
-    prompt_lengths: Sequence[int] | np.ndarray | None = None,
-    steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None = None,
-    prompts: Sequence[str] | None = None,
+    texts: Texts | None = None,
+    messages: Conversations | None = None,
+    tokens: TokenRows | None = None,
+    groups: Integers | None = None,
+    prompt_lengths: Integers | None = None,
+    steps: TokenRows | None = None,
+    prompts: Texts | None = None,
     labels: Sequence[Any] | None = None,
     priority: int = 0,
     timeout_s: float | None = None,
@@ -98,13 +105,8 @@ def make_request(
     if len(given) != 1:
         raise InvalidRequest(f"give exactly one of texts, messages and tokens, not {' and '.join(given) or 'none'}")
     ((name, samples),) = given.items()
-    if isinstance(samples, str) or len(samples) == 0:
-        raise InvalidRequest(f"{name} must be a list of at least one sample, not {'a string' if samples else 'empty'}")
+    _check_samples(name, samples)
     request = ScoreRequest(priority=priority, timeout_s=timeout_s, pad_to_length=pad_to_length)
-    for i, sample in enumerate(samples):
-        if (name == "texts") != isinstance(sample, str):
-            wanted = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
-            raise InvalidRequest(f"{name}[{i}] is a {type(sample).__name__}; each sample must be {wanted[name]}")
     if texts is not None:
         request.texts = list(texts)
     elif messages is not None:
@@ -118,23 +120,55 @@ def make_request(
         "groups": groups, "prompt_lengths": prompt_lengths, "steps": steps, "prompts": prompts, "labels": labels
     }  # fmt: skip
     for name, hint in hints.items():
-        if hint is not None and (isinstance(hint, str) or len(hint) != len(samples)):
-            found = "is a string" if isinstance(hint, str) else f"has {len(hint)} entries"
-            raise InvalidRequest(f"{name} {found} for {len(samples)} samples")
+        if hint is not None and _num_entries(hint) != len(samples):
+            found = f"is {_a(hint)}" if _num_entries(hint) is None else f"has {_num_entries(hint)} entries"
+            raise InvalidRequest(f"{name} {found} for {len(samples)} samples; it must be a list of one entry each")
     if groups is not None:
-        request.groups = np.asarray(groups, np.int64)
+        request.groups = arrays.row("groups", groups, "iu", np.int64)
     if prompt_lengths is not None:
-        request.prompt_lengths = np.asarray(prompt_lengths, np.int64)
+        request.prompt_lengths = arrays.row("prompt_lengths", prompt_lengths, "iu", np.int64)
     if steps is not None:
         request.steps = arrays.ids("steps", steps)
     if prompts is not None:
         wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
         if wrong is not None:
-            raise InvalidRequest(f"prompts[{wrong}] is a {type(prompts[wrong]).__name__}; each must be a string")
+            raise InvalidRequest(f"prompts[{wrong}] is {_a(prompts[wrong])}; each must be a string")
         request.prompts = list(prompts)
     if labels is not None:
         request.labels = list(labels)
     return request
+
+
+def _check_samples(name: str, samples: Any) -> None:
+    """Raises InvalidRequest unless `samples` is a list of what `name` takes; one sample without its list is told."""
+    if _num_entries(samples) is None:
+        raise InvalidRequest(f"{name} must be a list of at least one sample, not {_a(samples)}")
+    if len(samples) == 0:
+        raise InvalidRequest(f"{name} must be a list of at least one sample, not empty")
+    part = {"messages": Mapping, "tokens": numbers.Integral}.get(name)
+    if part is not None and isinstance(next(iter(samples)), part):
+        raise InvalidRequest(
+            f"{name} is one sample, and must be a list of samples, each {_SAMPLES[name]}: write {name}=[[...]]"
+        )
+    for i, sample in enumerate(samples):
+        if (name == "texts") != isinstance(sample, str) or (name == "messages" and _num_entries(sample) is None):
+            raise InvalidRequest(f"{name}[{i}] is {_a(sample)}; each sample must be {_SAMPLES[name]}")
+        for j, message in enumerate(sample if name == "messages" else ()):
+            if not isinstance(message, Mapping):
+                raise InvalidRequest(f"{name}[{i}][{j}] is {_a(message)}, not an object with role and content")
+
+
+def _num_entries(values: Any) -> int | None:
+    """Returns the length of a list, a tuple or an array; None if it is a string, a mapping or has no length."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+        return None
+    return len(values)
+
+
+def _a(value: Any) -> str:
+    """Names the value's type with its article."""
+    name = "string" if isinstance(value, str) else type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def cost_of(request: ScoreRequest) -> int:

@@ -6,39 +6,30 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict, Unpack
-
-import numpy as np
+from typing import Any, TypedDict
 
 from guerdon.client.addresses import addresses
-from guerdon.client.calls import ModelSignature, make_request, scoring
+from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, scoring
 from guerdon.client.credentials import Credentials
 from guerdon.client.results import Scores
 from guerdon.client.retry import RetryPolicy
 from guerdon.client.session import AsyncClient, AsyncSession, Session, ThreadedClient
 from guerdon.client.spans import carried
-from guerdon.core import Message, ScoreRequest
+from guerdon.core import ScoreRequest
 
 _DEFAULT_POLICY = RetryPolicy()
 
 
 class ScoreArgs(TypedDict, total=False):
-    """The arguments of `score` and `submit`: exactly one of `texts`, `messages` and `tokens`; one entry a sample.
+    """The arguments of `RewardClient.score`, for those who collect them before the call."""
 
-    `tokens` are token ids, each sequence of its own length. Hints and positions as in `ScoreRequest`: `groups`,
-    `prompt_lengths`, `steps`. `prompts` (text) and `labels` (any JSON value) are for functions at the server that read
-    them; they are not sent where none does. `timeout_s` bounds this call from the moment that it is first sent, and
-    the server is told; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that join only
-    requests of one width, as PyTriton's; guerdon's needs none.
-    """
-
-    texts: Sequence[str]
-    messages: Sequence[Sequence[Message]]
-    tokens: Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
-    groups: Sequence[int] | np.ndarray | None
-    prompt_lengths: Sequence[int] | np.ndarray | None
-    steps: Sequence[Sequence[int]] | Sequence[np.ndarray] | None
-    prompts: Sequence[str] | None
+    texts: Texts
+    messages: Conversations
+    tokens: TokenRows
+    groups: Integers | None
+    prompt_lengths: Integers | None
+    steps: TokenRows | None
+    prompts: Texts | None
     labels: Sequence[Any] | None
     priority: int
     timeout_s: float | None
@@ -68,14 +59,55 @@ class RewardClient(ThreadedClient[Session]):
         new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
-    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
-        """The samples' scores; blocks. Arguments: `ScoreArgs`. Raises the class that the server raised."""
-        session = self._session_here()
-        return session.run(session.caller.ask(scoring(self._model, make_request(**samples))))
+    def score(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Scores:
+        """Returns the samples' scores; blocks. Raises the class that the server raised.
 
-    def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
+        Give exactly one of `texts`, `messages` (conversations) and `tokens` (token ids, each sequence of its own
+        length): a list of samples. Every other list has one entry a sample: `groups`, `prompt_lengths` and `steps` as
+        in `ScoreRequest`; `prompts` (text) and `labels` (any JSON value) for functions at the server that read them,
+        and not sent if none does. `timeout_s` bounds this call from the moment that it is first sent, and the server
+        is told; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that join only
+        requests of one width, such as PyTriton's; guerdon's needs none.
+        """
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
+        session = self._session_here()
+        return session.run(session.caller.ask(scoring(self._model, request)))
+
+    def submit(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Future[Scores]:
         """A future of `score`'s result, at once; thousands may be under way."""
-        request = make_request(**samples)
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
         session = self._session_here()
 
         def score(client: RewardClient = self) -> Scores:  # which must not be collected, and so close, before
@@ -116,13 +148,47 @@ class AsyncRewardClient(AsyncClient[AsyncSession]):
         session = AsyncSession(addresses(url, credentials), policy, max_in_flight)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
-    async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
+    async def score(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Scores:
         """The samples' scores. Cancelling the task abandons the request, at the server too."""
-        return await self._score(make_request(**samples))
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
+        return await self._score(request)
 
-    def submit(self, **samples: Unpack[ScoreArgs]) -> asyncio.Task[Scores]:
+    def submit(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        steps: TokenRows | None = None,
+        prompts: Texts | None = None,
+        labels: Sequence[Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> asyncio.Task[Scores]:
         """A task of `score`, started at once."""
-        return asyncio.create_task(self._score(make_request(**samples)))
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
+        )
+        return asyncio.create_task(self._score(request))
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Returns when a server has the model ready; raises DeadlineExceeded saying what each server said."""

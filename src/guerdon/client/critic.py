@@ -1,49 +1,29 @@
-"""The clients of a trainable critic: its values, its training and its checkpoints, in the order of the calls."""
+"""The client of a trainable critic: its values, its training and its checkpoints, in the order of the calls."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypedDict, TypeVar, Unpack
-
-import numpy as np
+from typing import Any, TypeVar
 
 from guerdon.client.addresses import addresses
-from guerdon.client.calls import Errand, ModelSignature, make_request
+from guerdon.client.calls import Conversations, Errand, Integers, ModelSignature, Texts, TokenRows, make_request
 from guerdon.client.credentials import Credentials
 from guerdon.client.critic_calls import Rows, controlling, inferring, make_train_request, training, training_loss
-from guerdon.client.futures import AsyncTrainFuture, TrainFuture
+from guerdon.client.futures import TrainFuture
 from guerdon.client.ordered import AsyncOrderedSession, OrderedSession
 from guerdon.client.results import CriticScores
 from guerdon.client.retry import RetryPolicy
-from guerdon.client.session import AsyncClient, Call, ThreadedClient
-from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Message, Operation, TrainReport, TrainRequest
-from guerdon.errors import Cancelled
+from guerdon.client.session import Call, ThreadedClient
+from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
 
 T = TypeVar("T")
 AnySession = OrderedSession | AsyncOrderedSession
 
-_PATIENT = RetryPolicy.patient(21_600.0)
+PATIENT = RetryPolicy.patient(21_600.0)
 """A server that comes back loads its checkpoint and trains again on its journal first, which takes minutes."""
-
-
-class InferArgs(TypedDict, total=False):
-    """The arguments of `infer` and `submit`: exactly one of `texts`, `messages` and `tokens`; one entry a sample.
-
-    `groups` and `prompt_lengths` are hints as in `ScoreRequest`. `timeout_s` bounds this call from the moment that
-    it is first sent. `pad_to_length` is for servers that join only requests of one width; guerdon's needs none.
-    """
-
-    texts: Sequence[str]
-    messages: Sequence[Sequence[Message]]
-    tokens: Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
-    groups: Sequence[int] | np.ndarray | None
-    prompt_lengths: Sequence[int] | np.ndarray | None
-    timeout_s: float | None
-    pad_to_length: int | None
 
 
 Name = str | Mapping[str, str]
@@ -56,7 +36,7 @@ def _sessions(
     return functools.partial(OrderedSession, addresses(url, credentials), policy, max_in_flight)
 
 
-class _Critic:
+class CriticCalls:
     """What both clients know of a critic: its models' names, and which calls go alone."""
 
     _name: Name
@@ -91,7 +71,7 @@ class _Critic:
         return controlling(self._model(request.operation), request)
 
 
-class CriticClient(_Critic, ThreadedClient[OrderedSession]):
+class CriticClient(CriticCalls, ThreadedClient[OrderedSession]):
     """Asks a critic for values, and trains it; safe to use from many threads, and after a fork.
 
     `url` is the server's http://, https://, grpc:// or grpcs:// address (a bare host:port means http), `credentials`
@@ -108,7 +88,7 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         url: str,
         name: Name = "critic",
         *,
-        policy: RetryPolicy = _PATIENT,
+        policy: RetryPolicy = PATIENT,
         max_in_flight: int = 128,
         credentials: Credentials | None = None,
     ) -> None:
@@ -117,21 +97,78 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         new_session = _sessions(url, policy, max_in_flight, credentials)
         super().__init__(new_session, (url, name, policy, max_in_flight, credentials))
 
-    def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
-        """The samples' values, no rewards; blocks. Arguments: `InferArgs`. Raises the class that the server raised."""
-        return self.submit(**samples).result()
+    def infer(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> CriticScores:
+        """Returns the samples' values, no rewards; blocks. Raises the class that the server raised.
 
-    def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
+        Give exactly one of `texts`, `messages` and `tokens`: a list of samples, as to `RewardClient.score`. `groups`
+        and `prompt_lengths` are hints as in `ScoreRequest`. `timeout_s` bounds this call from the moment that it is
+        first sent. `pad_to_length` is for servers that join only requests of one width; guerdon's needs none.
+        """
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
+        )
+        return self._infer(request).result()
+
+    def infer_with_rewards(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> CriticScores:
         """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
-        return self.submit_with_rewards(**samples).result()
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
+        )
+        return self._infer(request, needs_rewards=True).result()
 
-    def submit(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
+    def submit(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Future[CriticScores]:
         """A future of `infer`'s result, at once; thousands may be under way."""
-        return self._ask(inferring(self._model("infer"), make_request(**samples)))
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
+        )
+        return self._infer(request)
 
-    def submit_with_rewards(self, **samples: Unpack[InferArgs]) -> Future[CriticScores]:
+    def submit_with_rewards(
+        self,
+        *,
+        texts: Texts | None = None,
+        messages: Conversations | None = None,
+        tokens: TokenRows | None = None,
+        groups: Integers | None = None,
+        prompt_lengths: Integers | None = None,
+        timeout_s: float | None = None,
+        pad_to_length: int | None = None,
+    ) -> Future[CriticScores]:
         """A future of `infer_with_rewards`'s result, at once."""
-        return self._ask(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
+        request = make_request(
+            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
+        )
+        return self._infer(request, needs_rewards=True)
 
     def train(
         self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
@@ -227,7 +264,8 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         call, alone = self._controlling(session, request)
         return self._in_turn(session, call, alone=alone)
 
-    def _ask(self, errand: Errand[T]) -> Future[T]:
+    def _infer(self, request: ScoreRequest, *, needs_rewards: bool = False) -> Future[CriticScores]:
+        errand = inferring(self._model("infer"), request, needs_rewards=needs_rewards)
         session = self._session_here()
         return self._in_turn(session, session.caller.ask(errand))
 
@@ -243,108 +281,3 @@ class CriticClient(_Critic, ThreadedClient[OrderedSession]):
         future.add_done_callback(lambda _: kept.clear())
         session.in_turn(perform, future, alone=alone)
         return future
-
-
-class AsyncCriticClient(_Critic, AsyncClient[AsyncOrderedSession]):
-    """`CriticClient` for one event loop: the same calls in the same order, with `await`.
-
-    `submit` and `train` take their place in the order at once, the others when they are awaited.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        name: Name = "critic",
-        *,
-        policy: RetryPolicy = _PATIENT,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
-        """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._name = name
-        session = AsyncOrderedSession(addresses(url, credentials), policy, max_in_flight)
-        super().__init__(session, (url, name, policy, max_in_flight, credentials))
-
-    async def infer(self, **samples: Unpack[InferArgs]) -> CriticScores:
-        """The samples' values. Cancelling the task abandons the request, at the server too."""
-        return await self.submit(**samples)
-
-    async def infer_with_rewards(self, **samples: Unpack[InferArgs]) -> CriticScores:
-        """The samples' values and rewards; raises InvalidRequest where the server has no reward model."""
-        return await self._ask(inferring(self._model("infer"), make_request(**samples), needs_rewards=True))
-
-    def submit(self, **samples: Unpack[InferArgs]) -> asyncio.Task[CriticScores]:
-        """A task of `infer`, started at once."""
-        return self._ask(inferring(self._model("infer"), make_request(**samples)))
-
-    def train(
-        self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
-    ) -> AsyncTrainFuture:
-        """As `CriticClient.train`: a future to be awaited, under way at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, train_id)
-        future = AsyncTrainFuture(request.id)
-        session = self._session
-        call = self._training(session, request, train_id)
-        task = session.in_turn(call, alone=True, is_wanted=lambda: not future.cancelled())
-        task.add_done_callback(functools.partial(self._trained, future))
-        return future
-
-    async def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
-        """The loss and its companions on these rows, without any training."""
-        request = make_train_request(tokens, returns, prev_values, mask)
-        return await self._session.in_turn(self._validating(self._session, request), alone=False)
-
-    async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
-        """Saves a checkpoint with these metrics, and says which (None where a user's own server saves elsewhere)."""
-        return await self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
-
-    async def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
-        """Goes back to the checkpoint of that name, or to the newest."""
-        return await self._control(ControlRequest(Operation.LOAD, checkpoint))
-
-    async def offload(self) -> None:
-        """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
-        await self._control(ControlRequest(Operation.OFFLOAD))
-
-    async def onload(self) -> None:
-        """Moves the weights back."""
-        await self._control(ControlRequest(Operation.ONLOAD))
-
-    async def state(self) -> CriticState:
-        """What the critic is after all calls before this one."""
-        return await self._control(ControlRequest(Operation.STATE))
-
-    async def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """Returns when the server is ready; raises DeadlineExceeded with what it said."""
-        for model in self._awaited():
-            await self._session.run(self._session.caller.wait_ready(model, timeout_s))
-
-    async def info(self) -> ModelSignature:
-        """What the model that gives the values takes and gives."""
-        return await self._session.run(self._session.caller.describe(self._model("infer")))
-
-    async def config(self) -> dict[str, Any]:
-        """The configuration, in Triton's terms, of the model that gives the values; raises what the server raised."""
-        return await self._session.run(self._session.caller.configuration(self._model("infer")))
-
-    def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
-        call, alone = self._controlling(self._session, request)
-        return self._session.in_turn(call, alone=alone)
-
-    def _ask(self, errand: Errand[T]) -> asyncio.Task[T]:
-        return self._session.in_turn(self._session.caller.ask(errand), alone=False)
-
-    def _trained(self, future: AsyncTrainFuture, task: asyncio.Task[TrainReport]) -> None:
-        if task.cancelled():
-            if future.cancelled():
-                return
-            error: BaseException | None = Cancelled("the event loop ended before the answer")
-        else:
-            error = task.exception()
-        if error is None:
-            if not future.done():
-                future.set_result(task.result())
-            return
-        if not future.done():
-            future.set_exception(error)
-        self._session.failures.add(future, error)

@@ -38,7 +38,7 @@ def make_train_request(
     for name, rows in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if len(rows) != len(ids):
             raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
-        numbers = [arrays.row(name, i, row, "biuf", np.float32) for i, row in enumerate(rows)]
+        numbers = [arrays.row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
         for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
             if len(found) != len(row) - 1:
                 raise InvalidRequest(

@@ -198,6 +198,9 @@ class ThreadedClient(Generic[S]):
         """Ends at once: futures that have no result yet end with Cancelled."""
         self._finalizer()
 
+    def __repr__(self) -> str:
+        return _shown(self, self._session, self._arguments)
+
     def __enter__(self) -> Self:
         return self
 
@@ -229,6 +232,9 @@ class AsyncClient(Generic[A]):
         """Closes the connections; further calls raise Cancelled."""
         await self._session.close()
 
+    def __repr__(self) -> str:
+        return _shown(self, self._session, self._arguments)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -247,6 +253,12 @@ def _grpc() -> Any:
     except ImportError as e:
         raise ImportError(f"grpc:// and grpcs:// URLs need gRPC, which is an extra: {install_command('grpc')}") from e
     return grpc
+
+
+def _shown(client: object, session: Session | AsyncSession, arguments: Arguments) -> str:
+    """Returns a client's repr: class, addresses without their keys, and the model's or the critic's name."""
+    urls = [endpoint.url for endpoint in session.caller.endpoints.all]
+    return f"{type(client).__name__}({(urls[0] if len(urls) == 1 else urls)!r}, {arguments[1]!r})"
 
 
 def _rebuild(
