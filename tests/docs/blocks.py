@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from processes import environment
 from served import free_port
@@ -21,8 +23,13 @@ from served import free_port
 ROOT = Path(__file__).parents[2]
 PORTS = {"serve": ("5555", "5557"), "serve-critic": ("5556", "5558")}
 """HTTP and gRPC ports by command, as the pages have them."""
-SHORTER = {"guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4"}
-"""Flags behind commands that would take minutes."""
+SHORTER = {
+    "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
+    "python -m guerdon.adapters.rewardbench": "--dataset pairs.json --load_json --not_quantized --torch_dtype float32",
+}
+"""Flags behind commands that would take minutes, or would fetch a data set."""
+SHORTER_PYTHON = {"GRPOConfig(": "GRPOConfig(max_steps=1, max_completion_length=8, report_to='none', "}
+"""What stands in Python for a call that would take minutes."""
 START_S, COMMAND_S = 120.0, 200.0
 
 
@@ -63,21 +70,23 @@ class Reader:
     """Does a page's blocks in a folder; other ports stand for the page's own, so that pages can be read side by side.
 
     `not_run` has patterns of commands that are only checked, each with its check, which raises AssertionError. A block
-    whose first line is `# NAME.py` or `# NAME.yaml` is that file. A `guerdon serve` and a `guerdon serve-critic` go on
-    until another server takes their port, or the reader leaves.
+    whose first line is `# NAME.py` or `# NAME.yaml` is that file, `POST /PATH BODY` and a line with a status and an
+    answer is an exchange with the last server that was started. A `guerdon serve` and a `guerdon serve-critic` go on
+    until another server takes their port, or the reader leaves; the same command again finds them running.
     """
 
     def __init__(self, folder: Path, not_run: dict[str, Callable[[str], None]]) -> None:
         self.folder, self.not_run = folder, not_run
-        self.ports = {port: str(free_port()) for ports in (*PORTS.values(), ("5559",)) for port in ports}
+        self.ports = {port: str(free_port()) for ports in (*PORTS.values(), ("5559", "8000")) for port in ports}
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
-        bin_folder = folder / ".bin"
-        bin_folder.mkdir()
-        for name, command in {"guerdon": f"{sys.executable} -m guerdon", "python": sys.executable}.items():
-            (bin_folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-            (bin_folder / name).chmod(0o755)
+        self.started: dict[str, list[str]] = {}
+        self.last = ""
+        self.bin = folder / ".bin"
+        self.bin.mkdir()
+        self._put("guerdon", f"{sys.executable} -m guerdon")
+        self.use(Path(sys.executable))
         env = environment()
-        self.env = env | {"PATH": f"{bin_folder}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+        self.env = env | {"PATH": f"{self.bin}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def __enter__(self) -> Reader:
         return self
@@ -86,14 +95,23 @@ class Reader:
         for port in list(self.servers):
             self._stop(port)
 
+    def use(self, python: Path) -> None:
+        """From now on this interpreter is `python`."""
+        self._put("python", str(python))
+
     def read(self, block: Block) -> None:
         """Does one block; raises AssertionError with its line where something of it fails."""
         where = f"the block at line {block.line}"
-        named = re.match(r"# (\w+\.\w+)$", block.text.splitlines()[0])
-        if named is not None:
+        named = re.match(r"# (\w+\.(?:py|yaml))\b", block.text.splitlines()[0])
+        if block.text.startswith("POST /"):
+            self._exchange(block.text, where)
+        elif named is not None:
             (self.folder / named[1]).write_text(self._with_ports(block.text), encoding="utf-8")
         elif block.language == "python":
-            self._run(["python", "-c", self._with_ports(block.text)], where)
+            text = self._with_ports(block.text)
+            for long, shorter in SHORTER_PYTHON.items():
+                text = text.replace(long, shorter)
+            self._run(["python", "-c", text], where)
         else:
             assert block.language in ("", "bash"), f"{where} is {block.language}, and says by no first line which file"
             for command in commands(block.text):
@@ -111,15 +129,31 @@ class Reader:
         more = next((flags for start, flags in SHORTER.items() if command.startswith(start)), "")
         self._run(["bash", "-euo", "pipefail", "-c", self._with_ports(f"{command} {more}".rstrip())], where)
 
+    def _exchange(self, text: str, where: str) -> None:
+        """Sends the request, and finds the answer in the form that the block has it."""
+        asked, answered = text.splitlines()
+        (_, path, body), (status, form) = asked.split(None, 2), answered.split(None, 1)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.last}{path}", body.encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            got = json.loads(answer.read())
+            assert (answer.status, _form(got)) == (int(status), _form(json.loads(form))), f"{where}: {got}"
+
+    def _put(self, name: str, command: str) -> None:
+        (self.bin / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (self.bin / name).chmod(0o755)
+
     def _serve(self, command: str, http: str, grpc: str, where: str) -> None:
-        words = shlex.split(command)
+        words = shlex.split(command, comments=True)
         if "--port" not in words:
             words += ["--port", http]
         if not {"--grpc-port", "--no-grpc"} & {*words}:
-            words += ["--grpc-port", grpc]
+            words += ["--grpc-port", grpc if http in words else "0"]  # not 2 above: another test may have that one
         words = [self.ports.get(word, word) for word in words]
-        port = words[words.index("--port") + 1]
+        self.last = port = words[words.index("--port") + 1]
+        if port in self.servers and self.started[port] == sorted(words):
+            return
         self._stop(port)
+        self.started[port] = sorted(words)
         log = self.folder / f"server-{port}.log"
         with log.open("wb") as file:
             self.servers[port] = subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=file, stderr=file)
@@ -143,7 +177,14 @@ class Reader:
         assert done.returncode == 0, f"{where} ended with {done.returncode}\n{done.stdout}{done.stderr}"
 
     def _with_ports(self, text: str) -> str:
-        return re.sub(r"\b555\d\b", lambda match: self.ports.get(match[0], match[0]), text)
+        return re.sub(r"\b(?:555\d|8000)\b", lambda match: self.ports.get(match[0], match[0]), text)
+
+
+def _form(value: Any) -> Any:
+    """What of an answer a page can promise: names and types, and no numbers."""
+    if isinstance(value, dict):
+        return {name: _form(part) for name, part in value.items()}
+    return [_form(part) for part in value] if isinstance(value, list) else type(value).__name__
 
 
 def _is_ready(port: str) -> bool:

@@ -58,7 +58,7 @@ ENVIRONMENTS = {
     "rewardbench": Environment(
         ["rewardbench==0.1.4", "transformers==4.51.0", "tokenizers==0.21.4", "huggingface_hub==0.36.2", "trl==0.16.1",
          "accelerate==1.6.0", "fschat"],
-        ["setuptools<81"],
+        ["setuptools<81", "wandb"],
     ),
     "slime": Environment(
         ["pylatexenc"],
