@@ -88,6 +88,20 @@ def test_without_flags_all_are_defaults() -> None:
     assert settings("m") == ServerConfig(models=[ModelConfig(model="m")])
 
 
+def test_a_server_finds_its_grpc_port_by_its_http_port(tmp_path: Path) -> None:
+    assert settings("m", "--port", "8000").grpc_port == 8002
+    assert critic_settings("m", "--port", "8000").grpc_port == 8002
+    assert settings("m", "--port", "0").grpc_port == 0
+    assert settings("m", "--port", "8000", "--grpc-port", "9").grpc_port == 9
+    assert settings("m", "--port", "8000", "--no-grpc").grpc_port is None
+    assert settings("m", "--port", "65535").grpc_port == 65533
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 8000\n")
+    assert settings("m", "--config", str(file)).grpc_port == 8002
+    file.write_text("port: 8000\ngrpc_port: null\n")
+    assert settings("m", "--config", str(file)).grpc_port is None
+
+
 def test_flags_go_before_yaml(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
@@ -101,7 +115,9 @@ def test_flags_go_before_yaml(tmp_path: Path) -> None:
 def test_model_of_the_command_line_with_a_yaml_of_server_settings(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("port: 1000\n")
-    assert settings("m", "--config", str(file)) == ServerConfig(port=1000, models=[ModelConfig(model="m")])
+    assert settings("m", "--config", str(file)) == ServerConfig(
+        port=1000, grpc_port=1002, models=[ModelConfig(model="m")]
+    )
 
 
 CRITIC_YAML = """
@@ -293,6 +309,29 @@ def test_the_status_tells_of_failed_samples(tmp_path: Path) -> None:
     assert "1 failed, the first:" in err
     assert process.returncode == 1
     assert [json.loads(line)["rewards"] for line in (tmp_path / "out.jsonl").open()] == [[1.0], [None], [1.0]]
+
+
+def scored_by_pipes(folder: Path, rows: str, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "scorer_here.py").write_text(SCORER)
+    command = [sys.executable, "-m", "guerdon", "score", "--model", "scorer_here:score", "-", "-o", "-", *more]
+    return subprocess.run(
+        command, cwd=folder, input=rows, capture_output=True, text=True, env=environment(), timeout=60, check=False
+    )
+
+
+def test_a_hyphen_is_stdin_and_stdout(tmp_path: Path) -> None:
+    done = scored_by_pipes(tmp_path, '{"text": "fine"}\n{"prompt": "a", "responses": ["b", "c"]}\n')
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["rewards"] for line in done.stdout.splitlines()] == [[1.0], [1.0, 1.0]]
+    assert "3 samples in 2 rows" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"scorer_here.py", "__pycache__"}
+
+
+def test_what_comes_over_stdin_is_checked_before_it_is_scored(tmp_path: Path) -> None:
+    done = scored_by_pipes(tmp_path, '{"text": "fine"}\n{"txet": "fine"}\n')
+    assert (done.returncode, done.stdout) == (2, "") and "stdin, line 2: none of the forms" in done.stderr
+    done = scored_by_pipes(tmp_path, '{"text": "fine"}\n', "--retry-failed")
+    assert done.returncode == 2 and "stdout has no rows to score again" in done.stderr
 
 
 def test_ctrl_c_ends_a_run_soon(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from guerdon.core import Operation
 from guerdon.errors import ConfigError
 from guerdon.fields import convert, setting
 
+MAX_PORT = 65_535
+
 
 @dataclass
 class ForwardConfig:
@@ -251,8 +253,13 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
     """One server: its sockets, its limits and its models."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
-    grpc_port: int | None = setting(5557, "gRPC port (0: any free one); --no-grpc turns it off", least=0, most=65_535)
+    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=MAX_PORT)
+    grpc_port: int | None = setting(
+        5557,
+        "gRPC port (0: any free one); 2 above the HTTP port unless it is given; --no-grpc turns it off",
+        least=0,
+        most=MAX_PORT,
+    )
     model_repository: str | None = setting(
         None, "folder of the checkpoints that a key of the role admin may load while the server runs"
     )

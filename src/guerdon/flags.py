@@ -10,13 +10,16 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
+from guerdon.config import MAX_PORT, CriticConfig, ModelConfig, ServerConfig, check
 from guerdon.errors import ConfigError
 from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Where `serve-critic` listens by default, so that a reward model's server may run beside it."""
+
+_GRPC_ABOVE = 2
+"""The gRPC port is so far above the HTTP port if only that is given: servers side by side need one flag each."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -171,11 +174,19 @@ def critic_server_config(args: argparse.Namespace) -> ServerConfig:
 def _server(args: argparse.Namespace, defaults: dict[str, Any]) -> ServerConfig:
     """The server's settings, with whatever models and critic the YAML file has."""
     settings = read_yaml(args.config) if args.config else {}
-    if isinstance(settings, dict):
-        settings = defaults | settings
-    return typing.cast(
-        ServerConfig, dataclasses.replace(from_mapping(ServerConfig, settings), **given(args, ServerConfig))
-    )
+    flags = given(args, ServerConfig)
+    config = typing.cast(ServerConfig, from_mapping(ServerConfig, settings))
+    config = dataclasses.replace(config, **({k: v for k, v in defaults.items() if k not in settings} | flags))
+    if "grpc_port" not in {*settings, *flags}:
+        config.grpc_port = _grpc_port(config.port)
+    return config
+
+
+def _grpc_port(port: int) -> int:
+    """Returns the gRPC port of a server whose HTTP port is `port`; 0, any free one, if that is."""
+    if port == 0:
+        return 0
+    return port + _GRPC_ABOVE if port + _GRPC_ABOVE <= MAX_PORT else port - _GRPC_ABOVE
 
 
 def _checked(config: ServerConfig) -> ServerConfig:

@@ -6,16 +6,20 @@ import gzip
 import json
 import math
 import random
+import re
 import subprocess
 import sys
+import textwrap
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from guerdon import LocalRewardModel
 from guerdon.demo import parts, policy, recipe, scoring
 from guerdon.demo.story import KINDS, NUM_ANSWERS, SPOKEN, PlainStory, Story
 from guerdon.errors import StartError
@@ -179,6 +183,19 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert (tmp_path / "learning.png").stat().st_size > 10_000
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-000060" / "policy")
     assert heldout()[0]["prompt"] in done.stdout
+    assert_the_readmes_example_is_in_its_order(tmp_path / "reward_model")
+
+
+def assert_the_readmes_example_is_in_its_order(model: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"    question = .*?    scores = client\.score\(.*?\)\n", text, re.DOTALL)
+    shown = re.search(r"it prints `\[ *(\S+) (\S+) *\]`", text)
+    assert example and shown
+    with LocalRewardModel(model) as client:
+        known: dict[str, Any] = {"client": client}
+        exec(textwrap.dedent(example[0]), known)
+    good, bad = known["scores"].rewards.tolist()
+    assert good > bad + 2 and float(shown[1]) > float(shown[2]) + 2
 
 
 @pytest.mark.slow

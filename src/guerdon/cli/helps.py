@@ -96,6 +96,8 @@ examples:
       in.jsonl.gz -o out.jsonl
   # without a server
   guerdon score --model ./my-reward-model in.jsonl -o out.jsonl
+  # from a pipe into a pipe
+  head -100 in.jsonl | guerdon score --server http://127.0.0.1:5555 - -o - | jq .rewards
 """
 
 SCORE_NOTES = """\

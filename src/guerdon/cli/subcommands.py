@@ -57,8 +57,10 @@ def _add_score(commands: Any) -> None:
     score = _command(commands, "score", "score a JSONL file", running.run_score)
     score.description, score.epilog = helps.SCORE_EXAMPLES, helps.SCORE_NOTES
     score.usage = "guerdon score (--server URL | --model MODEL) IN -o OUT [--FLAG VALUE ...]"
-    score.add_argument("IN", help="JSONL file, or .jsonl.gz")
-    score.add_argument("-o", "--out", metavar="OUT", required=True, help="JSONL file to write or to continue")
+    score.add_argument("IN", help="JSONL file, or .jsonl.gz; - is stdin")
+    score.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="JSONL file to write or to continue; - is stdout"
+    )
     where = score.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--server", action="append", metavar="URL", help="http:// or grpc:// address; repeat it to share the load"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,35 +75,55 @@ def score_file(
     they have names. `weights_version` names the weights, where the server does, and `template` is true where it
     was applied. Rows that `out_path` already has are kept; with `retry_failed`, those with failed samples are first
     scored again. About `max_in_flight` samples are on their way at once, fewer while the server's queue is full.
+    `-` as a path is stdin, which is read to its end first, and stdout, which keeps nothing to continue.
 
     Raises StartError, before anything is scored, where a row is malformed or `out_path` is of another input, and
     where its rows are of other weights than the server's; StorageFailed where the disk does not take them, and the
     GuerdonError of a server that fails or does not answer, after which the same call continues.
     """
-    source, target = Path(in_path), Path(out_path)
-    _check_paths(source, target)
-    num_samples = sum(len(samples_of(row, source, line, template)) for line, row in read_rows(source))
+    target, is_file = Path("stdout" if str(out_path) == "-" else out_path), str(out_path) != "-"
+    if retry_failed and not is_file:
+        raise StartError("stdout has no rows to score again", "give the output file of the earlier run")
     summary = FileSummary()
-    started = time.monotonic()
-    done = _Done(source, target, template)
-    if retry_failed and target.exists():
-        with _writing(target):
-            _score_again(scorer, done, max_in_flight)
-    with _writing(target), _open(target) as out:
-        done.keep(out, summary)
-        summary.num_resumed = summary.num_rows
-        rows = itertools.islice(read_rows(source), summary.num_resumed, None)
-        with (
-            tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
-            Window(groups_of(rows, source, template), scorer, max_in_flight, out.flush) as window,
-        ):
-            for group, scores in window:
-                for row, part in _parts(group, scores, done.weights):
-                    out.write(_line(row, part, template))
-                    summary._add(_rewards(part), part.errors)
-                    bar.update(len(part))
+    with _source(in_path) as source:
+        if is_file:
+            _check_paths(source, target)
+        num_samples = sum(len(samples_of(row, source, line, template)) for line, row in read_rows(source))
+        started = time.monotonic()
+        done = _Done(source, target, template)
+        if retry_failed and target.exists():
+            with _writing(target):
+                _score_again(scorer, done, max_in_flight)
+        with _writing(target), _open(target) if is_file else nullcontext(sys.stdout.buffer) as out:
+            if is_file:
+                done.keep(out, summary)
+            summary.num_resumed = summary.num_rows
+            rows = itertools.islice(read_rows(source), summary.num_resumed, None)
+            with (
+                tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
+                Window(groups_of(rows, source, template), scorer, max_in_flight, out.flush) as window,
+            ):
+                for group, scores in window:
+                    for row, part in _parts(group, scores, done.weights):
+                        out.write(_line(row, part, template))
+                        summary._add(_rewards(part), part.errors)
+                        bar.update(len(part))
+            out.flush()
     summary.seconds = time.monotonic() - started
     return summary
+
+
+@contextmanager
+def _source(path: str | Path) -> Iterator[Path]:
+    """Yields the file of the rows: for stdin a temporary one, because rows are read twice."""
+    if str(path) != "-":
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="guerdon-") as folder:
+        source = Path(folder, "stdin")
+        with _writing(source), source.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield source
 
 
 def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[dict[str, Any], Scores]]:
@@ -261,6 +284,8 @@ def _writing(target: Path) -> Iterator[None]:
     """Tells of a disk that is full, read-only or broken."""
     try:
         yield
+    except BrokenPipeError:  # nobody reads stdout any more
+        raise
     except OSError as e:
         raise StorageFailed(
             f"cannot write {target}: {e.strerror or e}; make room on the disk, or mend it, and the same call continues"
