@@ -88,6 +88,19 @@ def test_without_flags_all_are_defaults() -> None:
     assert settings("m") == ServerConfig(models=[ModelConfig(model="m")])
 
 
+def test_all_mistakes_of_a_file_reach_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("prot: 1\nhots: h\nmodels: [{model: m}]\n")
+    status, _, err = run("serve", "--config", str(file), capsys=capsys)
+    assert status == 2
+    assert err.splitlines() == [
+        "guerdon: 2 settings are wrong",
+        f"  {file}, line 1: unknown setting prot; did you mean port?",
+        f"  {file}, line 2: unknown setting hots; did you mean host?",
+        "help: correct each of those above",
+    ]
+
+
 def test_a_server_finds_its_grpc_port_by_its_http_port(tmp_path: Path) -> None:
     assert settings("m", "--port", "8000").grpc_port == 8002
     assert critic_settings("m", "--port", "8000").grpc_port == 8002

@@ -234,3 +234,55 @@ def test_a_choice_is_checked_that_python_gave_and_named_by_its_section() -> None
     assert caught.value.help == "choose one of adamw, adamw_8bit"
     with pytest.raises(ConfigError, match=r"policy\.betas is"):
         check(CriticConfig(betas=[2.0, 0.9]), "policy.")
+
+
+MISTAKEN = """
+prot: 8000
+request_timeout_s: soon
+models:
+  - model: m
+    dtype: float32
+  - {model: n, name: n,
+     nmae: x, max_length: 0}
+critic:
+  model: c
+  betas: [0.9, 0.98]
+  loss_clip_val: -1
+"""
+
+
+def test_a_files_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(MISTAKEN)
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(ServerConfig, read_yaml(file))
+    assert str(caught.value) == "5 settings are wrong"
+    assert caught.value.__notes__ == [
+        f"{file}, line 2: unknown setting prot; did you mean port?",
+        f"{file}, line 3: request_timeout_s is 'soon'; give a value of type float",
+        f"{file}, line 8: unknown setting models[1].nmae; did you mean name?",
+        f"{file}, line 8: models[1].max_length is 0; give at least 1",
+        f"{file}, line 12: critic.loss_clip_val is -1.0; give at least 0",
+    ]
+
+
+def test_a_files_one_mistake_is_the_error_itself(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("models:\n- {model: m}\nprot: 1\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml, line 3: unknown setting prot$") as caught:
+        from_mapping(ServerConfig, read_yaml(file))
+    assert caught.value.help.startswith("did you mean port? known here: ")
+    file.write_text("models: {model: m}\n")
+    with pytest.raises(ConfigError, match=r"server\.yaml, line 1: models must be a list"):
+        from_mapping(ServerConfig, read_yaml(file))
+
+
+def test_settings_that_contradict_are_told_at_once() -> None:
+    critic = CriticConfig(model="c", lr_schedule="linear", save_every=3)
+    with pytest.raises(ConfigError) as caught:
+        check(ServerConfig(dashboard=False, dashboard_samples=True, critic=critic))
+    assert [note.partition(" is ")[0] for note in caught.value.__notes__] == [
+        "critic.lr_schedule",
+        "critic.save_every",
+        "dashboard_samples",
+    ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,7 @@ from guerdon import tracing
 from guerdon.access import AccessConfig, check_reach, check_tls
 from guerdon.core import Operation
 from guerdon.errors import ConfigError
-from guerdon.fields import convert, setting
-
-MAX_PORT = 65_535
+from guerdon.fields import Mistakes, check_bounds, convert, setting
 
 
 @dataclass
@@ -253,12 +251,12 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
     """One server: its sockets, its limits and its models."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=MAX_PORT)
+    port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
     grpc_port: int | None = setting(
         5557,
         "gRPC port (0: any free one); 2 above the HTTP port unless it is given; --no-grpc turns it off",
         least=0,
-        most=MAX_PORT,
+        most=65_535,
     )
     model_repository: str | None = setting(
         None, "folder of the checkpoints that a key of the role admin may load while the server runs"
@@ -276,52 +274,57 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
 
 
 def check(settings: Any, where: str = "") -> None:
-    """Raises ConfigError for the first setting of the dataclass that is out of its bounds or contradicts another.
+    """Raises ConfigError for every setting of the dataclass that is out of its bounds or contradicts another.
 
     `where` is the path of the section that the settings are, with the point behind it.
     """
-    hints = typing.get_type_hints(type(settings))
+    mistakes = Mistakes()
+    _note_mistakes(settings, where, mistakes)
+    mistakes.raise_all()
+
+
+def _note_mistakes(settings: Any, where: str, mistakes: Mistakes) -> None:
+    hints, num_own = typing.get_type_hints(type(settings)), 0
     for item in dataclasses.fields(settings):
         value, path = getattr(settings, item.name), where + item.name
-        if typing.get_origin(hints[item.name]) is Literal:
-            convert(hints[item.name], value, path)
         parts = [(f"{path}[{i}]", part) for i, part in enumerate(value)] if isinstance(value, list) else [(path, value)]
         for within, part in parts:
             if dataclasses.is_dataclass(part):
-                check(part, f"{within}.")
-        _check_bounds(value, item.metadata, path)
+                _note_mistakes(part, f"{within}.", mistakes)
+        num_before = len(mistakes)
+        with mistakes.noted():
+            if typing.get_origin(hints[item.name]) is Literal:
+                convert(hints[item.name], value, path)
+            check_bounds(value, item.metadata, path)
+        num_own += len(mistakes) - num_before
+    if num_own:  # what contradicts them may follow from them
+        return
+    checks: list[Callable[[], None]] = []
     if isinstance(settings, LearningConfig):
-        _check_learning(settings, where)
+        checks.append(lambda: _check_learning(settings, where))
     if isinstance(settings, CriticConfig):
-        _check_critic(settings, where)
+        checks.append(lambda: _check_critic(settings, where))
     if isinstance(settings, ServerConfig):
-        check_tls(settings)
-        check_reach(settings, settings.host)
-        if settings.traces is not None:
-            tracing.check_endpoint(settings.traces)
-        _check_names(settings)
-        if settings.dashboard_samples and not settings.dashboard:
-            raise ConfigError("dashboard_samples is on, and there is no page", "leave out one of the two")
-        if settings.fsdp and settings.critic is None:
-            raise ConfigError(
-                "fsdp is on, and there is no critic: it shards what is trained",
-                "leave it out; a model too large for one device is split by tensor_parallel",
-            )
+        checks += [lambda: check_reach(settings, settings.host), lambda: check_tls(settings)]
+        checks.append(lambda: _check_rest(settings))
         for i, reward in enumerate(settings.rewards):
-            _check_reward(reward, f"rewards[{i}]", [model.name for model in settings.models])
+            checks.append(functools.partial(_check_reward, reward, f"rewards[{i}]", settings.models))
+    for contradiction in checks:
+        with mistakes.noted():
+            contradiction()
 
 
-def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
-    numbers = value if isinstance(value, list) else [value]
-    if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-        raise ConfigError(f"{where} is {value}", "give a finite number")
-    least, most, above = bounds["least"], bounds["most"], bounds["above"]
-    if value is not None and least is not None and value < least:
-        raise ConfigError(f"{where} is {value}", f"give at least {least:g}")
-    if value is not None and above is not None and value <= above:
-        raise ConfigError(f"{where} is {value:g}", f"give a number above {above:g}")
-    if value is not None and most is not None and value > most:
-        raise ConfigError(f"{where} is {value}", f"give at most {most:.0f}")
+def _check_rest(settings: ServerConfig) -> None:
+    if settings.traces is not None:
+        tracing.check_endpoint(settings.traces)
+    _check_names(settings)
+    if settings.dashboard_samples and not settings.dashboard:
+        raise ConfigError("dashboard_samples is on, and there is no page", "leave out one of the two")
+    if settings.fsdp and settings.critic is None:
+        raise ConfigError(
+            "fsdp is on, and there is no critic: it shards what is trained",
+            "leave it out; a model too large for one device is split by tensor_parallel",
+        )
 
 
 def _check_learning(settings: Any, where: str) -> None:
@@ -377,12 +380,12 @@ def _check_names(settings: ServerConfig) -> None:
             raise ConfigError(f"two models are named {name}", "give each its own `name:`, and each of `rewards:`, too")
 
 
-def _check_reward(settings: RewardConfig, where: str, models: list[str]) -> None:
+def _check_reward(settings: RewardConfig, where: str, models: list[ModelConfig]) -> None:
     if not settings.components:
         raise ConfigError(f"{where} has no components", "add `components:` with `- model:` lines")
     seen: set[str] = set()
     for i, component in enumerate(settings.components):
-        _check_component(component, f"{where}.components[{i}]", models)
+        _check_component(component, f"{where}.components[{i}]", [model.name for model in models])
         if component.model in seen:
             raise ConfigError(f"{where} has {component.model} twice", "leave one out, and add their weights")
         seen.add(component.model)

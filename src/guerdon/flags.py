@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from guerdon.config import MAX_PORT, CriticConfig, ModelConfig, ServerConfig, check
+from guerdon.config import CriticConfig, ModelConfig, ServerConfig, check
 from guerdon.errors import ConfigError
 from guerdon.fields import from_mapping
 from guerdon.yaml_files import read_yaml
@@ -186,7 +186,7 @@ def _grpc_port(port: int) -> int:
     """Returns the gRPC port of a server whose HTTP port is `port`; 0, any free one, if that is."""
     if port == 0:
         return 0
-    return port + _GRPC_ABOVE if port + _GRPC_ABOVE <= MAX_PORT else port - _GRPC_ABOVE
+    return port + _GRPC_ABOVE if port + _GRPC_ABOVE <= 65_535 else port - _GRPC_ABOVE
 
 
 def _checked(config: ServerConfig) -> ServerConfig:

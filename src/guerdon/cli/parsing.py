@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from guerdon import console
 from guerdon.exits import Exit
+from guerdon.fields import nearest
 
 _BOOLEANS = ("true", "false")
 _MOST_COLUMNS = 100
@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(self._without_booleans(map(_hyphenated, given)), namespace)
         if unknown:
-            self._near = _nearest(unknown[0].partition("=")[0], self._option_string_actions)
+            self._near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
@@ -108,12 +108,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError:
-            self._near = _nearest(str(value), map(str, action.choices or ()))
+            self._near = nearest(str(value), map(str, action.choices or ()))
             raise
-
-
-def _nearest(word: str, words: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
 
 
 def _negated(flag: str) -> str:
