@@ -21,7 +21,7 @@ def test_the_command_that_errors_advise_installs(tmp_path: Path) -> None:
     pip, install, what = shlex.split(install_command("server").removesuffix(" in a clone of guerdon"))
     assert (pip, install) == ("pip", "install")
     shutil.copytree(ROOT / "src/guerdon", tmp_path / "src/guerdon")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(  # what it needs is not fetched: only guerdon itself is looked for
         [sys.executable, "-m", "pip", "install", what, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],

@@ -1,0 +1,87 @@
+"""The source distribution: it has what its tests read, and its page has no link that leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "scripts", "deploy", ".ci")
+FILES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
+    "mkdocs.yml", "pyproject.toml", "setup.py",
+)  # fmt: skip
+MADE = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.egg-info")
+page = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["page"]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What somebody has who has unpacked the distribution."""
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=MADE)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (archive,) = made.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(made, filter="data")
+    return made / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_distribution_has_what_its_tests_read(unpacked: Path) -> None:
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            inside = path.relative_to(ROOT)
+            if path.is_file() and not re.search(r"__pycache__|\.py[cod]$|\.egg-info", str(inside)):
+                assert (unpacked / inside).is_file(), inside
+    assert all((unpacked / name).is_file() for name in FILES)
+
+
+@pytest.mark.slow
+def test_tests_of_pages_and_files_pass_in_the_distribution(unpacked: Path) -> None:
+    tests = ["tests/test_docs.py", "tests/test_layout.py", "tests/test_examples.py", "tests/wire/test_rows.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_every_test_of_the_distribution_is_found(unpacked: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_packages_page_has_no_link_into_the_repository(unpacked: Path) -> None:
+    text = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
+    assert "Description-Content-Type: text/markdown" in text and "# guerdon" in text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for made, targets in ((text, r"https?:"), (page(readme, "https://example.org/guerdon"), r"https?:")):
+        for target in re.findall(r'\]\(([^)]+)\)|src="([^"]+)"', made):
+            assert re.match(targets, "".join(target)), target
+    assert "](http://127.0.0.1:5555)" in text and "a scorer in Python: the quick start" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "public"),
+    [
+        ("[a](docs/a.md#b)", "a (`docs/a.md`)", "[a](https://x/g/blob/HEAD/docs/a.md#b)"),
+        ("[LICENSE](LICENSE)", "LICENSE", "[LICENSE](https://x/g/blob/HEAD/LICENSE)"),
+        ("[a](http://a)", "[a](http://a)", "[a](http://a)"),
+        ("![a](docs/a.png)", "*a*", "![a](https://x/g/raw/HEAD/docs/a.png)"),
+        ('<img src="docs/a.png" width="5" alt="a">', "*a*", "![a](https://x/g/raw/HEAD/docs/a.png)"),
+    ],
+)
+def test_links_and_pictures_of_the_page(text: str, plain: str, public: str) -> None:
+    assert (page(text, ""), page(text, "https://x/g")) == (plain, public)
