@@ -312,3 +312,32 @@ def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) 
     assert states == [0, 3, 6]
     assert f"what it learns is kept in {tmp_path / 'critic'}" in said[0]
     assert f"ready at http://127.0.0.1:{port}" in said[2]
+
+
+def test_a_stopped_critic_says_what_is_saved_and_what_is_journalled(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "guerdon", "serve-critic", str(folder / "model"), "--port", "0", "--no-grpc"]
+    command += ["--global-batch-size", str(GBS)]
+    asked = arrays_of(request(rows_of(10, shared=True)))
+    said = []
+    for more in (["--checkpoint-dir", str(tmp_path / "critic")], []):
+        process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True, env=environment())
+        assert process.stdout is not None
+        url = next(line for line in process.stdout if "ready at" in line).split()[3]
+        with CriticClient(url) as critic:
+            critic.train(**asked).result(60)
+            if more:
+                name = critic.save().name
+            critic.train(**asked).result(60)
+        process.send_signal(signal.SIGINT)
+        said.append(process.communicate(timeout=60)[0].splitlines())
+        assert process.returncode == 0
+    counted = "guerdon: stopped; requests answered: {}, refused or failed: 0"
+    assert said[0] == [
+        counted.format(3),
+        f"guerdon: critic was stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {name}, train "
+        "requests journalled since then: 1; the same command goes on from there",
+    ]
+    assert said[1] == [
+        counted.format(2),
+        "guerdon: critic was stopped at step 6, AND WHAT IT LEARNT IS LOST: there is no --checkpoint-dir",
+    ]

@@ -239,8 +239,9 @@ def test_an_unloaded_model_is_noted(tmp_path):
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_server_that_is_not_there_is_a_problem(scheme, capsys):
     assert run(f"{scheme}://127.0.0.1:{free_port()}") == 1
-    last = capsys.readouterr().out.splitlines()
-    assert last[-1].startswith("1 problem, ") and last[-3].lstrip().startswith("help: ")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("problem ") and told[1].lstrip().startswith("help: ")
+    assert told[-1].startswith("1 problem, ")
 
 
 def test_a_wrong_port_and_a_wrong_url_are_problems(running):
@@ -305,8 +306,8 @@ def test_an_answer_that_is_not_the_protocols_is_a_problem_and_no_traceback(body,
         monkeypatch.setattr(machine, "PORTS", {port: "guerdon serve, HTTP"})
         assert run(f"http://127.0.0.1:{port}", "--json") == 1
     found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)["findings"]]
-    assert "what no server of the open inference protocol does" in found[-1].text
-    assert found[-1].level == "problem" and found[-1].help
+    wrong = [finding for finding in found if "what no server of the open inference protocol does" in finding.text]
+    assert wrong[-1].level == "problem" and wrong[-1].help and wrong[-1].subject == f"http://127.0.0.1:{port}"
     assert any(finding.subject == f"port {port}" for finding in found)
 
 
@@ -340,3 +341,8 @@ def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, 
 def test_a_finding_is_one_line_and_its_help_another():
     assert line(Finding("ok", "a", "b"), io.StringIO()) == "ok       a: b\n"
     assert line(Finding("problem", "a", "b", "c"), io.StringIO()) == "problem  a: b\n         help: c\n"
+
+
+def test_servers_are_asked_first() -> None:
+    _, found = in_a_process("http://127.0.0.1:9")
+    assert [*found][:2] == ["http://127.0.0.1:9", "python"]

@@ -11,7 +11,7 @@ from typing import TextIO
 from guerdon import errors, logs
 from guerdon.colours import coloured
 from guerdon.config import CriticConfig
-from guerdon.core import ModelInfo
+from guerdon.core import CriticState, ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, GuerdonError, StartError
 from guerdon.extras import install_command
@@ -63,6 +63,18 @@ def kept(critic: CriticConfig) -> str:
     if critic.checkpoint_dir is None:
         return "WHAT IT LEARNS IS LOST WITH THIS SERVER: give --checkpoint-dir to keep it"
     return f"what it learns is kept in {critic.checkpoint_dir}"
+
+
+def left(critic: CriticConfig, state: CriticState) -> str:
+    """Where a critic was stopped, and what of it the next start finds: what is saved, and what is journalled."""
+    where = f"{critic.name} was stopped at step {state.step}"
+    if not state.is_durable:
+        return f"{where}, AND WHAT IT LEARNT IS LOST: there is no --checkpoint-dir"
+    saved = f"step {state.checkpoints[-1].step} is saved as {state.checkpoints[-1].name}" if state.checkpoints else ""
+    return (
+        f"{where}: in {critic.checkpoint_dir} {saved or 'no checkpoint is saved'}, train requests journalled since "
+        f"then: {state.num_unsaved}; the same command goes on from there"
+    )
 
 
 def need(*modules: str) -> None:

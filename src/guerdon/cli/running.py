@@ -40,7 +40,10 @@ def _serve(config: ServerConfig) -> None:
     from guerdon import assembly
     from guerdon.server.service import Service
 
+    started: list[Service] = []
+
     def on_loaded(service: Service) -> None:
+        started.append(service)
         console.loaded()
         for info in service.models():
             if isinstance(info, ModelInfo):
@@ -52,6 +55,12 @@ def _serve(config: ServerConfig) -> None:
         console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
 
     assembly.run(config, device=_device(config), on_loaded=on_loaded, on_started=on_started)
+    for service in started:
+        requests = service.metrics.totals("guerdon_requests", "_total")
+        num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
+        console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
+        if critic and service.critic is not None:
+            console.say(console.left(critic, service.critic.now()))
 
 
 def _device(config: ServerConfig) -> str:

@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examined(urls: list[str]) -> Iterator[Finding]:
-    """What is quickest first."""
+    """The servers that were asked about first; then this machine, what is quickest first."""
+    for url in urls:
+        yield from server.examine(url)
     yield from installation.examine()
     yield from machine.examine()
     yield from devices.examine()
-    for url in urls:
-        yield from server.examine(url)

@@ -130,6 +130,7 @@ async def serve(
             for waiting in stops:
                 waiting.cancel()
             service.ready = False
+            log.info("told to stop; %d accepted requests have %g s to be done", gate.num_requests, grace_s)
             ends = asyncio.get_running_loop().time() + grace_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(ends):

@@ -327,9 +327,10 @@ class Critic:
         self._show()
 
     def _state(self, asked: ControlRequest, group: Group) -> CriticState:
-        return self._now()
+        return self.now()
 
-    def _now(self) -> CriticState:
+    def now(self) -> CriticState:
+        """Returns what the critic is; only while nothing else is done with it."""
         facts = self._trainer.state()
         return CriticState(
             step=facts["step"],
@@ -387,4 +388,4 @@ class Critic:
             self._show()
 
     def _show(self) -> None:
-        self.progress.show(self._now(), self._history.measured, bool(self._fault))
+        self.progress.show(self.now(), self._history.measured, bool(self._fault))
