@@ -88,7 +88,7 @@ leave those out that failed.
 | `metrics.jsonl` | a line a step; after a resume each step stands there once |
 | `tensorboard/` | the same, and the samples, for TensorBoard |
 | `curves.png` | reward, KL, entropy, length, loss and more over the steps, drawn when the run ends or leaves |
-| `samples/step-000010.md` | prompts, responses and rewards of a validation |
+| `samples/step-000010.txt` | prompts, responses and rewards of a validation, as plain text |
 | `checkpoints/step-000020/` | a checkpoint; `policy/` in it is a model that transformers (or peft) loads |
 | `settings.yaml` | all settings as the run had them |
 | `skipped_prompts.jsonl` | the prompts that were too long, if any |

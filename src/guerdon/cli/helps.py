@@ -97,7 +97,7 @@ examples:
   # without a server
   guerdon score --model ./my-reward-model in.jsonl -o out.jsonl
   # from a pipe into a pipe
-  head -100 in.jsonl | guerdon score --server http://127.0.0.1:5555 - -o - | jq .rewards
+  head in.jsonl | guerdon score --server http://a:5555 - -o - > out.jsonl
 """
 
 SCORE_NOTES = """\
