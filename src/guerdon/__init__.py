@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from guerdon.local import LocalRewardModel
     from guerdon.reward_model_server import RewardModelServer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncCriticClient",
