@@ -152,3 +152,46 @@ def test_a_pace_that_was_measured_wrong_is_measured_again() -> None:
             served += len(batch.entries)
         s.late.clear()
     assert served > 64 * 40 * 2
+
+
+def test_small_batches_mend_a_pace_that_was_measured_too_low() -> None:
+    s = Scheduler(Limits(max_batch_tokens=BUDGET))
+    full_batch(s, 40.0)  # 100 tokens a second
+    refused = 0
+    for i in range(20):
+        for k in range(2):
+            try:
+                s.add(make_job(1000 * (2 * i + k), 2, float(i), 5.0), float(i))
+            except Overloaded:
+                refused += 1
+        while (batch := s.take(float(i))) is not None:
+            s.observe(batch.num_tokens, batch.num_tokens / RATE)
+    assert 0 < refused < 10
+
+
+def test_another_model_is_measured_anew() -> None:
+    s = Scheduler(Limits(max_batch_tokens=BUDGET))
+    full_batch(s, 4000.0)
+    s.change(Limits(max_batch_tokens=BUDGET, shares=True))
+    for i in range(3):
+        s.add(make_job(1000 * i, 64, 0.0, 2.0), 0.0)
+
+
+def test_a_shared_prompt_counts_once() -> None:
+    s = Scheduler(Limits(max_batch_tokens=BUDGET, shares=True))
+    full_batch(s, 0.4)  # 10,000 tokens a second
+    s.add(make_job(0, 8, 0.0, 1e9), 0.0)
+    prompt = np.arange(2000) + 10**6
+    rows = [Sequence(np.append(prompt, [i, i, i])) for i in range(64)]
+    s.add(Job(rows, 0, 0.0, "", 2.0), 0.0)  # 128,192 tokens, of which 2,192 are computed
+
+
+def test_large_requests_with_the_same_prompts_give_way_too() -> None:
+    s = Scheduler(Limits(max_batch_tokens=BUDGET, shares=True))
+    prompts = [np.arange(500) + 1000 * i for i in range(100)]
+    for _ in range(2):
+        s.add(Job([Sequence(prompt) for prompt in prompts], 0, 0.0, "", 1e9))
+    small = make_job(10**6, 2, 0.0, 1e9)
+    s.add(small)
+    batches = [s.take(0.0) for _ in range(3)]
+    assert sum(batch.jobs().get(small, 0) for batch in batches if batch is not None) == 2

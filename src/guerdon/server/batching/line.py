@@ -50,6 +50,6 @@ class Line:
             waiting = [entry for entry in self.jobs if entry[2].waiting]
             first = min(waiting, default=None)
             equals = [entry for entry in waiting if first is not None and entry[0] == first[0]]
-            equals.sort(key=lambda entry: (entry[2].tokens_left, entry[1]), reverse=True)
+            equals.sort(key=lambda entry: (entry[2].cost_left, entry[1]), reverse=True)
             self.nearest = [job for *_, job in equals]
         self.serving, self.served = None, 0

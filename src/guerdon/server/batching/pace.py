@@ -9,23 +9,28 @@ _SPARE = 0.2
 
 
 class Pace:
-    """The tokens a second of full batches, unknown until there was one: small ones are slower and say nothing of it."""
+    """The computed tokens a second of full batches, unknown until there was one.
+
+    Small batches are slower, so that one of them can only show that the pace was measured too low.
+    """
 
     def __init__(self) -> None:
         self.batch_tokens = 0
         """What the last full batch held."""
         self._tokens_per_s = 0.0
         self._running = 0
+        self._is_full = False
 
     def begin(self, num_tokens: int, *, is_full: bool) -> None:
-        """A batch of so many tokens, those included that are shared and computed once, begins."""
-        self._running = num_tokens if is_full else 0
+        """Notes that a batch begins, of so many tokens."""
+        self._running, self._is_full = num_tokens, is_full
 
     def end(self, seconds: float) -> None:
-        """That batch took so long."""
-        if self._running:
+        """Notes how long that batch took."""
+        rate = self._running / max(seconds, 1e-6)
+        if self._is_full:
             self.batch_tokens = self._running
-            rate = self._running / max(seconds, 1e-6)
+        if self._is_full or 0 < self._tokens_per_s < rate:
             self._tokens_per_s += (rate - self._tokens_per_s) * (_NEW if self._tokens_per_s else 1.0)
         self._running = 0
 

@@ -44,7 +44,7 @@ class Job:
     """One accepted request: its sequences, and their results as they come in.
 
     Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken` when its last sequence was taken up.
-    `tokens_left` are those of the sequences that were not taken yet.
+    Of the sequences there are `num_queued` that were not taken yet; computing them costs about `cost_left` tokens.
     `weights_version` names the weights that gave the results. `client` is who asks, by name.
     """
 
@@ -61,7 +61,9 @@ class Job:
     waiting: deque[int] = field(default_factory=deque)
     queued: list[bool] = field(default_factory=list)
     unanswered: int = 0
-    tokens_left: int = 0
+    num_queued: int = 0
+    costs: list[int] = field(default_factory=list)
+    cost_left: int = 0
     owner: object = None
     """The caller's own mark, handed back untouched."""
     traced: Part | None = None
@@ -70,8 +72,7 @@ class Job:
         self.results = [None] * len(self.sequences)
         self.waiting = deque(range(len(self.sequences)))
         self.queued = [True] * len(self.sequences)
-        self.unanswered = len(self.sequences)
-        self.tokens_left = sum(s.num_tokens for s in self.sequences)
+        self.unanswered = self.num_queued = len(self.sequences)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +135,7 @@ class Scheduler:
         self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
         self._batch = Batch()
         self._pace = Pace()
+        self._cost = 0  # of all that waits
         self.late: list[Job] = []
         """Jobs that `take` dropped, as they could not be done by their deadlines; for the owner to take out."""
 
@@ -142,19 +144,23 @@ class Scheduler:
 
         Without `now` no deadline counts.
         """
-        self.room.check(len(job.sequences), job.tokens_left, job.client)
+        num_tokens = sum(s.num_tokens for s in job.sequences)
+        self.room.check(len(job.sequences), num_tokens, job.client)
+        self._price(job)
         if now is not None and self.num_sequences and self._would_be_late(job, job.deadline - now):
             raise Overloaded(
                 f"{self.num_sequences} sequences ({self.room.tokens.taken} tokens) wait, too many to score "
-                f"{job.tokens_left} tokens more in {job.deadline - now:.3g} s; try again later, or allow more time",
+                f"{job.cost_left} tokens more in {job.deadline - now:.3g} s; try again later, or allow more time",
                 self.room.retry_after_s(),
             )
-        self.room.take(len(job.sequences), job.tokens_left, job.client)
+        self.room.take(len(job.sequences), num_tokens, job.client)
         self.put(job)
 
     def put(self, job: Job) -> None:
         """Takes in a job that `room` counts already."""
         self.num_sequences += len(job.sequences)
+        self._price(job)
+        self._cost += job.cost_left
         self._push(job)
         if self.limits.shares:
             for i, s in enumerate(job.sequences):
@@ -192,16 +198,21 @@ class Scheduler:
     def change(self, limits: Limits) -> None:
         """Has other limits from now on, as another model has that takes this one's place; the queue's stay."""
         self.limits = limits
+        self._pace = Pace()
         self._groups.clear()
-        if limits.shares:
-            for job in self._waiting():
+        self._cost = 0
+        for job in self._waiting():
+            job.costs = []
+            self._price(job)
+            self._cost += job.cost_left
+            if limits.shares:
                 for i in filter(job.queued.__getitem__, job.waiting):
                     self._groups.setdefault(_group(job.sequences[i]), deque()).append((job, i))
 
     def requests(self) -> tuple[set[Job], int]:
         """The jobs that wait with what is left of them, and the number of those of which nothing was taken yet."""
         waiting = list(self._waiting())
-        begun = {job for job in waiting if not all(job.queued)}
+        begun = {job for job in waiting if job.num_queued < len(job.sequences)}
         return begun, len(waiting) - len(begun)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -234,7 +245,7 @@ class Scheduler:
             self._by_tokens(self._batch, now)
         batch, self._batch = self._batch, Batch()
         is_full = not self.limits.batch_sizes and 2 * batch.num_tokens >= self.limits.max_batch_tokens
-        self._pace.begin(sum(s.num_tokens for s in batch.sequences), is_full=is_full)
+        self._pace.begin(batch.num_tokens, is_full=is_full)
         for job in batch.jobs():
             if not job.waiting:
                 job.taken = now
@@ -274,8 +285,8 @@ class Scheduler:
                     return
                 self._take(batch, owner, i, cost)
                 if owner.client == job.client:
-                    has_time = not self._pace.is_late(2 * self._whole(owner, batch), owner.deadline - now)
-                    self._lines[job.client].serve(owner, cost, (budget + 1) // 2, has_time=has_time)
+                    has_time = not self._pace.is_late(2 * self._whole(job, batch), job.deadline - now)
+                    self._lines[job.client].serve(job, cost, (budget + 1) // 2, has_time=has_time)
 
     def _together(self, job: Job) -> list[tuple[Job, int, int]]:
         """The group of the job's next sequence, the job's own first, with the tokens that each adds to a batch.
@@ -317,9 +328,10 @@ class Scheduler:
 
     def _leave(self, job: Job, i: int) -> None:
         job.queued[i] = False
-        num_tokens = job.sequences[i].num_tokens
-        job.tokens_left -= num_tokens
-        self.room.give(1, num_tokens, job.client)
+        job.num_queued -= 1
+        job.cost_left -= job.costs[i]
+        self._cost -= job.costs[i]
+        self.room.give(1, job.sequences[i].num_tokens, job.client)
         self.num_sequences -= 1
         if self.limits.shares:
             key = _group(job.sequences[i])
@@ -353,34 +365,45 @@ class Scheduler:
         line.at = max(line.at, self._at)
         heapq.heappush(line.jobs, (-job.priority, next(self._turns), job))
 
+    def _price(self, job: Job) -> None:
+        """Estimates what each sequence of a job costs: behind the first that begins like it only the rest."""
+        if job.costs:
+            return
+        firsts: dict[Hashable, Sequence] = {}
+        for s in job.sequences:
+            first = firsts.setdefault(_group(s), s) if self.limits.shares else s
+            alike = 0 if first is s else common_prefix(first.tokens, s.tokens)
+            job.costs.append(s.num_tokens - (alike if alike >= MIN_SHARED else 0))
+        job.cost_left = sum(cost for cost, is_queued in zip(job.costs, job.queued, strict=True) if is_queued)
+
     def _is_late(self, job: Job, batch: Batch, now: float) -> bool:
         """Whether a job cannot be done in time, even at once; never so of one that waits alone.
 
         One that has begun gets the benefit of the doubt.
         """
-        if job.deadline == math.inf or self.num_sequences == sum(job.queued[i] for i in job.waiting):
+        if job.deadline == math.inf or self.num_sequences == job.num_queued:
             return False
-        late = self._pace.would_be_late if all(job.queued) else self._pace.is_late
+        late = self._pace.would_be_late if job.num_queued == len(job.sequences) else self._pace.is_late
         return late(self._whole(job, batch), job.deadline - now)
 
     def _whole(self, job: Job, batch: Batch) -> int:
         """The tokens of all batches that a job is in, if it is first in them: it is done when the last of them is."""
         size = max(1, self._pace.batch_tokens)
-        whole = -(-job.tokens_left // size) * size
-        return max(job.tokens_left, min(whole, batch.num_tokens + self.room.tokens.taken))
+        whole = -(-job.cost_left // size) * size
+        return max(job.cost_left, min(whole, batch.num_tokens + self._cost))
 
     def _would_be_late(self, job: Job, seconds_left: float) -> bool:
         """Whether a job that comes now is unlikely to be done in time."""
         late = self._pace.would_be_late
-        if not late(self.room.tokens.taken + job.tokens_left, seconds_left):
+        if not late(self._cost + job.cost_left, seconds_left):
             return False
         line = self._lines.get(job.client)
-        before = [j.tokens_left for priority, _, j in (line.jobs if line else []) if -priority >= job.priority]
-        num_tokens = sum(before) + job.tokens_left
+        before = [j.cost_left for priority, _, j in (line.jobs if line else []) if -priority >= job.priority]
+        num_tokens = sum(before) + job.cost_left
         if any(2 * left >= self.limits.max_batch_tokens for left in before):  # half goes to the nearest to their end
-            nearer = sum(left for left in before if left <= job.tokens_left) + job.tokens_left
+            nearer = sum(left for left in before if left <= job.cost_left) + job.cost_left
             num_tokens = min(num_tokens, 2 * nearer + self.limits.max_batch_tokens)
-        others = (sum(j.tokens_left for *_, j in o.jobs) for name, o in self._lines.items() if name != job.client)
+        others = (sum(j.cost_left for *_, j in o.jobs) for name, o in self._lines.items() if name != job.client)
         return late(num_tokens + sum(min(num_tokens, left) for left in others), seconds_left)
 
 
