@@ -18,6 +18,7 @@ import zoo
 from guerdon import RewardClient, RewardModelServer
 from guerdon.assembly import build_service
 from guerdon.config import ModelConfig, ServerConfig
+from guerdon.distributed.parts import BatchParts
 from guerdon.engine.loading import load
 from guerdon.engine.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
@@ -58,6 +59,13 @@ def test_infer_takes_tokens_or_sentences() -> None:
         server.infer(tokens=tokens)
     with pytest.raises(SampleFailed, match="inf"):
         server.infer(tokens=np.array([[13]]), sequence_lengths=np.array([[1]]))
+
+
+def test_infer_computes_all_rows_in_this_process() -> None:
+    server = make()
+    server.scorer.parts = BatchParts(0, 2)  # as while it serves on two data-parallel ranks
+    out = server.infer(tokens=np.array([[5, 6], [7, 8]]), sequence_lengths=np.array([[2], [2]]))
+    assert out["rewards"].tolist() == [[11.0], [15.0]]
 
 
 def test_lengths_are_rounded_up_and_batches_filled_up_as_asked() -> None:

@@ -107,7 +107,7 @@ _HOME = {  # all others are errors
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
-    if name in ("CriticServerTrainer", "RewardModelServer"):
+    if name in ("CriticServerTrainer", "LocalRewardModel", "ReinforceActor", "RewardModelServer"):
         from guerdon.engine.host_threads import limit_spinning
 
         limit_spinning()

@@ -85,7 +85,7 @@ class RewardModelServer:
         else:
             raise InvalidRequest(f"infer takes sentences, or tokens with sequence_lengths, not {sorted(inputs)}")
         sequences = [Sequence(row[:n], width=len(row)) for row, n in zip(tokens, lengths, strict=True)]
-        scores = self.scorer.score(sequences)
+        scores = self.scorer.score_here(sequences)
         for score in scores:
             if isinstance(score, SampleFailed):
                 raise score

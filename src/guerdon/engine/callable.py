@@ -16,7 +16,7 @@ import numpy as np
 
 from guerdon.config import ModelConfig
 from guerdon.core import ModelInfo, Score, Sequence, Truncation
-from guerdon.distributed.parts import WHOLE
+from guerdon.distributed.parts import WHOLE, BatchParts
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
 
 log = logging.getLogger(__name__)
@@ -182,12 +182,19 @@ class PaddedScorer:
         return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """One result a sequence, in order."""
-        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, self.parts.count)
+        """One result a sequence, in order; collective if `parts` splits batches over ranks."""
+        return self._score(sequences, self.parts)
+
+    def score_here(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """As `score`, with every row computed by this process."""
+        return self._score(sequences, WHOLE)
+
+    def _score(self, sequences: list[Sequence], parts: BatchParts) -> list[Score | SampleFailed]:
+        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, parts.count)
         count = len(tokens)
-        rows = self.parts.slice(count)
+        rows = parts.slice(count)
         with self._lock:
-            made = self.parts.gather(lambda: self._call(tokens[rows], lengths[rows]))
+            made = parts.gather(lambda: self._call(tokens[rows], lengths[rows]))
         rewards = made[0] if len(made) == 1 else np.concatenate([np.atleast_1d(part) for part in made])
         if rewards.ndim == 2 and len(rewards) == count and rewards.shape[1] > 1:
             return _with_attributes(rewards[: len(sequences)])
