@@ -38,8 +38,8 @@ class AccessConfig:
     )
     allowed_hosts: list[str] = setting(
         [],
-        "name by which clients may reach a server without keys, as their Host header has it; without it, on a loopback "
-        "address localhost and the machine's own name, elsewhere any; addresses always pass",
+        "additional Host name that a server without keys answers to; by default a loopback server answers to localhost "
+        "and the machine's own name only, any other to every name; IP addresses always pass",
     )
     tls_cert: str | None = setting(None, "PEM file of the server's certificate, and of those that vouch for it")
     tls_key: str | None = setting(None, "PEM file of the certificate's private key")

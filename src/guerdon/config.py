@@ -205,7 +205,7 @@ class RewardConfig:
 
 @dataclass
 class LimitsConfig:
-    """What a server's clients may have of it, whatever they do."""
+    """Resource limits per server."""
 
     max_body_mb: int = setting(256, "largest request body in MiB; a larger one is refused before it is read", least=1)
     max_request_sequences: int = setting(65_536, "sequences of one request; one of more is refused", least=1)
@@ -215,7 +215,7 @@ class LimitsConfig:
     )
     max_connections: int = setting(
         16_384,
-        "HTTP connections at once, shared by key; a new one ends one without a request, and gets 503 if there is none",
+        "open HTTP connections, shared by key; at the limit a new one evicts an idle one, or gets 503 if none is idle",
         least=1,
     )
     header_timeout_s: float = setting(
@@ -254,7 +254,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
     port: int = setting(5555, "HTTP port (0: any free one)", least=0, most=65_535)
     grpc_port: int | None = setting(
         5557,
-        "gRPC port (0: any free one); 2 above the HTTP port unless it is given; --no-grpc turns it off",
+        "gRPC port (0: any free one); default: the HTTP port + 2; --no-grpc turns it off",
         least=0,
         most=65_535,
     )
