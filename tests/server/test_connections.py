@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import re
 import resource
 import select
@@ -18,7 +20,9 @@ import pytest
 
 from guerdon.config import ServerConfig
 from guerdon.server import runtime
+from guerdon.server.front import holders
 from guerdon.server.front.connections import HttpConnection
+from guerdon.server.front.holders import Held, Holders
 from guerdon.server.runtime import RunningServer
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
@@ -357,6 +361,44 @@ def test_a_new_connection_ends_the_one_that_rests_longest():
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         for connection in held:
             connection.close()
+
+
+def test_connections_that_come_at_once_do_not_end_each_other(monkeypatch):
+    """They lie accepted before any request is read; what is too much is told so."""
+    monkeypatch.setattr(holders, "TIME_TO_ASK_S", math.inf)
+    monkeypatch.setattr(runtime, "_new_event_loop", asyncio.new_event_loop)  # accepts all at once; uvloop, one a turn
+    config = ServerConfig(port=0, grpc_port=None, max_connections=20, header_timeout_s=120.0)
+    with RunningServer(EchoService(), config) as server, contextlib.ExitStack() as stack:
+        blocked = threading.Event()
+        server._loop.call_soon_threadsafe(blocked.wait)
+        burst = [stack.enter_context(connect(server)) for _ in range(40)]
+        for connection in burst:
+            connection.sendall(post(BODY, b"Content-Length: %d" % len(BODY)))
+        blocked.set()
+        told = [statuses(connection.recv(4096)) for connection in burst]
+        assert sorted(told) == [[200]] * 20 + [[503]] * 20
+
+
+def test_who_makes_way_for_a_new_connection():
+    ended: list[str] = []
+    some = Holders(3, ())
+
+    def come(address: str, name: str, now: float) -> Held | None:
+        held = some.add(address, lambda: ended.append(name), now)
+        if held is not None:
+            some.expect(held, now)
+        return held
+
+    for name in ("a0", "a1", "a2"):
+        assert come("a", name, 10.0)
+    assert come("a", "a3", 10.5) is None and not ended
+    answered = come("b", "b0", 10.5)  # of another client, who has fewer
+    assert answered and ended == ["a0"]
+    some.work(answered)
+    some.wait(answered)
+    assert come("a", "a4", 11.0) and ended == ["a0", "a1"]  # which has had its time
+    assert come("b", "b1", 11.1) and ended == ["a0", "a1", "a2"]
+    assert come("b", "b2", 11.2) and ended == ["a0", "a1", "a2", "b0"]  # what was answered first
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

@@ -126,7 +126,7 @@ class HttpServer:
                 log.warning("cannot accept a connection: %s", e.strerror)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            held = self.holders.add(came_from[0], accepted.close)
+            held = self.holders.add(came_from[0], accepted.close, loop.time())
             if held is None:
                 accepted.close()
                 continue
@@ -223,9 +223,12 @@ class HttpConnection(HttpToolsProtocol):
         server = self._server
         if self._held is not None:  # as it was accepted, before its TLS
             self._held.end = self._make_way
+            server.holders.expect(self._held, self._since)
             return
-        self._held = server.holders.add((self.client or ("",))[0], self._make_way)
-        if self._held is None:
+        self._held = server.holders.add((self.client or ("",))[0], self._make_way, self._since)
+        if self._held is not None:
+            server.holders.expect(self._held, self._since)
+        else:
             log.debug("more than %d connections", server.holders.total)
             self._refuse(503, "this server has as many connections as it takes; try again")
             if len(server.connections) > 2 * server.holders.total:

@@ -9,22 +9,27 @@ from guerdon.errors import Overloaded
 from guerdon.server.batching.shares import Shares
 from guerdon.server.front.gate import RETRY_AFTER_S
 
+TIME_TO_ASK_S = 1.0
+"""For so long a new connection is not ended for another of the same client: its first request may lie unread."""
+
 
 class Held:
     """One connection: who holds it, and how to end it while it waits for its client."""
 
-    __slots__ = ("end", "holder")
+    __slots__ = ("end", "holder", "since")
 
     def __init__(self, holder: str, end: Callable[[], object]) -> None:
         self.holder = holder
         self.end = end
+        self.since = 0.0
 
 
 class Holders:
     """Up to `total` connections: by key once one was shown, by address before, and where there are no keys.
 
     Who has shown a key may hold half of them, and an equal part of the other half that nobody else can have. If all are
-    held, one that waits for its client ends for a new one: without a key before with one, and of whoever holds most.
+    held, one that waits for its client ends for a new one: without a key before with one, of whoever holds most, and
+    what was answered before what has not asked yet. Those that come at once from one client do not end each other.
     """
 
     def __init__(self, total: int, names: Collection[str]) -> None:
@@ -34,17 +39,25 @@ class Holders:
         self._shares = Shares(total, names)
         self._counts: Counter[str] = Counter()
         self._waiting: dict[str, dict[Held, None]] = {}
+        self._new: dict[str, dict[Held, None]] = {}
 
-    def add(self, address: str, end: Callable[[], object]) -> Held | None:
+    def add(self, address: str, end: Callable[[], object], now: float) -> Held | None:
         """Takes on a connection from the address, which waits for its client; None if there is no room."""
         holder = f"at {address}"  # no key's holder has such a name
-        if self.num >= self.total and not self._make_room(holder):
+        if self.num >= self.total and not self._make_room(holder, now):
             return None
         held = Held(holder, end)
         self.num += 1
         self._count(held, 1)
         self.wait(held)
         return held
+
+    def expect(self, held: Held, now: float) -> None:
+        """Says that the connection's first request may come from now on."""
+        if held.holder:
+            self.work(held)
+            held.since = now
+            self._new.setdefault(held.holder, {})[held] = None
 
     def remove(self, held: Held | None) -> None:
         """Forgets a connection; no-op the second time, and for one that was not taken on."""
@@ -63,10 +76,11 @@ class Holders:
         """Says that the connection has a request."""
         if held is None:
             return
-        line = self._waiting.get(held.holder, {})
-        line.pop(held, None)
-        if not line:
-            self._waiting.pop(held.holder, None)
+        for lines in (self._waiting, self._new):
+            line = lines.get(held.holder, {})
+            line.pop(held, None)
+            if not line:
+                lines.pop(held.holder, None)
 
     def admit(self, held: Held | None, name: str) -> None:
         """Makes it the connection of whoever has shown a key; raises Overloaded if that client may have no more."""
@@ -79,25 +93,32 @@ class Holders:
                     "them again, or raise --max-connections",
                     RETRY_AFTER_S,
                 )
-            self._end_first(name)
+            self._end(next(iter(self._waiting[name])))
         self.work(held)
         self._count(held, -1)
         held.holder = name
         self._count(held, 1)
 
-    def _make_room(self, holder: str) -> bool:
-        """Ends the connection that has waited longest of whoever should have fewer; False if there is none."""
-        strangers = [name for name in self._waiting if name not in self._names]
-        strangers = [name for name in strangers if self._counts[name] >= self._counts[holder]]
+    def _make_room(self, holder: str, now: float) -> bool:
+        """Ends a connection of whoever should have fewer, the one that has waited longest; False if there is none."""
+        strangers = [self._first(name, holder, now) for name in self._waiting | self._new if name not in self._names]
         known = [name for name in self._waiting if name in self._names and self._counts[name] > self._shares.own]
-        for names in (strangers, known):
-            if names:
-                self._end_first(max(names, key=lambda name: self._counts[name]))
-                return True
-        return False
+        may_end = [held for held in strangers if held] or [next(iter(self._waiting[name])) for name in known]
+        if may_end:
+            self._end(max(may_end, key=lambda held: self._counts[held.holder]))
+        return bool(may_end)
 
-    def _end_first(self, holder: str) -> None:
-        held = next(iter(self._waiting[holder]))
+    def _first(self, name: str, holder: str, now: float) -> Held | None:
+        """Returns the connection of `name` to end first for a new one of `holder`, if any."""
+        more = self._counts[name] - self._counts[holder]
+        if more < 0:
+            return None
+        if name in self._waiting:
+            return next(iter(self._waiting[name]))
+        oldest = next(iter(self._new[name]))
+        return oldest if more > 1 or now - oldest.since >= TIME_TO_ASK_S else None
+
+    def _end(self, held: Held) -> None:
         self.remove(held)
         held.end()
 
