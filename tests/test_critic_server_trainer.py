@@ -288,6 +288,15 @@ def test_where_one_rank_fails_amid_a_request_the_others_do_not_go_on() -> None:
     assert [str(raised) for raised in on_two_ranks(trainers, batch)] == [trainers[0].critic.broken] * 2
 
 
+def test_each_part_of_a_batch_that_is_filled_up_has_rows_to_learn_from() -> None:
+    """A loss that is divided by its own mask's sum would be NaN without any, and no rank would make the step."""
+    trainers = [make(), make()]
+    for trainer in trainers:
+        trainer.data_parallel_size = 2
+    for report in on_two_ranks(trainers, batch_of(2)):
+        assert (report.num_steps, report.num_skipped) == (1, 0)
+
+
 def test_ranks_that_begin_at_different_steps_are_broken() -> None:
     trainers = [make(), make()]
     trainers[1].load_state_dict({"step": 3})

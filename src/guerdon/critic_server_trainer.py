@@ -49,8 +49,8 @@ class CriticServerTrainer:
     is lost with the process.
 
     `data_parallel_size` ranks each compute an equal part of every batch, and `inference_micro_batch_size` is multiplied
-    by it, as in NeMo-Aligner; the model sums its gradients over them. Default: that of Megatron if it is initialised in
-    this process; else 1, where every rank computes all rows.
+    by it, as in NeMo-Aligner; the model sums its gradients over them. A part's mask may be 0 everywhere.
+    Default: that of Megatron if it is initialised in this process; else 1, where every rank computes all rows.
     """
 
     def __init__(

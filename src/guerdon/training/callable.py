@@ -109,7 +109,8 @@ class UserCritic:
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
         """One optimiser step a global batch, only the first so many of them where asked.
 
-        The last global batch is filled up with rows of mask 0; one without any masked token makes no step. Raises
+        The last global batch is filled up with rows of mask 0, which all parts share; a part has no other row if there
+        are fewer rows than parts. A global batch without any masked token makes no step. Raises
         TrainFailed where the model, or another part of the user's, raises; ServerFault where it does on some ranks
         only, or not at the same step: then the ranks' weights differ, and `broken` says so.
         """
@@ -262,9 +263,8 @@ class UserCritic:
             }
 
     def _own(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of a global batch that this rank computes."""
-        rows = self.parts.slice(self._global_batch_size)
-        return {name: x[rows] for name, x in batch.items()}
+        """Returns this part's rows, every n-th of n parts', so that all parts have rows of one that was filled up."""
+        return {name: x[self.parts.index :: self.parts.count] for name, x in batch.items()}
 
     def _report(self, name: str, done: list[tuple[dict[str, Any], float, int]]) -> TrainReport:
         """`done` has the metrics, the mask's sum and the count of masked tokens of each global batch."""
