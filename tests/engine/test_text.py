@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 import zoo
 from guerdon.core import Truncation
 from guerdon.engine import cuts
+from guerdon.engine import text as text_module
 from guerdon.engine.text import Steps, TextEncoder
 from guerdon.errors import CheckpointError, InvalidRequest
 
@@ -277,6 +278,17 @@ def test_nothing_but_a_stretch_that_cannot_be_cut_is_tokenised_at_once(
     assert isinstance(rows[-1], InvalidRequest) and "send a shorter text" in str(rows[-1])
     assert not any(isinstance(row, InvalidRequest) for row in rows[:-1])
     assert sorted(seen)[-1] == 1 << 20 and sorted(seen)[-2] < cuts.PIECE + 100
+
+
+def test_memory_goes_back_to_the_system_after_the_longest_texts_alone(
+    encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[None] = []
+    monkeypatch.setattr(text_module, "trim", lambda: trimmed.append(None))
+    encoder.encode([LONG, LONG])
+    assert not trimmed
+    encoder.encode([LONG * 4])
+    assert len(trimmed) == 1
 
 
 def test_a_slow_tokenizer_takes_a_text_up_to_the_most() -> None:

@@ -40,6 +40,8 @@ _MOST_A_TOKEN = 16
 """Characters for each token that the model takes."""
 _RENDERING = 1024
 """What it costs to render a conversation, in characters to tokenise."""
+_TRIMMED = 16 * cuts.PIECE
+"""Characters of a text, beyond which free memory is given back: that holds up whoever allocates meanwhile."""
 
 _UNFINISHED = "\ufffd"
 """What a decoder has in place of a character of which bytes are missing."""
@@ -256,7 +258,8 @@ class TextEncoder:
                 "only read at once; send a shorter text, or token ids"
             )
         finally:
-            trim()
+            if len(text) > _TRIMMED:
+                trim()
 
     def _in_parts(
         self,
