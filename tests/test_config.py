@@ -120,6 +120,7 @@ def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mo
     ("settings", "message"),
     [
         ({"reward_revision": "v2"}, "reward_revision is v2, and there is no reward model"),
+        ({"reward_pooling": "mean"}, "reward_pooling is mean, and there is no reward model"),
         ({"reward_mean": 0.0}, "reward_mean is 0.0, and there is no reward model"),
         ({"reward_std": 2.0}, "reward_std is 2.0, and there is no reward model"),
         ({"reward_attribute_weights": [1.0]}, "reward_attribute_weights is .*, and there is no reward model"),

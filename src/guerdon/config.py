@@ -346,6 +346,7 @@ def _check_learning(settings: Any, where: str) -> None:
 _OF_REWARD_MODEL = (
     "reward_model_memory",
     "reward_revision",
+    "reward_pooling",
     "reward_attribute_weights",
     "reward_mean",
     "reward_std",

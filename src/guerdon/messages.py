@@ -43,6 +43,12 @@ def answered(conversation: Sequence[Message], text: str) -> list[Message]:
     return [*conversation, {"role": "assistant", "content": text}]
 
 
+def ended(text: str, ending: str) -> str:
+    """Returns the text with this ending; what stands there of it already is not doubled."""
+    known = next(n for n in range(len(ending), -1, -1) if text.endswith(ending[:n]))
+    return text + ending[known:]
+
+
 def part_text(part: Any, where: str) -> str:
     """The text of one part of a content; raises InvalidRequest, which names `where` it stands, for any other part."""
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part

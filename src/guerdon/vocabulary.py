@@ -40,6 +40,15 @@ def difference(own: str, other: str) -> str | None:
     return None
 
 
+def reported(config: dict[str, Any]) -> str:
+    """Returns the identity that a served model's configuration has of its tokenizer; empty if it has none."""
+    try:
+        told = config["parameters"]["tokenizer"]["string_value"]
+        return told if {"tokens", "added", "template"} <= json.loads(told).keys() else ""
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ""
+
+
 def has_other_template(own: str, other: str) -> bool:
     """Whether both have a chat template, and not the same."""
     mine, theirs = json.loads(own)["template"], json.loads(other)["template"]

@@ -18,7 +18,7 @@ from actor.rollouts import serving
 from guerdon import CriticClient
 from guerdon.actor.critic import RemoteCritic
 from guerdon.actor.data import Prompts, check_sendable
-from guerdon.actor.rewards import RemoteRewards
+from guerdon.actor.rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout, response_text
 from guerdon.actor.settings import CriticServer, DataConfig, RemoteCriticConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.adapters import areal, openrlhf, trl, verl
@@ -203,6 +203,25 @@ def test_a_stop_text_that_begins_the_ending_does_not_stand_twice(tmp_path: Path)
     ended, cut = rollouts_of(prompts, tokenizer)
     stopped = Rollout(ended.prompt, 0, 0, ended.tokens, True, ended.logprobs, ANSWER, has_eos=False)
     assert stopped.completed.tolist() == ended.completed.tolist() == cut.completed.tolist()
+
+
+def test_nor_in_a_text(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n--\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    folder = model_of("chatml", tmp_path, template)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = prompts_of(tmp_path, tokenizer, [[ASKED]])
+    (prompt,) = prompts.training
+    whole = tokenizer.apply_chat_template([ASKED, {"role": "assistant", "content": ANSWER}], tokenize=False)
+    made = []
+    for answer, is_end in ((ANSWER + "\n\n", True), (ANSWER, False)):
+        tokens = tokenizer(prompt.text + answer)["input_ids"]
+        num = len(tokens) - len(prompt.tokens)
+        made.append(Rollout(prompt, 0, 0, np.array(tokens), is_end, np.zeros(num, np.float32), answer))
+    for send in ("tokens", "text"):
+        sent = samples_of(made, RemoteRewardConfig(send=send))
+        texts = sent["texts"] if send == "text" else [tokenizer.decode(tokens) for tokens in sent["tokens"]]
+        assert texts == [whole, whole]
 
 
 def test_the_longest_prompt_leaves_room_for_the_ending(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_run_against_another_tokenizer_does_not_begin(tmp_path: Path) -> None:
     folder, model = tiny_policy(tmp_path), reward_model(tmp_path / "rm", swap_words)
     with serving(ModelConfig(model=str(model))) as server:
         config = ReinforceRunConfig(**parts(folder, tmp_path / "out", steps=1), remote_rm=settings(server.http_url))
-        with pytest.raises(ConfigError, match="tokenizer is another than the policy's") as raised:
+        with pytest.raises(ConfigError, match="tokenizer differs from the policy's") as raised:
             reinforce.train(config)
         assert "text or messages" in raised.value.help
         assert not (tmp_path / "out" / "metrics.jsonl").read_text()
@@ -74,7 +74,7 @@ def test_nor_against_a_critic_of_another(tmp_path: Path) -> None:
     with serving(critic=critic) as server:
         remote = RemoteCriticConfig(critic=CriticServer(url=server.http_url), timeout_s=30.0)
         config = PPORunConfig(**parts(folder, tmp_path / "out", steps=1), remote_critic_rm=remote)
-        with pytest.raises(ConfigError, match="the critic's tokenizer is another than the policy's"):
+        with pytest.raises(ConfigError, match="the critic's tokenizer differs from the policy's"):
             ppo.train(config)
 
 
@@ -102,7 +102,7 @@ def test_one_that_is_not_told_is_said_and_the_run_goes_on(tmp_path: Path, caplog
         caplog.at_level(logging.INFO),
     ):
         rewards.check_tokenizer(tokenizer, None)
-    assert [r.getMessage() for r in caplog.records if "tells no tokenizer" in r.getMessage()]
+    assert [r.getMessage() for r in caplog.records if "does not report its tokenizer" in r.getMessage()]
 
 
 def test_another_chat_template_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_another_chat_template_is_said(tmp_path: Path, caplog: pytest.LogCapture
         rewards.check_tokenizer(tokenizer, None)
         assert "chat template" not in caplog.text
         rewards.check_tokenizer(tokenizer, ending)
-    assert "the reward model's chat template is another than the policy's" in caplog.text
+    assert "differs from the reward model's" in caplog.text
 
 
 def test_every_client_reads_the_configuration(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon import CriticClient
 from guerdon.actor import run as actor_run
 from guerdon.actor import stopping
+from guerdon.actor.checkpoints import decisive_contents
 from guerdon.actor.measures import METRICS
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
@@ -291,6 +292,35 @@ def test_a_run_whose_weights_were_named_by_0_1_goes_on(
         patch.setattr(Opened, "version", property(lambda opened: opened.sampled_version))
         train(config_of(folder, tmp_path, steps=1))
     assert train(config_of(folder, tmp_path, steps=2)).step == 2
+
+
+@pytest.mark.parametrize(
+    ("send", "warned"), [("tokens", True), ("text", True), ("messages", False)]
+)  # the reward model's own template ends messages, in 0.1, too
+def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
+    send: Any, warned: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def config(steps: int) -> ReinforceRunConfig:
+        made = config_of(folder, tmp_path, steps=steps)
+        made.data.template, made.remote_rm.send = True, send
+        return made
+
+    def kept_by_0_1(*contents: Any) -> dict[str, Any]:
+        return {path: value for path, value in decisive_contents(*contents).items() if "ending" not in path}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("guerdon.actor.run.decisive_contents", kept_by_0_1)
+        train(config(1))
+    assert train(config(2)).step == 2
+    assert ("begun by guerdon 0.1, which did not end answers" in caplog.text) == warned
+    caplog.clear()
+    assert train(config(3)).step == 3
+    assert "guerdon 0.1" not in caplog.text
+    monkeypatch.setattr("guerdon.actor.run.sent_ending", lambda *_: "<other>")
+    with pytest.raises(
+        CheckpointError, match=r"the ending of answers that the reward model gets '.*'; now .* '<other>'"
+    ):
+        train(config(4))
 
 
 def test_what_may_change_does_not_stop_it(folder: Path, tmp_path: Path) -> None:

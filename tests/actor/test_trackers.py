@@ -124,6 +124,16 @@ def test_samples_on_disk_are_plain_text(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("step", [0, 7])
+def test_files_of_others_among_the_samples_are_left(step: int, tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    foreign = {"step-000010.txt.bak", "step-000010.png", "step-notes.md", "step-000010"}
+    for name in (*foreign, "step-000010.txt"):
+        (tmp_path / "samples" / name).touch()
+    opened(tmp_path, step).close()
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == foreign
+
+
 def test_the_table_of_samples_shows_texts_as_they_are() -> None:
     rows = [rollout(1.25, text="*bold* [x](y)\n# not a title | nor a cell"), rollout(None, is_end=False)]
     lines = sample_table(7, rows).splitlines()

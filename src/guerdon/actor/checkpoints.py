@@ -52,8 +52,9 @@ log = logging.getLogger(__name__)
 POLICY = "policy"
 _STATE = "state.json"
 _COMMAND = "the command"
-BASE = "policy.model's weights"
-"""Under which a state has the version of the weights that the run began from."""
+_BASE = "policy.model's weights"
+"""Key under which a state keeps the version of the run's initial weights."""
+_ENDING = "the ending of answers that the reward model gets"
 _NAME = re.compile(r"step-(\d{6,})")
 
 _NOT_DECISIVE = {
@@ -81,11 +82,11 @@ class RunState:
     memory: dict[str, Any]
     critic: str | None = None
 
-    def renamed(self, policy: ModelInfo) -> RunState:
-        """The state, with the policy's weights under today's name if guerdon 0.1 had named them."""
-        if not policy.is_named(self.settings.get(BASE, "")):
+    def with_current_name(self, policy: ModelInfo) -> RunState:
+        """Returns the state with the current name of the policy's weights, if 0.1 named the same ones."""
+        if not policy.is_named(self.settings.get(_BASE, "")):
             return self
-        return replace(self, settings=self.settings | {BASE: policy.weights_version})
+        return replace(self, settings=self.settings | {_BASE: policy.weights_version})
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +214,29 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}
 
 
+def decisive_contents(policy: ModelInfo, prompts_digest: str, ending: str) -> dict[str, Any]:
+    """Returns what must be the same at a resume, and is known once the policy and the prompts are loaded.
+
+    `ending` is what the chat template adds to each answer that is sent; empty if nothing is added.
+    """
+    return {
+        _BASE: policy.weights_version,
+        "policy.model's dtype": policy.dtype,
+        "data.prompts' digest": prompts_digest,
+        _ENDING: ending,
+    }
+
+
 def check_settings(state: RunState, settings: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError for the first of `settings` that is not as it was, which a run cannot go on with."""
     for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
+        if path == _ENDING and path not in state.settings:
+            if settings[path]:
+                log.warning(
+                    "this run was begun by guerdon 0.1, which did not end answers as the chat template does: rewards "
+                    "from here on are not comparable with those before"
+                )
+            continue
         then, now = state.settings.get(path, _ADDED.get(path)), settings.get(path)
         if then != now:
             raise CheckpointError(

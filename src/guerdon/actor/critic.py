@@ -71,8 +71,8 @@ class RemoteCritic:
         other = tokenizer_of(self._client, "critic")
         if other and (why := difference(identity(tokenizer), other)) is not None:
             raise ConfigError(
-                f"the critic's tokenizer is another than the policy's ({why}), and it values the policy's token ids",
-                "make the critic of a model with the policy's tokenizer",
+                f"the critic's tokenizer differs from the policy's ({why}), and it gets the policy's token ids",
+                "start the critic from a model with the policy's tokenizer",
             )
         if self._rewards is not None:
             self._rewards.check_tokenizer(tokenizer, ending)

@@ -164,10 +164,15 @@ def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max
             f"{where}.pad_to_length is {remote.pad_to_length}, and prompt and response may have {longest} tokens",
             "give more, or less of data.max_prompt_length or rollouts.max_new_tokens",
         )
-    _tell(remote, where, ending)
+    _log_what_is_sent(remote, where, ending)
 
 
-def _tell(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None:
+def sent_ending(ending: Ending | None, remote: RemoteRewardConfig) -> str:
+    """Returns what is added to each answer as the chat template ends it; empty if nothing of that is sent."""
+    return "" if ending is None or remote.send == "messages" or remote.suffix else ending.text
+
+
+def _log_what_is_sent(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None:
     """Logs what the reward model gets of an answer."""
     if remote.send == "messages":
         log.info("the reward model gets messages, which its own chat template formats")
@@ -183,8 +188,8 @@ def _tell(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None
         )
         if ending.differs:
             log.warning(
-                "the chat template writes some answers otherwise than the policy gives them: %s; with %s.send: "
-                "messages the reward model gets them as its own template has them",
+                "the chat template changes some answers: %s; with %s.send: messages the reward model applies its own "
+                "template",
                 ending.differs,
                 where,
             )

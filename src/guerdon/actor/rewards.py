@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ from guerdon.actor.settings import RemoteRewardConfig
 from guerdon.actor.stopping import heeding
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
-from guerdon.messages import answered
-from guerdon.vocabulary import difference, has_other_template, identity
+from guerdon.messages import answered, ended
+from guerdon.vocabulary import difference, has_other_template, identity, reported
 
 T = TypeVar("T")
 
@@ -74,13 +73,13 @@ class RemoteRewards:
             return
         if (why := difference(own, other)) is not None:
             raise ConfigError(
-                f"the reward model's tokenizer is another than the policy's ({why}), and `send` is tokens",
+                f"the reward model's tokenizer differs from the policy's ({why}), and `send` is tokens",
                 "set `send` to text or messages, or take a reward model with the policy's tokenizer",
             )
         if ending is not None and has_other_template(own, other):
             log.warning(
-                "the reward model's chat template is another than the policy's, by which its token ids are made; with "
-                "`send: messages` it reads answers by its own"
+                "the policy's chat template, which makes the token ids, differs from the reward model's; with "
+                "`send: messages` the reward model applies its own"
             )
 
     def submit(self, group: list[Rollout]) -> None:
@@ -153,14 +152,14 @@ class Pending(Generic[T]):
 
 
 def tokenizer_of(client: RewardClient | CriticClient, what: str) -> str:
-    """Returns the identity of the served model's tokenizer; empty, and a line on the log, if the server tells none."""
+    """Returns the identity of the served model's tokenizer; empty, and a line on the log, if none is reported."""
     try:
-        told = client.config().get("parameters", {}).get("tokenizer", {}).get("string_value", "")
-        json.loads(told)
-    except (GuerdonError, AttributeError, TypeError, ValueError):
-        log.info("the %s's server tells no tokenizer: its token ids must mean the same as the policy's", what)
-        return ""
-    return str(told)
+        found = reported(client.config())
+    except GuerdonError:
+        found = ""
+    if not found:
+        log.info("the %s's server does not report its tokenizer; make sure that token ids mean the same there", what)
+    return found
 
 
 @contextmanager
@@ -203,7 +202,9 @@ def _text_of(rollout: Rollout, suffix: str) -> str:
     prompt, ending = rollout.prompt, rollout.prompt.ending
     if suffix or ending is None:
         return prompt.text + rollout.text + (suffix if rollout.has_eos else "")
-    return prompt.text + ending.lead + rollout.text + ending.text
+    has_stop_text = rollout.is_end and not rollout.has_eos  # it may be how the ending begins
+    answer = ended(rollout.text, ending.text) if has_stop_text else rollout.text + ending.text
+    return prompt.text + ending.lead + answer
 
 
 def token_samples_of(group: list[Rollout], pad_to_length: int | None) -> dict[str, Any]:

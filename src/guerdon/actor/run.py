@@ -19,8 +19,15 @@ from typing import Any, TextIO, TypeVar
 import yaml
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.checkpoints import BASE, Checkpoint, Checkpoints, RunState, check_settings, decisive_settings
-from guerdon.actor.data import Prompts, check_sendable
+from guerdon.actor.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    RunState,
+    check_settings,
+    decisive_contents,
+    decisive_settings,
+)
+from guerdon.actor.data import Prompts, check_sendable, sent_ending
 from guerdon.actor.measures import METRICS, rollout_metrics
 from guerdon.actor.pairing import PairedCritic, load_critic, pairable
 from guerdon.actor.progress import Progress
@@ -170,13 +177,10 @@ class Run:
             output_dir=self._folder,
         )
         check_sendable(self.data, *remote_of(config), config.rollouts.max_new_tokens)
-        self._decisive = decisive_settings(config) | {
-            BASE: loaded.info.weights_version,
-            "policy.model's dtype": loaded.info.dtype,
-            "data.prompts' digest": self.data.digest,
-        }
+        ending = sent_ending(self.data.ending, remote_of(config)[1])
+        self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
         if found is not None:
-            check_settings(found.state.renamed(loaded.info), self._decisive, found.folder)
+            check_settings(found.state.with_current_name(loaded.info), self._decisive, found.folder)
 
     def _resume(self, found: Checkpoint, checkpoints: Checkpoints) -> Checkpoint:
         """Becomes the run that was saved, and brings the critic there; returns the checkpoint of the pair."""

@@ -25,6 +25,7 @@ from guerdon.errors import ConfigError
 from guerdon.extras import install_command
 
 METRICS_FILE = "metrics.jsonl"
+_SAMPLES = re.compile(r"step-(\d+)\.(?:txt|md)")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 log = logging.getLogger(__name__)
@@ -137,8 +138,8 @@ class MetricsFile:
         aside.write_bytes(b"".join(_line(row) for row in kept))
         aside.rename(self._path)
         self._file = self._path.open("ab")
-        for path in self._samples.glob("step-*.*"):
-            if not step or int(path.stem.removeprefix("step-")) > step:
+        for path in self._samples.glob("step-*"):
+            if (match := _SAMPLES.fullmatch(path.name)) and (not step or int(match[1]) > step):
                 path.unlink()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

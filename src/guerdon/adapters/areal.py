@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import ended, samples_of
+from guerdon.adapters.samples import samples_of
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import ConfigError
+from guerdon.messages import ended
 
 SOON_S = 12.0
 """How long a blocking call may take, with all its tries: less than what AReaL calls 0."""

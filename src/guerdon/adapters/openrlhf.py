@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import components_of, ended
+from guerdon.adapters.samples import components_of
 from guerdon.client.clients import ScoreArgs
 from guerdon.errors import GuerdonError
+from guerdon.messages import ended
 from guerdon.wire.rows import groups_of
 
 log = logging.getLogger(__name__)

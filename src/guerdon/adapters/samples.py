@@ -42,12 +42,6 @@ def samples_of(prompts: Sequence[Prompt], completions: Sequence[Prompt], suffix:
     return {"messages": [[*prompt, *completion] for prompt, completion in pairs], "groups": groups}
 
 
-def ended(text: str, ending: str) -> str:
-    """Returns the text with this ending; what stands there of it already is not doubled."""
-    known = next(n for n in range(len(ending), -1, -1) if text.endswith(ending[:n]))
-    return text + ending[known:]
-
-
 def components_of(scores: Scores) -> dict[str, np.ndarray]:
     """Each attribute, or each component of a sum, by its name: float32 `[B]`, NaN where the sample failed.
 
