@@ -18,6 +18,7 @@ import tritonclient.grpc as triton_client
 from transformers import AutoTokenizer
 from tritonclient.grpc import service_pb2 as pb
 
+import chats
 import served
 import zoo
 from adapters import pytriton_input_ids
@@ -149,6 +150,22 @@ def test_without_arguments_it_is_that_of_trlxs_example(
     reward_fn: Any = create_reward_fn()
     named: Any = create_reward_fn(tokenizer=str(folder))
     assert reward_fn(["a good film", "a"]) == named(["a good film", "a"]) != [0.0, 0.0]
+
+
+def test_a_tokenizer_that_is_not_the_served_models_is_refused(folder: Path, tmp_path: Path) -> None:
+    chats.save("chatml", tmp_path / "other")
+    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(folder))])
+    with RunningServer(build_service(config), config, grace_s=0) as server:
+        assert server.grpc_url is not None
+        host = server.grpc_url.removeprefix("grpc://") + "/reward_model"
+        reward_fn: Any = create_reward_fn(triton_host=host, tokenizer=str(tmp_path / "other"))
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="the tokenizer is not that of the reward model") as raised:
+                reward_fn(["the"])
+        assert "give tokenizer" in raised.value.help
+        dense: Any = create_reward_fn(triton_host=host, tokenizer=str(tmp_path / "other"), dense=True)
+        with pytest.raises(ConfigError, match="the tokenizer is not that of the reward model"):
+            dense(["the"], [""], ["the"])
 
 
 def test_delta_rewards_ask_for_an_original_once(host: str, service: EchoService) -> None:
