@@ -17,7 +17,8 @@ def identity(tokenizer: Any) -> str:
     if tokenizer.is_fast:
         base = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     else:
-        base = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+        size = tokenizer.vocab_size  # special tokens of the vocabulary itself count as added, too, and are below it
+        base = {token: i for token, i in tokenizer.get_vocab().items() if i < size or token not in added}
     template = tokenizer.chat_template
     told = {
         "tokens": _digest(sorted(base.items())),

@@ -135,6 +135,24 @@ def test_every_client_reads_the_configuration(tmp_path: Path) -> None:
     assert [config["parameters"]["tokenizer"]["string_value"] for config in told] == [own] * 3
 
 
+def test_a_slow_tokenizer_is_the_fast_one_of_the_same_checkpoint(tmp_path: Path) -> None:
+    from transformers import BertTokenizer
+    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "inn"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    made = {
+        kind: [kind.from_pretrained(tmp_path), kind.from_pretrained(tmp_path)]
+        for kind in (BertTokenizer, BertTokenizerLegacy)
+    }
+    (fast, more), (slow, more_slow) = made.values()
+    assert fast.is_fast and not slow.is_fast
+    assert difference(identity(fast), identity(slow)) is None
+    for tokenizer in (more, more_slow):
+        tokenizer.add_tokens(["<x>"])
+    assert identity(more) == identity(more_slow) != identity(slow)
+
+
 def test_only_what_ids_mean_makes_tokenizers_differ(tmp_path: Path) -> None:
     plain = zoo.tokenizer(tmp_path / "plain")
     own = identity(AutoTokenizer.from_pretrained(plain))
