@@ -342,7 +342,7 @@ def test_a_hyphen_is_stdin_and_stdout(tmp_path: Path) -> None:
 
 def test_what_comes_over_stdin_is_checked_before_it_is_scored(tmp_path: Path) -> None:
     done = scored_by_pipes(tmp_path, '{"text": "fine"}\n{"txet": "fine"}\n')
-    assert (done.returncode, done.stdout) == (2, "") and "stdin, line 2: none of the forms" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and " stdin, line 2: none of the forms" in done.stderr
     done = scored_by_pipes(tmp_path, '{"text": "fine"}\n', "--retry-failed")
     assert done.returncode == 2 and "stdout has no rows to score again" in done.stderr
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from guerdon.errors import (
     SampleFailed,
     ServerFault,
     StartError,
+    StorageFailed,
     Unavailable,
     Unreachable,
 )
@@ -396,6 +399,45 @@ def test_rows_of_other_weights_or_another_template_are_not_continued(
     score_file(client, source, target, progress=False, template=True)
     with pytest.raises(StartError, match="line 1: scored with --template"):
         score_file(client, source, target, progress=False)
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> io.BytesIO:
+    """Three rows on stdin, and what comes out of stdout."""
+    out = io.BytesIO()
+    rows = b"".join(orjson_line({"text": text}) for text in "abc")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(rows)))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(buffer=out))
+    return out
+
+
+def test_other_weights_amid_stdout_are_told_without_a_file(
+    service: Service, client: RewardClient, piped: io.BytesIO
+) -> None:
+    class Changing:
+        def submit(self, **samples: Any) -> Future[Scores]:
+            future: Future[Scores] = Future()
+            version = "2" if samples["texts"] == ["b"] else "1"
+            future.set_result(Scores(np.ones(1, np.float32), [None], weights_version=version))
+            return future
+
+    with pytest.raises(StartError, match=r"^the server's weights changed from 1 to 2$") as raised:
+        score_file(Changing(), "-", "-", progress=False)
+    assert raised.value.help == "score again"
+
+
+def test_a_full_disk_is_told_of_what_is_full(
+    client: RewardClient, piped: io.BytesIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", SimpleNamespace(buffer=full))
+        with pytest.raises(StorageFailed, match=r"^cannot write stdout: No space left on device$"):
+            score_file(client, "-", "-", progress=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(
+        StorageFailed, match=r"^cannot keep stdin in .*none: No such file .*; make room there, or set TMPDIR"
+    ):
+        score_file(client, "-", "-", progress=False)
 
 
 def test_a_server_that_is_gone_ends_the_run_and_the_next_one_goes_on(tmp_path: Path, client: RewardClient) -> None:

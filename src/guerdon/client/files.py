@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,27 +81,31 @@ def score_file(
     where its rows are of other weights than the server's; StorageFailed where the disk does not take them, and the
     GuerdonError of a server that fails or does not answer, after which the same call continues.
     """
-    target, is_file = Path("stdout" if str(out_path) == "-" else out_path), str(out_path) != "-"
+    target, is_file = Path(out_path), str(out_path) != "-"
+    to_file = f"cannot write {target}", "; make room on the disk, or mend it, and the same call continues"
     if retry_failed and not is_file:
         raise StartError("stdout has no rows to score again", "give the output file of the earlier run")
     summary = FileSummary()
     with _source(in_path) as source:
         if is_file:
-            _check_paths(source, target)
-        num_samples = sum(len(samples_of(row, source, line, template)) for line, row in read_rows(source))
+            _check_paths(source.path, target)
+        num_samples = sum(len(samples_of(row, source.name, line, template)) for line, row in source.rows())
         started = time.monotonic()
-        done = _Done(source, target, template)
+        done = _Done(source, target if is_file else None, template)
         if retry_failed and target.exists():
-            with _writing(target):
-                _score_again(scorer, done, max_in_flight)
-        with _writing(target), _open(target) if is_file else nullcontext(sys.stdout.buffer) as out:
+            with _storing(*to_file):
+                _score_again(scorer, done, target, max_in_flight)
+        with (
+            _storing(*(to_file if is_file else ("cannot write stdout", ""))),
+            _open(target) if is_file else nullcontext(sys.stdout.buffer) as out,
+        ):
             if is_file:
                 done.keep(out, summary)
             summary.num_resumed = summary.num_rows
-            rows = itertools.islice(read_rows(source), summary.num_resumed, None)
+            rows = itertools.islice(source.rows(), summary.num_resumed, None)
             with (
                 tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
-                Window(groups_of(rows, source, template), scorer, max_in_flight, out.flush) as window,
+                Window(groups_of(rows, source.name, template), scorer, max_in_flight, out.flush) as window,
             ):
                 for group, scores in window:
                     for row, part in _parts(group, scores, done.weights):
@@ -113,17 +117,30 @@ def score_file(
     return summary
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The file of the rows, and what errors call it."""
+
+    path: Path
+    name: Path
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return read_rows(self.path, self.name)
+
+
 @contextmanager
-def _source(path: str | Path) -> Iterator[Path]:
+def _source(path: str | Path) -> Iterator[_Source]:
     """Yields the file of the rows: for stdin a temporary one, because rows are read twice."""
     if str(path) != "-":
-        yield Path(path)
+        yield _Source(Path(path), Path(path))
         return
-    with tempfile.TemporaryDirectory(prefix="guerdon-") as folder:
-        source = Path(folder, "stdin")
-        with _writing(source), source.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
-        yield source
+    where = tempfile.gettempdir()
+    with ExitStack() as stack:
+        with _storing(f"cannot keep stdin in {where}", "; make room there, or set TMPDIR"):
+            kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guerdon-")), "stdin")
+            with kept.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        yield _Source(kept, Path("stdin"))
 
 
 def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[dict[str, Any], Scores]]:
@@ -168,15 +185,17 @@ def _rewards(scores: Scores) -> list[float | None]:
 
 
 class _Weights:
-    """The weights that made the rows of the output so far."""
+    """The weights that made the rows of the output so far; `target` is None for stdout."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path | None) -> None:
         self._target = target
         self.version = ""
 
     def check(self, version: str) -> None:
         """Raises StartError where these are others."""
         if self.version and version and version != self.version:
+            if self._target is None:
+                raise StartError(f"the server's weights changed from {self.version} to {version}", "score again")
             raise StartError(
                 f"{self._target} has rewards of weights {self.version}, and the server has weights {version}",
                 "move this file away to score all rows with the server's weights, or serve the earlier ones",
@@ -187,7 +206,7 @@ class _Weights:
 class _Done:
     """The rows that the output has already."""
 
-    def __init__(self, source: Path, target: Path, template: bool) -> None:
+    def __init__(self, source: _Source, target: Path | None, template: bool) -> None:
         self.source, self.target, self.template = source, target, template
         self.weights = _Weights(target)
 
@@ -201,11 +220,11 @@ class _Done:
 
     def rows(self, out: BinaryIO) -> Iterator[tuple[list[Sample], dict[str, Any], bytes]]:
         """The samples, the output row and its line, of each whole row; raises StartError where it does not belong."""
-        rows = read_rows(self.source)
+        rows = self.source.rows()
         out.seek(0)
         for number, text in enumerate(out, 1):
             line, row = next(rows, (0, {}))
-            samples = samples_of(row, self.source, line, self.template) if row else []
+            samples = samples_of(row, self.source.name, line, self.template) if row else []
             if not text.endswith(b"\n"):
                 if row and _is_beginning(text, row):
                     return
@@ -223,16 +242,17 @@ class _Done:
 
     def _other(self, number: int) -> StartError:
         return StartError(
-            f"{self.target}, line {number}: not the scored row of {self.source}, line {number}; it is of another input",
+            f"{self.target}, line {number}: not the scored row of {self.source.name}, line {number}; it is "
+            "of another input",
             "give another output path, or delete this file",
         )
 
 
-def _score_again(scorer: Scorer, done: _Done, max_in_flight: int) -> None:
+def _score_again(scorer: Scorer, done: _Done, target: Path, max_in_flight: int) -> None:
     """Puts new scores into the output rows with failed samples: into all or, where the server fails, into none."""
-    copy = done.target.with_name(done.target.name + ".part")
+    copy = target.with_name(target.name + ".part")
     try:
-        with open(done.target, "rb") as out, open(done.target, "rb") as failed, open(copy, "wb") as part:
+        with open(target, "rb") as out, open(target, "rb") as failed, open(copy, "wb") as part:
             groups = (
                 Group(None, [(row, len(samples))], samples)
                 for samples, row, _ in done.rows(failed)
@@ -245,7 +265,7 @@ def _score_again(scorer: Scorer, done: _Done, max_in_flight: int) -> None:
                         ((_, scores),) = _parts(*next(scored), done.weights)
                         text = _line(row, scores, done.template)
                     part.write(text)
-        copy.replace(done.target)
+        copy.replace(target)
     finally:
         copy.unlink(missing_ok=True)
 
@@ -280,16 +300,14 @@ def _check_paths(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Tells of a disk that is full, read-only or broken."""
+def _storing(failed: str, remedy: str) -> Iterator[None]:
+    """Tells of a disk that is full, read-only or broken: what `failed`, why, and the remedy."""
     try:
         yield
     except BrokenPipeError:  # nobody reads stdout any more
         raise
     except OSError as e:
-        raise StorageFailed(
-            f"cannot write {target}: {e.strerror or e}; make room on the disk, or mend it, and the same call continues"
-        ) from e
+        raise StorageFailed(f"{failed}: {e.strerror or e}{remedy}") from e
 
 
 def _open(target: Path) -> BinaryIO:

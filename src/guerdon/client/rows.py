@@ -26,8 +26,9 @@ def bare(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ADDED}
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows with their line numbers from 1; blank lines are skipped."""
+def read_rows(path: Path, name: Path | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows with their line numbers from 1; blank lines are skipped. Errors call the file `name`, if given."""
+    name = name or path
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, text in enumerate(file, 1):
@@ -36,12 +37,12 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     row = orjson.loads(text)
                 except orjson.JSONDecodeError as e:
-                    raise _malformed(path, number, f"not valid JSON ({e})") from e
+                    raise _malformed(name, number, f"not valid JSON ({e})") from e
                 if not isinstance(row, dict):
-                    raise _malformed(path, number, "not a JSON object")
+                    raise _malformed(name, number, "not a JSON object")
                 yield number, row
     except (OSError, EOFError) as e:
-        raise StartError(f"cannot read {path}: {e}", "check the path, and that a .gz file is whole") from e
+        raise StartError(f"cannot read {name}: {e}", "check the path, and that a .gz file is whole") from e
 
 
 def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> list[Sample]:
