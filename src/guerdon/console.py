@@ -65,8 +65,8 @@ def kept(critic: CriticConfig) -> str:
     return f"what it learns is kept in {critic.checkpoint_dir}"
 
 
-def left(critic: CriticConfig, state: CriticState) -> str:
-    """Where a critic was stopped, and what of it the next start finds: what is saved, and what is journalled."""
+def describe_stopped(critic: CriticConfig, state: CriticState) -> str:
+    """Returns the step at which a critic stopped, and what is saved and journalled."""
     where = f"{critic.name} was stopped at step {state.step}"
     if not state.is_durable:
         return f"{where}, AND WHAT IT LEARNT IS LOST: there is no --checkpoint-dir"

@@ -78,7 +78,7 @@ class Mistakes:
 def from_mapping(cls: type, data: Any, where: str = "") -> Any:
     """Builds the dataclass `cls` from parsed YAML.
 
-    Raises ConfigError for every key that is unknown, and every value that is mistyped or, in a file, out of bounds.
+    Raises one ConfigError that lists every unknown key and every value that is mistyped or, in a file, out of bounds.
     """
     mistakes = Mistakes()
     built = _built(cls, data, where, mistakes)

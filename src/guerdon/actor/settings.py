@@ -148,7 +148,7 @@ class RewardModelServer:
 
     @property
     def addresses(self) -> list[str]:
-        """Where it is asked."""
+        """The URLs to send requests to."""
         return self.urls or [f"http://{self.ip}:{self.port}"]
 
 
@@ -172,7 +172,7 @@ class CriticServer:
 
     @property
     def address(self) -> str:
-        """Where it is asked."""
+        """The URL to send requests to."""
         return self.url or f"http://{self.ip}:{self.port}"
 
 

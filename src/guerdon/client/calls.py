@@ -121,7 +121,9 @@ def make_request(
     }  # fmt: skip
     for name, hint in hints.items():
         if hint is not None and _num_entries(hint) != len(samples):
-            found = f"is {_a(hint)}" if _num_entries(hint) is None else f"has {_num_entries(hint)} entries"
+            found = (
+                f"is {_type_with_article(hint)}" if _num_entries(hint) is None else f"has {_num_entries(hint)} entries"
+            )
             raise InvalidRequest(f"{name} {found} for {len(samples)} samples; it must be a list of one entry each")
     if groups is not None:
         request.groups = arrays.row("groups", groups, "iu", np.int64)
@@ -132,7 +134,7 @@ def make_request(
     if prompts is not None:
         wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
         if wrong is not None:
-            raise InvalidRequest(f"prompts[{wrong}] is {_a(prompts[wrong])}; each must be a string")
+            raise InvalidRequest(f"prompts[{wrong}] is {_type_with_article(prompts[wrong])}; each must be a string")
         request.prompts = list(prompts)
     if labels is not None:
         request.labels = list(labels)
@@ -142,7 +144,7 @@ def make_request(
 def _check_samples(name: str, samples: Any) -> None:
     """Raises InvalidRequest unless `samples` is a list of what `name` takes; one sample without its list is told."""
     if _num_entries(samples) is None:
-        raise InvalidRequest(f"{name} must be a list of at least one sample, not {_a(samples)}")
+        raise InvalidRequest(f"{name} must be a list of at least one sample, not {_type_with_article(samples)}")
     if len(samples) == 0:
         raise InvalidRequest(f"{name} must be a list of at least one sample, not empty")
     part = {"messages": Mapping, "tokens": numbers.Integral}.get(name)
@@ -152,10 +154,12 @@ def _check_samples(name: str, samples: Any) -> None:
         )
     for i, sample in enumerate(samples):
         if (name == "texts") != isinstance(sample, str) or (name == "messages" and _num_entries(sample) is None):
-            raise InvalidRequest(f"{name}[{i}] is {_a(sample)}; each sample must be {_SAMPLES[name]}")
+            raise InvalidRequest(f"{name}[{i}] is {_type_with_article(sample)}; each sample must be {_SAMPLES[name]}")
         for j, message in enumerate(sample if name == "messages" else ()):
             if not isinstance(message, Mapping):
-                raise InvalidRequest(f"{name}[{i}][{j}] is {_a(message)}, not an object with role and content")
+                raise InvalidRequest(
+                    f"{name}[{i}][{j}] is {_type_with_article(message)}, not an object with role and content"
+                )
 
 
 def _num_entries(values: Any) -> int | None:
@@ -165,7 +169,7 @@ def _num_entries(values: Any) -> int | None:
     return len(values)
 
 
-def _a(value: Any) -> str:
+def _type_with_article(value: Any) -> str:
     """Names the value's type with its article."""
     name = "string" if isinstance(value, str) else type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -199,7 +199,7 @@ class ThreadedClient(Generic[S]):
         self._finalizer()
 
     def __repr__(self) -> str:
-        return _shown(self, self._session, self._arguments)
+        return _repr_of(self, self._session, self._arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +233,7 @@ class AsyncClient(Generic[A]):
         await self._session.close()
 
     def __repr__(self) -> str:
-        return _shown(self, self._session, self._arguments)
+        return _repr_of(self, self._session, self._arguments)
 
     async def __aenter__(self) -> Self:
         return self
@@ -255,7 +255,7 @@ def _grpc() -> Any:
     return grpc
 
 
-def _shown(client: object, session: Session | AsyncSession, arguments: Arguments) -> str:
+def _repr_of(client: object, session: Session | AsyncSession, arguments: Arguments) -> str:
     """Returns a client's repr: class, addresses without their keys, and the model's or the critic's name."""
     urls = [endpoint.url for endpoint in session.caller.endpoints.all]
     return f"{type(client).__name__}({(urls[0] if len(urls) == 1 else urls)!r}, {arguments[1]!r})"

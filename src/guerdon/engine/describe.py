@@ -57,7 +57,7 @@ def describe(
         pooling=head.rule,
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,
-        vocabulary="" if encoder is None else encoder.vocabulary(),
+        vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
     )
 

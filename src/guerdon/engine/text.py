@@ -85,7 +85,7 @@ class TextEncoder:
         self._around = self._find_around()
         self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
 
-    def vocabulary(self) -> str:
+    def all_tokens_digest(self) -> str:
         """12 hex digits that change with the tokens and their ids."""
         tokens = sorted(self._tokenizer.get_vocab().items())
         return hashlib.blake2b(repr(tokens).encode(errors="backslashreplace"), digest_size=6).hexdigest()

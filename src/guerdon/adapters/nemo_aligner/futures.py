@@ -58,11 +58,11 @@ class RMTrainFuture:
         return {"loss_mean": np.array([self.loss.result(timeout)], np.float32)}
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the request failed with, None if it did not."""
+        """Returns the request's error, None if it succeeded."""
         return self.loss.exception(timeout)
 
     def done(self) -> bool:
-        """Whether it is known how the request ended."""
+        """Whether the request has finished."""
         return self.loss.done()
 
 
