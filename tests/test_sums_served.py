@@ -622,9 +622,9 @@ async def test_a_sums_components_count_their_time_from_its_arrival(monkeypatch: 
     async with running() as service:
         started, score = [], service._score
 
-        async def noted(name: str, request: ScoreRequest, since: float, client: str) -> ScoreReply:
+        async def noted(name: str, request: ScoreRequest, since: float, client: str, deadline: float) -> ScoreReply:
             started.append(since)
-            return await score(name, request, since, client)
+            return await score(name, request, since, client, deadline)
 
         monkeypatch.setattr(service, "_score", noted)
         await service.score("reward_model", ScoreRequest(texts=["a"]))

@@ -151,7 +151,7 @@ class TextEncoder:
     ) -> Steps:
         """Returns what `encode` returns, a generator that tokenises about `cuts.PIECE` characters between two yields.
 
-        It stops reading a text once `truncation` drops the rest. A row of more than `max_tokens` tokens may lack some.
+        It stops reading a text once `truncation` drops the rest, or the text has more than `max_tokens` tokens.
         """
         made: list[np.ndarray | InvalidRequest] = []
         for group in _groups(texts):
@@ -284,6 +284,8 @@ class TextEncoder:
                 yield
             parts.append(np.array(self._ids([part])[0], dtype=np.int64))
             if enough is not None and sum(map(len, parts)) > enough:
+                if truncation is None:
+                    return InvalidRequest(f"the sample has more than {enough} tokens, the most that fit; shorten it")
                 break
         ids = _truncated(np.concatenate(parts[::-1] if from_end else parts), truncation)
         row = np.concatenate([np.array(around[0], np.int64), ids, np.array(around[1], np.int64)])

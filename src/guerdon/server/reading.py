@@ -50,8 +50,7 @@ class Reader:
     async def rows(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
         """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says.
 
-        Text is tokenised in steps, so that the clients' turns are short, and no further if this is cancelled. Rows
-        that are too long for the model may lack tokens.
+        Text is tokenised in steps, so that the clients' turns are short, and no further if this is cancelled.
         """
         if request.tokens is not None:
             return request.tokens

@@ -55,8 +55,8 @@ def truncated(s: Sequence, truncation: Truncation) -> Sequence:
     return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
 
 
-def wrong(s: Sequence, info: ModelInfo, *, is_read: bool = False) -> InvalidRequest | None:
-    """What is wrong with one sequence, if anything; one that `is_read` from text may lack tokens if it has too many."""
+def wrong(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
+    """What is wrong with one sequence, if anything."""
     if s.text is not None:
         return None
     tokens = s.tokens
@@ -77,9 +77,8 @@ def wrong(s: Sequence, info: ModelInfo, *, is_read: bool = False) -> InvalidRequ
     if info.max_length is not None and len(tokens) > info.max_length:
         # Only what answers for whole samples may lose some of their tokens.
         instead = "" if _is_by_token(info) else ", or start the server with --truncation left or right"
-        length = f"at least {len(tokens)}" if is_read else len(tokens)
         return InvalidRequest(
-            f"the sample has {length} tokens, {info.name} takes at most {info.max_length}; shorten it{instead}"
+            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it{instead}"
         )
     return None
 

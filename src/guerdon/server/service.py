@@ -342,7 +342,7 @@ class Service:
         if cut is not None:
             sequences = [samples.truncated(s, cut) for s in sequences]
         wrong = [
-            row if isinstance(row, InvalidRequest) else samples.wrong(s, served.info, is_read=request.tokens is None)
+            row if isinstance(row, InvalidRequest) else samples.wrong(s, served.info)
             for row, s in zip(rows, sequences, strict=True)
         ]
         return served.info.weights_version, sequences, wrong
