@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Line:
-    """One client's jobs, a heap of them in order, and how far it is: its tokens so far, where all began together.
+    """One client's jobs, a heap in order of service, and `at`, the tokens charged to the client so far.
 
-    `served` are the tokens that `serving`, the first job, has had; when these are half a budget, those that `nearest`
-    has, the last of it first, until these are another half.
+    `serving` is the first job and `served` the tokens it was given. After half a budget the jobs in `nearest`, last
+    one first, are served for another half.
     """
 
     at: int
@@ -36,7 +36,7 @@ class Line:
         return self.jobs[0][2] if self.jobs else None
 
     def serve(self, job: Job, cost: int, most: int, *, has_time: bool) -> None:
-        """Counts what a job had; after `most` the others' turn comes, if it `has_time`, or the first's again."""
+        """Charges tokens to a job; after `most` the turn passes to the others if the job `has_time`, and then back."""
         if not self.nearest and job is not self.serving:
             self.serving, self.served = job, 0
         self.served += cost

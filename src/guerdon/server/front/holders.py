@@ -25,11 +25,11 @@ class Held:
 
 
 class Holders:
-    """Up to `total` connections: by key once one was shown, by address before, and where there are no keys.
+    """Shares `total` connections among clients: by key once a key was shown, by address before that or without keys.
 
-    Who has shown a key may hold half of them, and an equal part of the other half that nobody else can have. If all are
-    held, one that waits for its client ends for a new one: without a key before with one, of whoever holds most, and
-    what was answered before what has not asked yet. Those that come at once from one client do not end each other.
+    Half of them are common to all keys; of the other half each key has an equal part to itself. At the limit a new
+    connection evicts an idle one: of a client without a key first, then of the client that holds most, and answered
+    ones before those that have not sent a request yet. A burst from one client does not evict its own connections.
     """
 
     def __init__(self, total: int, names: Collection[str]) -> None:
@@ -53,7 +53,7 @@ class Holders:
         return held
 
     def expect(self, held: Held, now: float) -> None:
-        """Says that the connection's first request may come from now on."""
+        """Marks the connection as open for its first request, from `now` on."""
         if held.holder:
             self.work(held)
             held.since = now
@@ -68,12 +68,12 @@ class Holders:
             held.holder = ""
 
     def wait(self, held: Held | None) -> None:
-        """Says that the connection owes nothing, and may be ended for another."""
+        """Marks the connection as idle: it may be evicted."""
         if held is not None and held.holder:
             self._waiting.setdefault(held.holder, {})[held] = None
 
     def work(self, held: Held | None) -> None:
-        """Says that the connection has a request."""
+        """Marks the connection as busy with a request."""
         if held is None:
             return
         for lines in (self._waiting, self._new):
