@@ -20,12 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from guerdon.actor.settings import PolicyConfig
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.assembly import build_trainer
-from guerdon.config import CriticConfig
 from guerdon.core import TrainRequest
-from guerdon.engine.policies import load_policy
+from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.settings.actors import PolicyConfig
+from guerdon.settings.config import CriticConfig
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.training.policy import PolicyTrainer
 from report import machine
 

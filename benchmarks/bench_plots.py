@@ -12,7 +12,7 @@ import growth
 import rates
 from claims import best, rate
 from forms import PADDED_TO_MAXIMUM
-from guerdon.pictures import BAND, INK, MAIN, MUTED, SECOND, STYLE, pyplot
+from guerdon.plots import BAND, INK, MAIN, MUTED, SECOND, STYLE, pyplot
 from in_process import ONE_BY_ONE, SORTED
 from loads import PROMPTS
 

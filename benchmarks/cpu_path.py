@@ -37,8 +37,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
+from guerdon.settings.config import ModelConfig
 from report import machine
 from workload import MAX_LENGTH, make_models, read_groups
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from guerdon.config import CriticConfig
 from guerdon.core import TrainRequest
+from guerdon.settings.config import CriticConfig
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 """The environment in which any process keeps what it frees, as guerdon's do by themselves."""

@@ -24,10 +24,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from guerdon.actor.generation import TransformersGenerator
 from guerdon.actor.rollouts import Prompt
-from guerdon.actor.settings import RolloutConfig
-from guerdon.config import LanguageModelConfig
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.policies import load_policy
+from guerdon.settings.actors import RolloutConfig
+from guerdon.settings.config import LanguageModelConfig
 from report import machine
 
 VOCAB_SIZE, PAD, FIRST_TOKEN = 8192, 0, 3

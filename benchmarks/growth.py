@@ -21,9 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.packing import pack
+from guerdon.settings.config import ModelConfig
 from rates import make_model, pairs_of
 from report import machine
 from workload import VOCAB_SIZE

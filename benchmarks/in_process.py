@@ -79,8 +79,8 @@ def _work(asked: Connection, model: str, engine: bool) -> None:
 
 def _engine(model: str) -> Score:
     from guerdon.assembly import build_scorer
-    from guerdon.config import ModelConfig
     from guerdon.core import Sequence
+    from guerdon.settings.config import ModelConfig
 
     engine = build_scorer(ModelConfig(model=model, dtype="float32"))
     return lambda _, rows: [score.reward for score in engine.score([Sequence(row) for row in rows])]

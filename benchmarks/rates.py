@@ -29,9 +29,9 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.packing import PackedBatch, pack
+from guerdon.settings.config import ModelConfig
 from report import machine
 from workload import MAX_LENGTH, SHAPE, VOCAB_SIZE
 

@@ -115,7 +115,7 @@ def trl(args: argparse.Namespace) -> list[dict[str, float]]:
 def guerdon(args: argparse.Namespace) -> list[dict[str, float]]:
     """`guerdon reinforce`, with all that a run does."""
     from guerdon.actor import reinforce
-    from guerdon.actor.settings import ReinforceRunConfig
+    from guerdon.settings.actors import ReinforceRunConfig
 
     config = ReinforceRunConfig()
     config.policy.model, config.policy.learning_rate = str(args.policy), LEARNING_RATE

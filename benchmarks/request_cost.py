@@ -12,8 +12,8 @@ import numpy as np
 import uvloop
 
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.front import http
+from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.config import CriticConfig, ParallelConfig
 from guerdon.core import Command, Score, Scored, Sequence, Signal, TrainRequest
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks, start
+from guerdon.settings.config import CriticConfig, ParallelConfig
 
 TOKENS = 300
 """Of a sequence; a token travels as eight bytes."""

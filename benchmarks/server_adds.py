@@ -40,8 +40,8 @@ import load
 import open_loop
 from guerdon import RetryPolicy, RewardClient
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
+from guerdon.settings.config import ModelConfig
 from report import machine
 from server_adds_report import broken_of, plot, table
 from ways import GRPC, TEXTS, WAYS, ask_grpc, binary

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import generated
 from generated import ROOT
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
-from guerdon.flags import CRITIC_PORTS
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.flags import CRITIC_PORTS
 
 PAGE = ROOT / "docs/config.md"
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import generated
 from generated import ROOT
-from guerdon import metrics
 from guerdon.actor.measures import METRICS
-from guerdon.server import triton
+from guerdon.server import metrics, triton
 
 PAGE = ROOT / "docs/metrics.md"
 

@@ -21,11 +21,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from browser.chromium import find, launched  # noqa: E402
 from guerdon import CriticClient, RewardClient  # noqa: E402
 from guerdon.assembly import build_service  # noqa: E402
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig  # noqa: E402
 from guerdon.demo import parts  # noqa: E402
 from guerdon.demo.story import PlainStory  # noqa: E402
 from guerdon.errors import StartError  # noqa: E402
 from guerdon.server.runtime import RunningServer  # noqa: E402
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig  # noqa: E402
 
 IMAGES = ROOT / "docs/images"
 WIDE, PHONE = (1440, 1180), (390, 1374)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 import zoo
 from guerdon import CriticClient, RetryPolicy, TrainReport, assembly
 from guerdon.client.critic_calls import make_train_request
-from guerdon.config import CriticConfig
 from guerdon.core import Sequence
 from guerdon.errors import GuerdonError, RanksLost
+from guerdon.settings.config import CriticConfig
 
 GBS, LEARNING_RATE = 4, 1e-3
 TOLERANCE = 2e-4

@@ -20,8 +20,8 @@ time.time_ns = lambda: int(time.time() * 1e9)
 
 
 def serve(folder: str, port: str) -> None:
-    from guerdon.config import ServerConfig
     from guerdon.server import runtime
+    from guerdon.settings.config import ServerConfig
     from server.arithmetic_critic import ArithmeticService
 
     config = ServerConfig(port=int(port), grpc_port=None, idle_timeout_s=30, header_timeout_s=10)

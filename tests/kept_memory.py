@@ -17,12 +17,12 @@ import psutil
 import torch
 
 from guerdon.assembly import build_scorer
-from guerdon.config import LanguageModelConfig, ModelConfig
 from guerdon.distributed import computing
-from guerdon.engine.checkpoints import open_checkpoint
-from guerdon.engine.placement import check_memory
-from guerdon.engine.policies import load_policy
+from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.placement import check_memory
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.errors import TooLarge
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 MIB = 1 << 20
 BLOCKS_MIB = (40, 80)

@@ -12,11 +12,11 @@ from guerdon import assembly
 from guerdon.actor import ppo, reinforce
 from guerdon.actor.checkpoints import Checkpoints
 from guerdon.actor.run import Run
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.actor.trackers import Trackers
 from guerdon.client import CriticClient
-from guerdon.config import ServerConfig
 from guerdon.server import runtime
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.config import ServerConfig
 from guerdon.training.optimiser import Optimiser
 from guerdon.training.policy import PolicyTrainer
 from killing import Points, kill_at

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from guerdon import assembly
-from guerdon.config import ServerConfig
 from guerdon.server import runtime
 from guerdon.server.critic.checkpoints import Checkpoints
 from guerdon.server.critic.journal import Journal
+from guerdon.settings.config import ServerConfig
 from guerdon.training.critic import CriticTrainer
 from guerdon.training.optimiser import Optimiser
 from killing import Points, kill_at

@@ -27,7 +27,12 @@ Points = dict[str, tuple[type, str, bool]]
 """By name: a class, its method, and whether the process dies before the call or after it."""
 
 
-PRELOADED = ["killed_actor", "killed_critic", "guerdon.engine.critics", "transformers.models.llama.modeling_llama"]
+PRELOADED = [
+    "killed_actor",
+    "killed_critic",
+    "guerdon.engine.checkpoint.critics",
+    "transformers.models.llama.modeling_llama",
+]
 """What the children of FORKS have imported when they start, so that a restart takes a fraction of a second."""
 
 

@@ -13,8 +13,8 @@ import torch
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 
 FAILS = "unscorable"
 """A text with this word has no score by `flaky`."""

@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Score, ScoreRequest
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 SPARE = 48 << 20
 SHORT, LONG = 96, 7000

@@ -15,7 +15,7 @@ import killed_critic
 import zoo
 from actor.runs import metrics_of, parts, tiny_policy
 from guerdon import CriticClient
-from guerdon.actor.settings import (
+from guerdon.settings.actors import (
     CriticServer,
     PPOConfig,
     PPORunConfig,
@@ -25,7 +25,7 @@ from guerdon.actor.settings import (
     RemoteRewardConfig,
     RewardModelServer,
 )
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from killing import Kill, Restarted, forkserver, free_port
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.packing import pack
+from guerdon.settings.config import ModelConfig
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

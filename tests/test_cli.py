@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from guerdon import __version__, cli, flags
-from guerdon.actor.settings import ReinforceRunConfig, check_actor, scheduled
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon import __version__, cli
 from guerdon.errors import ConfigError
+from guerdon.settings import flags
+from guerdon.settings.actors import ReinforceRunConfig, check_actor, scheduled
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
 
 

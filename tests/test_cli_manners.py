@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from guerdon import cli, console, errors
-from guerdon.cli import completion, helps
+from guerdon import cli, errors
+from guerdon.cli import completion, console, helps
 from guerdon.cli.parsing import Parser
-from guerdon.exits import Exit
+from guerdon.errors import Exit
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

@@ -21,10 +21,10 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "guerdon"
 TOLD = {
     "actor/trackers.py",
-    "bench/command.py",
+    "cli/bench/command.py",
     "console.py",
-    "engine/digests.py",
-    "server/dashboard/watch.py",
+    "engine/checkpoint/digests.py",
+    "server/page/watch.py",
     "server/front/http.py",
     "server/triton.py",
     "tracing.py",

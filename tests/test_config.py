@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from guerdon.config import (
+from guerdon.errors import ConfigError
+from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
     ModelConfig,
@@ -17,9 +18,8 @@ from guerdon.config import (
     ServerConfig,
     check,
 )
-from guerdon.errors import ConfigError
-from guerdon.fields import from_mapping
-from guerdon.yaml_files import read_yaml
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 
 def test_a_mapping_becomes_nested_settings() -> None:

@@ -16,7 +16,7 @@ import killed_critic
 import zoo
 from guerdon import CriticClient, RetryPolicy, TrainReport, assembly
 from guerdon.client.critic_calls import make_train_request
-from guerdon.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ServerConfig
 from killing import Kill, Restarted, forkserver, free_port
 
 NUM_REQUESTS = 20

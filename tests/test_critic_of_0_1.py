@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainReport
 from guerdon.errors import StartError
 from guerdon.server.service import Service
+from guerdon.settings.config import CriticConfig, ServerConfig
 from written_by_0_1.make import CRITIC, HERE, MODEL, PROBE, SETTINGS, request
 
 THEN = json.loads((HERE / "then.json").read_text())

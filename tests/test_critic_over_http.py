@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 import zoo
 from guerdon import CriticClient, RewardClient, assembly
 from guerdon.assembly import build_service
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, InvalidRequest, Offloaded, StartError
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
 from training.plain import PlainCritic, request
 

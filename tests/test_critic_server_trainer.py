@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from guerdon import CriticClient, CriticServerTrainer
-from guerdon.config import ServerConfig
 from guerdon.core import TrainRequest
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.errors import ConfigError, InvalidRequest, ServerFault, TrainFailed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 
 GBS = 4
 LEARNING_RATE = 0.1

@@ -24,9 +24,9 @@ from guerdon.actor.saving import Saving, Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
 from guerdon.client.files import score_file
 from guerdon.client.results import Scores
-from guerdon.config import ServerConfig
 from guerdon.errors import StorageFailed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from processes import by_itself
 from server.arithmetic_critic import ArithmeticService, after, request
 from server.echo_service import EchoService

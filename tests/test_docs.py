@@ -17,11 +17,11 @@ import torch.distributed.run as torchrun
 import yaml
 
 from guerdon import cli
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.adapters import trl, trlx, verl
-from guerdon.config import CriticConfig, EngineConfig, ServerConfig
-from guerdon.fields import from_mapping
-from guerdon.metrics import COLLECTED, TABLE
+from guerdon.server.metrics import COLLECTED, TABLE
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.config import CriticConfig, EngineConfig, ServerConfig
+from guerdon.settings.fields import from_mapping
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -21,14 +21,15 @@ import httpx
 import pytest
 from packaging.requirements import Requirement as Packaged
 
-from guerdon import __version__, doctor
+from guerdon import __version__
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
-from guerdon.doctor import devices, installation, machine, server
-from guerdon.doctor.findings import Finding, line
-from guerdon.doctor.requirements import of_extra, parsed
-from guerdon.flags import CRITIC_PORTS
+from guerdon.cli import doctor
+from guerdon.cli.doctor import devices, installation, machine, server
+from guerdon.cli.doctor.findings import Finding, line
+from guerdon.cli.doctor.requirements import of_extra, parsed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.flags import CRITIC_PORTS
 from processes import environment
 from served import free_port, reward_model
 from server.keys import ADMIN, SCORE, bearer, keyed

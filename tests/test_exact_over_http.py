@@ -14,8 +14,8 @@ import tritonclient.http
 import zoo
 from guerdon import RewardClient
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 ROWS = zoo.rows(3, groups=((40, 8), (25, 3), (60, 1)))
 

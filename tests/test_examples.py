@@ -14,9 +14,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.fields import from_mapping
-from guerdon.yaml_files import read_yaml
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from guerdon.extras import install_command
+from guerdon.errors import install_command
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

@@ -22,9 +22,9 @@ import zoo
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.assembly import build_service
 from guerdon.client.files import score_file
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from processes import environment
 from server.helpers import wait_until
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from guerdon import cli, console
-from guerdon.config import ServerConfig
+from guerdon import cli
+from guerdon.cli import console
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.logs import Frames, JsonLines, OneLine, failure, take_over_libraries
+from guerdon.server.logs import Frames, JsonLines, OneLine, failure, take_over_libraries
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from processes import environment
 from server.echo_service import EchoService
 from server.helpers import INFER

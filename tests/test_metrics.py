@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from guerdon import errors
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import DeadlineExceeded
-from guerdon.metrics import COLLECTED, TABLE, Metrics
 from guerdon.server import triton
+from guerdon.server.metrics import COLLECTED, TABLE, Metrics
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from server.helpers import INFER, body_of
 
 ROOT = Path(__file__).parents[1]

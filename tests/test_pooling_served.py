@@ -19,10 +19,10 @@ from tritonclient.utils import InferenceServerException
 import zoo
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.assembly import build_service, build_trainer
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import Sequence
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
 
 TEXTS = ["The colour is red.</s>", "The colour is red.", "Yes</s> and no", "</s></s>", "a</s>\n", "<pad>b<pad>"]

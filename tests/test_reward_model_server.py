@@ -17,12 +17,12 @@ import torch
 import zoo
 from guerdon import RewardClient, RewardModelServer
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.distributed.parts import BatchParts
-from guerdon.engine.loading import load
-from guerdon.engine.text import TextEncoder
+from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 shapes: list[tuple[int, int]] = []
 

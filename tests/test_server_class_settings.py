@@ -15,9 +15,9 @@ import tritonclient.http
 
 import test_critic_server_trainer as critic
 import test_reward_model_server as reward
-from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 
 MAKE: list[Callable[..., Any]] = [reward.make, critic.make]
 

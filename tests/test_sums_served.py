@@ -21,11 +21,10 @@ from pytriton.client import ModelClient
 
 import rewarding
 import zoo
-from guerdon import cli, console
+from guerdon import cli
 from guerdon.assembly import build_service
-from guerdon.cli import helps
+from guerdon.cli import console, helps
 from guerdon.client import RetryPolicy, RewardClient
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import (
     CheckpointError,
@@ -37,9 +36,10 @@ from guerdon.errors import (
     SampleFailed,
     UnknownModel,
 )
-from guerdon.fields import from_mapping
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.fields import from_mapping
 from server.helpers import outcomes, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytriton.client.warnings.NotSupportedTimeoutWarning")
@@ -511,7 +511,7 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     text = helps.SERVE_NOTES.split("\n\n")[1]
     file = tmp_path / "server.yaml"
     file.write_text(text)
-    from guerdon import flags
+    from guerdon.settings import flags
 
     config = flags.server_config(cli.make_parser().parse_args(["serve", "--config", str(file)]))
     assert [part.model for part in config.rewards[0].components] == ["helpful", "safe", "brevity"]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import zoo
-from guerdon.access import KEYS_VARIABLE
 from guerdon.client import RewardClient, Scores
+from guerdon.settings.access import KEYS_VARIABLE
 from launched import Launch
 from server.swapping import ROWS, checkpoints
 from test_ranks_served import serving

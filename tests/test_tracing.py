@@ -20,12 +20,12 @@ import tritonclient.grpc
 
 import scorers
 from collector import INTERNAL, SERVER, Collector, collecting
-from guerdon import tracing
 from guerdon.assembly import build_service
 from guerdon.client import Credentials, CriticClient, RewardClient, Scores
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check
 from guerdon.errors import ConfigError, GuerdonError, Overloaded, ServerFault, StartError, TrainFailed
+from guerdon.server import tracing
 from guerdon.server.runtime import RunningServer, check_addresses
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check
 from processes import environment
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, EchoService
@@ -517,7 +517,7 @@ def test_off_is_without_opentelemetry() -> None:
 import sys
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
 config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model="scorers:score")])
 with RunningServer(build_service(config), config) as server:

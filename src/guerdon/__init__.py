@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from guerdon.actor.reinforce_actor import ReinforceActor
+    from guerdon.adapters.nemo_aligner.critic_server_trainer import CriticServerTrainer
+    from guerdon.adapters.nemo_aligner.reinforce_actor import ReinforceActor
+    from guerdon.adapters.nemo_aligner.reward_model_server import RewardModelServer
     from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
     from guerdon.core import TrainReport
-    from guerdon.critic_server_trainer import CriticServerTrainer
     from guerdon.errors import (
         Cancelled,
         CheckpointError,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from guerdon.local import LocalRewardModel
-    from guerdon.reward_model_server import RewardModelServer
 
 __version__ = "0.2.0"
 
@@ -93,12 +93,12 @@ _HOME = {  # all others are errors
     "AsyncCriticClient": "guerdon.client",
     "AsyncRewardClient": "guerdon.client",
     "CriticClient": "guerdon.client",
-    "CriticServerTrainer": "guerdon.critic_server_trainer",
+    "CriticServerTrainer": "guerdon.adapters.nemo_aligner.critic_server_trainer",
     "LocalRewardModel": "guerdon.local",
-    "ReinforceActor": "guerdon.actor.reinforce_actor",
+    "ReinforceActor": "guerdon.adapters.nemo_aligner.reinforce_actor",
     "RetryPolicy": "guerdon.client",
     "RewardClient": "guerdon.client",
-    "RewardModelServer": "guerdon.reward_model_server",
+    "RewardModelServer": "guerdon.adapters.nemo_aligner.reward_model_server",
     "Scores": "guerdon.client",
     "TrainReport": "guerdon.core",
 }

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
 from guerdon.core import Command
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
@@ -23,13 +22,13 @@ from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
 from guerdon.engine.host_threads import end_pool
-from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError
-from guerdon.exits import Exit
+from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.critic import Critic
 from guerdon.server.service import Service
+from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +42,11 @@ _LAST_WORDS_S = 5.0
 def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
     """The scorer for one configured model: a checkpoint's Engine, or the user's function `module:function`."""
     if ":" in config.model and not Path(config.model).exists():
-        from guerdon.engine.callable import FunctionScorer
+        from guerdon.engine.functions import FunctionScorer
 
         return FunctionScorer(config)
+    from guerdon.engine.checkpoint.loading import load
     from guerdon.engine.engine import Engine
-    from guerdon.engine.loading import load
 
     return Engine(load(config, ranks=ranks))
 
@@ -57,7 +56,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
     Raises StartError where the settings contradict each other, or memory does not suffice.
     """
-    from guerdon.engine.critics import load_critic
+    from guerdon.engine.checkpoint.critics import load_critic
     from guerdon.training.combined import CriticWithReward
     from guerdon.training.critic import CriticTrainer
     from guerdon.training.optimiser import check_layout, moment_bytes
@@ -87,7 +86,7 @@ def _needing_memory(config: CriticConfig) -> Iterator[None]:
     """What is too much for the device within it is a StartError."""
     import torch
 
-    from guerdon.engine.placement import SMALLER_TRAINING
+    from guerdon.engine.checkpoint.placement import SMALLER_TRAINING
 
     try:
         yield

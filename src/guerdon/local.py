@@ -15,11 +15,11 @@ from typing import Any, Self
 from guerdon.assembly import build_service
 from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, scoring
 from guerdon.client.results import Scores
-from guerdon.config import ModelConfig, ServerConfig, check
 from guerdon.core import ModelInfo, ScoreRequest
 from guerdon.errors import Cancelled, GuerdonError
-from guerdon.fields import from_mapping
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig, check
+from guerdon.settings.fields import from_mapping
 from guerdon.wire import reward_model, signature
 
 _PATIENT = {"max_queue_tokens": sys.maxsize, "max_queue_sequences": sys.maxsize}

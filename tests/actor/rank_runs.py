@@ -22,8 +22,8 @@ from actor.runs import without_curves
 from guerdon.actor import launch, ppo, reinforce, worker
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.errors import GuerdonError
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from launched import launched
 
 Config = ReinforceRunConfig | PPORunConfig

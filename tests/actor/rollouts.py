@@ -9,9 +9,9 @@ import numpy as np
 
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.assembly import build_service
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import Message
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 
 
 def rollout(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from guerdon.actor.settings import DataConfig, PolicyConfig, RolloutConfig, RunConfig
+from guerdon.settings.actors import DataConfig, PolicyConfig, RolloutConfig, RunConfig
 
 WORDS = ("the", "inn", "on", "a", "her", "thin", "tea", "rest")
 

@@ -14,7 +14,8 @@ import zoo
 from actor.rank_runs import Done, Job, alone, together
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
-from guerdon.actor.settings import (
+from guerdon.errors import ConfigError, GuerdonError
+from guerdon.settings.actors import (
     CriticServer,
     PPOConfig,
     PPORunConfig,
@@ -24,8 +25,7 @@ from guerdon.actor.settings import (
     RemoteRewardConfig,
     RewardModelServer,
 )
-from guerdon.config import CriticConfig, ModelConfig, ParallelConfig
-from guerdon.errors import ConfigError, GuerdonError
+from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig
 from launched import launched
 
 EVEN = ModelConfig(model="actor.reward_functions:even", name="even")

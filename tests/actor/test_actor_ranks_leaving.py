@@ -14,8 +14,8 @@ import yaml
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy
 from guerdon.actor import reinforce
-from guerdon.actor.settings import ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
-from guerdon.config import ModelConfig, ParallelConfig
+from guerdon.settings.actors import ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.config import ModelConfig, ParallelConfig
 from launched import Launch, launching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

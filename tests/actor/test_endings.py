@@ -20,10 +20,10 @@ from guerdon.actor.critic import RemoteCritic
 from guerdon.actor.data import Prompts, check_sendable
 from guerdon.actor.rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout, response_text
-from guerdon.actor.settings import CriticServer, DataConfig, RemoteCriticConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.adapters import areal, openrlhf, trl, verl
-from guerdon.config import CriticConfig, ModelConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import CriticServer, DataConfig, RemoteCriticConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.config import CriticConfig, ModelConfig
 
 ASKED = {"role": "user", "content": "an inn in the north"}
 ANSWER = "the thin man"

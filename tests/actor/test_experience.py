@@ -17,9 +17,9 @@ from guerdon.actor.experience import (
     table,
     unpadded,
 )
-from guerdon.actor.settings import AlgorithmConfig, PPOConfig, ReinforceConfig
-from guerdon.algorithms.advantages import RunningMean
 from guerdon.errors import RunFailed
+from guerdon.settings.actors import AlgorithmConfig, PPOConfig, ReinforceConfig
+from guerdon.training.algorithms.advantages import RunningMean
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 import zoo
 from guerdon.actor.generation import TransformersGenerator, make_generator
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.settings import PolicyConfig, RolloutConfig
-from guerdon.config import LanguageModelConfig
 from guerdon.engine import generating
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.policies import load_policy
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.actors import PolicyConfig, RolloutConfig
+from guerdon.settings.config import LanguageModelConfig
 from guerdon.training.policy import PolicyTrainer
 
 KINDS = {"llama": "packed", "gpt-oss": "packed", "gptj": "padded", "mamba": "alone"}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from guerdon.actor import launch
-from guerdon.actor.settings import DataConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer, RunConfig
-from guerdon.config import ParallelConfig
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.errors import RanksLost, RewardsFailed
+from guerdon.settings.actors import DataConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer, RunConfig
+from guerdon.settings.config import ParallelConfig
 
 
 def test_a_rank_lost_at_the_end_hides_no_error(

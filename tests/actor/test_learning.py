@@ -16,9 +16,9 @@ from actor.rollouts import rollout
 from guerdon.actor.experience import Experience
 from guerdon.actor.learning import PolicyLoss, measure, update
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.settings import AlgorithmConfig, PolicyConfig, RolloutConfig
-from guerdon.algorithms.policy_losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
-from guerdon.engine.policies import load_policy
+from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.settings.actors import AlgorithmConfig, PolicyConfig, RolloutConfig
+from guerdon.training.algorithms.policy_losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
 from guerdon.training.policy import PolicyTrainer
 
 LENGTHS = (3, 1, 5, 2, 4)

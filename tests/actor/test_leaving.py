@@ -20,7 +20,9 @@ from actor.runs import metrics_of, parts, tiny_policy
 from guerdon.actor import ppo, reinforce, saving
 from guerdon.actor.checkpoints import Checkpoints
 from guerdon.actor.run import Run
-from guerdon.actor.settings import (
+from guerdon.errors import ConfigError, RewardsFailed, StorageFailed
+from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import (
     CriticServer,
     PPORunConfig,
     ReinforceRunConfig,
@@ -28,9 +30,7 @@ from guerdon.actor.settings import (
     RemoteRewardConfig,
     RewardModelServer,
 )
-from guerdon.config import CriticConfig, ModelConfig
-from guerdon.errors import ConfigError, RewardsFailed, StorageFailed
-from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ModelConfig
 from guerdon.training.policy import PolicyTrainer
 
 EVEN = ModelConfig(model="actor.reward_functions:even")

@@ -18,7 +18,9 @@ from guerdon import LocalRewardModel, RewardClient
 from guerdon.actor import ppo, reinforce
 from guerdon.actor.critic import RemoteCritic
 from guerdon.actor.rewards import RemoteRewards
-from guerdon.actor.settings import (
+from guerdon.errors import ConfigError
+from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import (
     CriticServer,
     PPORunConfig,
     ReinforceRunConfig,
@@ -26,9 +28,7 @@ from guerdon.actor.settings import (
     RemoteRewardConfig,
     RewardModelServer,
 )
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
-from guerdon.errors import ConfigError
-from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.vocabulary import difference, identity
 
 

@@ -18,7 +18,8 @@ from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon import CriticClient
 from guerdon.actor import ppo
-from guerdon.actor.settings import (
+from guerdon.errors import ConfigError
+from guerdon.settings.actors import (
     CriticServer,
     PPOConfig,
     PPORunConfig,
@@ -26,8 +27,7 @@ from guerdon.actor.settings import (
     RewardModelServer,
     scheduled,
 )
-from guerdon.config import CriticConfig, ModelConfig
-from guerdon.errors import ConfigError
+from guerdon.settings.config import CriticConfig, ModelConfig
 
 
 @pytest.fixture(scope="module")

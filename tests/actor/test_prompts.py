@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 import zoo
 from guerdon.actor.data import SKIPPED, Prompts, check_sendable
-from guerdon.actor.settings import DataConfig, RemoteRewardConfig
 from guerdon.errors import ConfigError
+from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 
 TEXTS = [f"prompt number {i}" for i in range(10)]
 

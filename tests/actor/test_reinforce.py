@@ -19,9 +19,9 @@ from guerdon.actor import reinforce
 from guerdon.actor.checkpoints import Checkpoints
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run
-from guerdon.actor.settings import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
-from guerdon.config import ModelConfig
 from guerdon.errors import ConfigError, RunFailed
+from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.config import ModelConfig
 from server.helpers import wait_until
 
 

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 import zoo
 from actor.rollouts import serving
 from guerdon import ReinforceActor
-from guerdon.actor.settings import PolicyConfig, RolloutConfig
 from guerdon.adapters.nemo_aligner import RemoteGPTRMClient
-from guerdon.config import ModelConfig
 from guerdon.errors import ConfigError
+from guerdon.settings.actors import PolicyConfig, RolloutConfig
+from guerdon.settings.config import ModelConfig
 from training.policies import PlainPolicy, caught_gradients, rollouts
 
 SAMPLING = RolloutConfig(max_new_tokens=8, temperature=0.7)

@@ -15,10 +15,10 @@ from actor.rollouts import rollout, serving
 from guerdon import AsyncCriticClient, CriticClient, RewardClient
 from guerdon.actor.critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.settings import CriticNames, CriticServer, RemoteCriticConfig, RewardModelServer
 from guerdon.client import ModelSignature
-from guerdon.config import CriticConfig, ModelConfig
 from guerdon.errors import ConfigError, StartError
+from guerdon.settings.actors import CriticNames, CriticServer, RemoteCriticConfig, RewardModelServer
+from guerdon.settings.config import CriticConfig, ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import zoo
 from actor.rollouts import rollout, serving
 from guerdon.actor.rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.settings import RemoteRewardConfig, RewardModelServer
-from guerdon.config import ModelConfig
 from guerdon.errors import ConfigError, StartError
+from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer
+from guerdon.settings.config import ModelConfig
 
 SUM = ModelConfig(model="scorers:score")
 

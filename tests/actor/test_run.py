@@ -28,11 +28,11 @@ from guerdon.actor.checkpoints import decisive_contents
 from guerdon.actor.measures import METRICS
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
-from guerdon.config import CriticConfig
-from guerdon.engine.checkpoints import Checkpoint as Opened
+from guerdon.engine.checkpoint.files import Checkpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.config import CriticConfig
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 
 STEPS = 5
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, RewardModelServer
 from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, RewardModelServer
 from processes import by_itself, end_of_child
 
 SETTINGS = {"run.seed": 0, "policy.lora": None, "policy.betas": [0.9, 0.98]}

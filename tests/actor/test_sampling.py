@@ -18,8 +18,8 @@ from transformers import (
 
 import zoo
 from guerdon.actor.sampling import Sampler, StopTexts, draw, uniforms
-from guerdon.actor.settings import RolloutConfig
 from guerdon.errors import ConfigError, RunFailed
+from guerdon.settings.actors import RolloutConfig
 
 VOCAB = 300
 

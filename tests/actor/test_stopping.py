@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from guerdon.actor import stopping
 from guerdon.actor.stopping import Stopping
 from guerdon.errors import ConfigError
+from guerdon.settings.actors import parse_time_limit
 from processes import environment
 
 RUN = """
@@ -33,7 +33,7 @@ time.sleep({longer})
     [("00:00:00:07", 7.0), ("01:02:03:04", 93_784.0), ("90", 5400.0), ("0.5", 30.0), (None, None)],
 )
 def test_time_limits(limit: str | None, seconds: float | None) -> None:
-    assert stopping.seconds(limit) == seconds
+    assert parse_time_limit(limit) == seconds
 
 
 @pytest.mark.parametrize("limit", ["1:00:00", "soon", "-5", "1h", ""])

@@ -21,9 +21,9 @@ from guerdon.adapters import areal, openrlhf, trl, verl
 from guerdon.adapters.judge import Judge, judge
 from guerdon.assembly import build_service
 from guerdon.client import AsyncRewardClient
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from processes import by_itself, end_of_child
 from server import echo_service
 from server.echo_service import EchoService

@@ -19,9 +19,9 @@ from client.echo_server import EchoProcess
 from guerdon import RewardClient
 from guerdon.adapters import judge as judge_module
 from guerdon.adapters.areal import async_reward_function, reward_function
-from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, Unavailable, Unreachable
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
 
 DATA = {"messages": [{"role": "user", "content": "What is 2+2?"}], "answer": "4"}

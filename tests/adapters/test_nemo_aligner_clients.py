@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 
 from adapters import pytriton_critic
 from client import pytriton_server
-from guerdon.actor.settings import RemoteCriticConfig, RemoteRewardConfig
 from guerdon.adapters.nemo_aligner import RemoteGPTRMClient, RemoteGPTRMCriticClient
 from guerdon.client import CriticClient
-from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, Unreachable
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import RemoteCriticConfig, RemoteRewardConfig
+from guerdon.settings.config import ServerConfig
 from processes import environment
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, request
 from server.echo_service import NAN_TOKEN, EchoService

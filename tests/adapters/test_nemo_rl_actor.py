@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from guerdon.adapters import nemo_rl
-from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from processes import environment
 from server.echo_service import EchoService
 

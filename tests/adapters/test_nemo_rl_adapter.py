@@ -14,9 +14,9 @@ import torch
 from client.echo_server import EchoProcess
 from guerdon.adapters.nemo_rl import EnvironmentReturn, RewardEnvironment
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from server.echo_service import MAX_LENGTH, EchoService
 
 LOGS = [

@@ -20,9 +20,9 @@ from guerdon.adapters import rewardbench
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.rewardbench import ServerPipeline
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 TEXTS = ["the answer", "<s>user: why?</s>\nassistant: the reason</s>\n", "x"]
 CALL = {"batch_size": 8, "truncation": False, "padding": True, "max_length": 512, "function_to_apply": "none"}

@@ -18,9 +18,9 @@ import served
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from server.echo_service import EchoService
 
 PROMPTS = ["What is 2+2?", "What is 2+2?", "Name a colour."]

@@ -17,8 +17,8 @@ import zoo
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 
 STEPS, GENERATIONS = 2, 4
 PROMPTS = ["What is 2+2?", "Name a colour.", "Who wrote Faust?", "Say something kind."]

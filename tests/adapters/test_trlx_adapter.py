@@ -27,7 +27,6 @@ from client.echo_server import EchoProcess
 from guerdon.adapters.trlx import create_reward_fn, originals
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -38,6 +37,7 @@ from guerdon.errors import (
     Unreachable,
 )
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService
 
 EOS = 2

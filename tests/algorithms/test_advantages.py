@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.algorithms.advantages import (
+from guerdon.training.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     Moments,
     RunningMean,

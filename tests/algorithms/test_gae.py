@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.algorithms.advantages import gae
-from guerdon.algorithms.kl import token_rewards
+from guerdon.training.algorithms.advantages import gae
+from guerdon.training.algorithms.kl import token_rewards
 
 
 def t(*numbers: float | tuple[float, ...]) -> Tensor:

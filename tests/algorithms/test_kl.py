@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.algorithms.kl import (
+from guerdon.training.algorithms.kl import (
     KL_ESTIMATORS,
     kl_per_sequence,
     kl_per_token,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
+from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
 
 
 def t(*numbers: float) -> Tensor:

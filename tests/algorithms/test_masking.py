@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from guerdon.algorithms.losses import ValueLossStats
-from guerdon.algorithms.masking import Sums, fill_left_out
+from guerdon.training.algorithms.losses import ValueLossStats
+from guerdon.training.algorithms.masking import Sums, fill_left_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages
-from guerdon.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
-from guerdon.algorithms.policy_losses import (
+from guerdon.training.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages
+from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
+from guerdon.training.algorithms.policy_losses import (
     AGGREGATIONS,
     Aggregation,
     GlobalCounts,

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from guerdon.bench import table
-from guerdon.bench.counters import Work, parsed, work
-from guerdon.bench.driving import NOT_SENT, Answer
-from guerdon.bench.summary import bounded, summarised
-from guerdon.metrics import Metrics
+from guerdon.cli.bench import table
+from guerdon.cli.bench.counters import Work, parsed, work
+from guerdon.cli.bench.driving import NOT_SENT, Answer
+from guerdon.cli.bench.summary import bounded, summarised
+from guerdon.server.metrics import Metrics
 
 GOOD = Answer(sent_s=0.0, seconds=0.5, num_sequences=8, num_tokens=80, queue_s=0.1, compute_s=0.2)
 

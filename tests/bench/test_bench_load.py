@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from guerdon.bench.load import CHARACTERS_PER_TOKEN, FromFile, RandomTexts, RandomTokens, Shape
+from guerdon.cli.bench.load import CHARACTERS_PER_TOKEN, FromFile, RandomTexts, RandomTokens, Shape
 from guerdon.client.calls import ModelSignature
 from guerdon.errors import StartError
 

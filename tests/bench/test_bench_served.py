@@ -23,14 +23,14 @@ import served
 import zoo
 from bench import bench_scorers
 from guerdon.assembly import build_service
-from guerdon.bench import command, driving, table
-from guerdon.bench.driving import NOT_SENT, Answer, Driver, Extent
-from guerdon.bench.load import Load, RandomTokens, Request, Shape
-from guerdon.bench.summary import summarised
+from guerdon.cli.bench import command, driving, table
+from guerdon.cli.bench.driving import NOT_SENT, Answer, Driver, Extent
+from guerdon.cli.bench.load import Load, RandomTokens, Request, Shape
+from guerdon.cli.bench.summary import summarised
 from guerdon.client.clients import AsyncRewardClient
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.errors import StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from processes import environment
 from server.keys import SCORE, keyed
 
@@ -391,5 +391,6 @@ def test_the_command_shows_its_progress_on_a_terminal(server):
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_the_commands():
-    code = "import sys, guerdon.bench.command, guerdon.doctor\nassert not {'torch', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, guerdon.cli.bench.command, guerdon.cli.doctor\n"
+    code += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())

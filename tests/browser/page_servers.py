@@ -17,8 +17,8 @@ import numpy as np
 import served
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 
 MARKUP = '<img src=x onerror="window.wasRun = true"><script>window.wasRun = true</script><b>bold</b>'
 """A client's text that a careless page would take for its own."""

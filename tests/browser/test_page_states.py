@@ -15,7 +15,7 @@ import pytest
 import served
 from browser.conftest import PHONE, WIDE, Visit, alter, until
 from browser.page_servers import running, settings, under_a_prefix
-from guerdon.config import ModelConfig
+from guerdon.settings.config import ModelConfig
 from server.keys import KEYS, keyed
 
 NO_ANSWER = ("Failed to load resource",)

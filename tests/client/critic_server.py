@@ -19,8 +19,8 @@ class CriticProcess(EchoProcess):
 
 
 if __name__ == "__main__":
-    from guerdon.config import ServerConfig
     from guerdon.server import runtime
+    from guerdon.settings.config import ServerConfig
     from server.arithmetic_critic import ArithmeticService
 
     run_config = ServerConfig(port=int(sys.argv[1]), grpc_port=int(sys.argv[2]))

@@ -68,8 +68,8 @@ class EchoProcess:
 
 
 if __name__ == "__main__":
-    from guerdon.config import ServerConfig
     from guerdon.server import runtime
+    from guerdon.settings.config import ServerConfig
     from server.echo_service import EchoService
 
     run_config = ServerConfig(port=int(sys.argv[1]), grpc_port=int(sys.argv[2]))

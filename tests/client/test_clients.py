@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient
-from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, UnknownModel
 from guerdon.local import LocalRewardModel
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
 from server.helpers import wait_until
 

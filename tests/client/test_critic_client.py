@@ -24,7 +24,6 @@ import pytest
 from client.critic_server import CriticProcess
 from client.echo_server import ENV
 from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy, http
-from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest, TrainRequest
 from guerdon.errors import (
     Cancelled,
@@ -39,6 +38,7 @@ from guerdon.errors import (
     Unreachable,
 )
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from guerdon.client import AsyncCriticClient, CriticClient
-from guerdon.config import ServerConfig
 from guerdon.core import TrainRequest
 from guerdon.errors import CriticReset, InvalidRequest, TrainFailed
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, request
 from server.helpers import wait_until
 

@@ -19,7 +19,6 @@ import pytest
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client.files import score_file
 from guerdon.client.rows import ADDED
-from guerdon.config import ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.errors import (
     DeadlineExceeded,
@@ -34,6 +33,7 @@ from guerdon.errors import (
     Unreachable,
 )
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
 

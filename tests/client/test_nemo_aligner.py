@@ -19,9 +19,9 @@ from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
 from tritonclient.utils import InferenceServerException
 
 from guerdon.client import CriticClient
-from guerdon.config import ServerConfig
 from guerdon.core import TrainRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import ArithmeticService, after, request
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytriton.client.warnings.NotSupportedTimeoutWarning")

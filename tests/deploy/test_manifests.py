@@ -20,10 +20,10 @@ import served
 from guerdon import cli
 from guerdon.client import Credentials, CriticClient
 from guerdon.client.retry import RetryPolicy
-from guerdon.config import ServerConfig
-from guerdon.fields import from_mapping
-from guerdon.flags import critic_server_config, server_config
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.flags import critic_server_config, server_config
 from processes import environment
 from server.echo_service import EchoService
 

@@ -29,10 +29,10 @@ from deploy.patient import BREAKS
 from guerdon.adapters import openrlhf, trl
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.config import ServerConfig
 from guerdon.errors import SampleFailed
-from guerdon.fields import from_mapping
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
+from guerdon.settings.fields import from_mapping
 from processes import environment
 
 pytest.importorskip("ray")

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 import guerdon.deploy
-from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError
-from guerdon.fields import from_mapping
+from guerdon.settings.config import ServerConfig
+from guerdon.settings.fields import from_mapping
 from server.keys import ADMIN, SCORE, bearer, keyed
 
 MODELS = {"models": [{"model": "served:flaky", "name": "reward_model"}]}

@@ -10,13 +10,13 @@ import weakref
 import numpy as np
 import pytest
 
-from guerdon.config import ParallelConfig
 from guerdon.core import Command, ModelInfo, Score, Sequence, Signal
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks, start
 from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault
+from guerdon.settings.config import ParallelConfig
 
 WITH_VALUES, FAILS, RAISES, EXITS, ODD, HOLDS = 1, 2, 3, 4, 5, 6
 """First tokens of rows, and what they make of them."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from guerdon.config import ParallelConfig
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import Ranks, start
 from guerdon.errors import RanksLost
+from guerdon.settings.config import ParallelConfig
 
 
 class Worker:

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.settings import AlgorithmConfig, PolicyConfig, RolloutConfig
 from guerdon.actor.worker import Generate, GoOn, Measure, Open, Round, Save
 from guerdon.core import Command, Score, Scored, Sequence, Signal, TrainReport, TrainRequest
 from guerdon.distributed import portable
 from guerdon.distributed.ranks import Member
 from guerdon.errors import Overloaded, SampleFailed, TrainFailed
+from guerdon.settings.actors import AlgorithmConfig, PolicyConfig, RolloutConfig
 
 TOUCHED: list[object] = []
 

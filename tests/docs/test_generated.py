@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from blocks import ROOT
 
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from processes import environment
 
 RESULTS = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_a_picture_is_drawn_and_is_there(name: str, command: list[str], tmp_path
 
 
 def test_the_site_and_the_page_have_one_mark() -> None:
-    of_the_page = ROOT / "src/guerdon/server/dashboard/static/icon.svg"
+    of_the_page = ROOT / "src/guerdon/server/page/static/icon.svg"
     assert (ROOT / "docs/images/mark.svg").read_bytes() == of_the_page.read_bytes()
 
 

@@ -19,17 +19,17 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from guerdon.config import LanguageModelConfig, ModelConfig, ParallelConfig
 from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.engine import language
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.loading import load
-from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
+from guerdon.settings.config import LanguageModelConfig, ModelConfig, ParallelConfig
 
 BUDGET = 80
 """Tokens of a micro-batch: the rows need several of them."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import distributed
 
-from guerdon.config import ModelConfig, ParallelConfig
 from guerdon.distributed.ranks import start
-from guerdon.engine.loading import load
+from guerdon.engine.checkpoint.loading import load
 from guerdon.errors import StartError
+from guerdon.settings.config import ModelConfig, ParallelConfig
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from torch import distributed
 
 import zoo
 from engine.rank_checks import _norms, farthest, rewards, values
-from guerdon.config import ParallelConfig
 from guerdon.distributed.ranks import start
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ParallelConfig
 
 
 def main() -> None:

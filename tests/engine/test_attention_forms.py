@@ -17,7 +17,6 @@ from torch import Tensor
 import zoo
 from attended import CASES, WrittenOut
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.attention import forms as attention_forms
 from guerdon.engine.attention import registry, varlen
@@ -32,10 +31,11 @@ from guerdon.engine.attention.forms import (
     trial,
 )
 from guerdon.engine.attention.patterns import CAUSAL, FULL
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.engine.packing import pack
 from guerdon.engine.recompute import recompute_activations
+from guerdon.settings.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ import torch
 import zoo
 from attended import CASES, SCALE, Case, tensors, tree, written_out
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine.attention import forms
 from guerdon.engine.attention.forms import CASCADE, FLEX, VARLEN, Form, asking, chosen
 from guerdon.engine.attention.patterns import cut
 from guerdon.engine.packing import pack
+from guerdon.settings.config import ModelConfig
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: these kernels run nowhere else"),

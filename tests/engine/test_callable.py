@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from guerdon.config import ModelConfig
-from guerdon.engine.callable import FunctionScorer
+from guerdon.engine.functions import FunctionScorer
 from guerdon.errors import ConfigError
+from guerdon.settings.config import ModelConfig
 
 OF_CHECKPOINTS: dict[str, Any] = {
     "revision": "main", "dtype": "bfloat16", "require_packed": True, "deterministic": True, "attribute_weights": [1.0],

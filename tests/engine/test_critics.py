@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from guerdon.engine import cuts
-from guerdon.engine.cuts import Cuts, Uncut
+from guerdon.engine.checkpoint import cuts
+from guerdon.engine.checkpoint.cuts import Cuts, Uncut
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.engine import digests
+from guerdon.engine.checkpoint import digests
 from guerdon.errors import CheckpointError
 
 

@@ -10,11 +10,11 @@ import torch
 
 import zoo
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.engine.attention import cascade
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, SampleFailed
+from guerdon.settings.config import ModelConfig
 
 PATHS = {name: "packed" if name in zoo.ENCODERS else "packed+shared" for name in zoo.ARCHITECTURES}
 PATHS |= dict.fromkeys(("gptj", "falcon", "deberta-v2", "mamba", "jamba"), "single")

@@ -13,14 +13,14 @@ import torch
 
 import zoo
 from engine import rank_checks
-from guerdon.config import ModelConfig
 from guerdon.distributed.ranks import Member, Ranks
-from guerdon.engine import placement
-from guerdon.engine.checkpoints import open_checkpoint
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint import placement
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.sharding import sharded_class
 from guerdon.engine.engine import Engine
-from guerdon.engine.layout import sharded_class
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.config import ModelConfig
 from launched import Launched, launched
 
 

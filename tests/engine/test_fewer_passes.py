@@ -12,9 +12,9 @@ from transformers.models.llama import modeling_llama as llama
 
 import zoo
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.engine import fewer_passes
 from guerdon.engine.fewer_passes import FewerPasses
+from guerdon.settings.config import ModelConfig
 
 ALIKE = ["llama", "qwen3", "mistral"]
 SIZE = 16

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModel
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.engine.attention import cascade
 from guerdon.engine.attention.by_segment import by_segment
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.loading import load
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import load
 from guerdon.engine.packing import pack
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ModelConfig
 
 SINGLE = ("gptj", "falcon", "mamba", "jamba")
 """Outside the attention registry, or with a state: run one by one."""

@@ -31,7 +31,7 @@ assert count() >= alone + 2  # it is there again where it is needed
 SERVICE = """
 import os, sys, threading
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig, ServerConfig
 import torch
 torch.set_num_threads(3)
 torch.sin(torch.ones(600, 600))

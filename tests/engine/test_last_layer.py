@@ -13,10 +13,10 @@ import torch
 import zoo
 from attended import SCALE, tensors, tree
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.of_few import of_few
+from guerdon.settings.config import ModelConfig
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine import checkpoints
-from guerdon.engine.checkpoints import open_checkpoint
+from guerdon.engine.checkpoint import files as checkpoints
+from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.loading import LoadedModel, load
 from guerdon.engine.heads import to_scores
-from guerdon.engine.loading import LoadedModel, load
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ModelConfig
 
 ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
 

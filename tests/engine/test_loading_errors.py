@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config
 
 import zoo
-from guerdon.config import ModelConfig
-from guerdon.engine.loading import load
+from guerdon.engine.checkpoint.loading import load
 from guerdon.errors import CheckpointError, ConfigError, StartError
+from guerdon.settings.config import ModelConfig
 
 
 def refused(folder: Path | str, kind: type[StartError] = CheckpointError, **settings: object) -> str:

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import zoo
-from guerdon.config import LanguageModelConfig, ModelConfig
 from guerdon.engine import generating
-from guerdon.engine.checkpoints import open_checkpoint
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.placement import check_memory
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.forward import Forward
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.placement import check_memory
-from guerdon.engine.policies import load_policy
 from guerdon.errors import TooLarge
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 GPU = torch.device("cuda", 0)
 

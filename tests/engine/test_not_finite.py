@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from guerdon.actor.settings import PolicyConfig
 from guerdon.assembly import build_scorer, build_trainer
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig
 from guerdon.core import ModelInfo, Score, ScoreReply, Sequence
-from guerdon.engine.callable import FunctionScorer, PaddedScorer
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.choosing import probe_rows
 from guerdon.engine.forward import Forward
-from guerdon.engine.policies import load_policy
+from guerdon.engine.functions import FunctionScorer, PaddedScorer
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
-from guerdon.server.rewards import Sum
+from guerdon.server.sums import Sum
+from guerdon.settings.actors import PolicyConfig
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig
 
 
 def spoilt(folder: Path, name: str, value: float, where: Any = slice(None), **made: Any) -> Path:
@@ -152,7 +152,7 @@ def test_the_plain_forward_is_the_references(architecture: str, tmp_path: Path) 
 
 
 def test_files_that_change_while_they_are_read_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from guerdon.engine import decoders
+    from guerdon.engine.checkpoint import decoders
 
     folder, load = zoo.checkpoint("llama", tmp_path / "rm"), decoders.load
     other = zoo.checkpoint("llama", tmp_path / "other", seed=1)

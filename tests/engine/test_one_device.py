@@ -21,18 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 import zoo
 from guerdon.actor.sampling import Sampler
-from guerdon.actor.settings import RolloutConfig
-from guerdon.config import LanguageModelConfig, ModelConfig
 from guerdon.core import Sequence
 from guerdon.engine import engine as engine_module
 from guerdon.engine import forward
 from guerdon.engine.attention import flex, forms, registry
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import CachedDecoder
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.loading import load
-from guerdon.engine.policies import load_policy
+from guerdon.settings.actors import RolloutConfig
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 GPU = torch.device("meta")
 COPIES = ("_to_copy", "copy_")

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from guerdon.assembly import build_scorer
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.engine import forward
 from guerdon.engine.engine import Engine
 from guerdon.engine.transfers import all_to_device, to_device
+from guerdon.settings.config import ModelConfig
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import zoo
-from guerdon.engine.text import TextEncoder
+from guerdon.engine.checkpoint.text import TextEncoder
 
 TEXT = "The answer: naïve café ✓ 你好 👩‍👩‍👧 — \n\n  two  spaces, don't."
 

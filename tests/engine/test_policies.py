@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import zoo
-from guerdon.config import LanguageModelConfig
+from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
 from guerdon.engine.language import LanguageEngine, OutputHead
-from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.config import LanguageModelConfig
 
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
 PROMPTS = np.array([40, 40, 40, 20, 20, 4, 40])

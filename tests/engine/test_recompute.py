@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Sequence
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.engine.recompute import recompute_activations
+from guerdon.settings.config import ModelConfig
 
 ARCHITECTURES = ("llama", "gemma2", "gpt2", "opt", "mixtral", "mamba")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.loading import load
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import load
 from guerdon.errors import ConfigError
+from guerdon.settings.config import ModelConfig
 
 NAMES = ("llama", "qwen2", "gpt2", "gpt-neox", "opt", "gemma3", "gptj", "falcon", "jamba")
 """Packed with and without a narrowed last layer, and one sequence at a time; gpt2, opt and others have own classes."""

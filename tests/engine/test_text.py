@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 import zoo
 from guerdon.core import Truncation
-from guerdon.engine import cuts
-from guerdon.engine import text as text_module
-from guerdon.engine.text import Steps, TextEncoder
+from guerdon.engine.checkpoint import cuts
+from guerdon.engine.checkpoint import text as text_module
+from guerdon.engine.checkpoint.text import Steps, TextEncoder
 from guerdon.errors import CheckpointError, InvalidRequest
 
 Side = Literal["left", "right"]

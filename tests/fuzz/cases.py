@@ -26,7 +26,7 @@ from guerdon.core import (
     TrainRequest,
 )
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.server import samples
+from guerdon.server import truncation as samples
 from guerdon.server.front.forms import FORMS
 from guerdon.wire import bodies, kserve, kserve_grpc, operations, repository
 from guerdon.wire.kserve import InferRequest

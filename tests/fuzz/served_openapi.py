@@ -21,8 +21,8 @@ import psutil
 
 import served
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 
 KEY = "a-key-for-the-fuzzers-of-this-server"
 CHECKS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.access import AccessConfig
 from guerdon.errors import Unauthenticated
 from guerdon.server import auth
+from guerdon.settings.access import AccessConfig
 
 KEYS = {name: name[0] * 32 for name in ("first", "second", "third")}
 

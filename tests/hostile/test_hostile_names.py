@@ -15,9 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from guerdon import CriticClient, RetryPolicy
-from guerdon.config import ServerConfig
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import ArithmeticService, request
 from server.echo_service import EchoService
 from server.keys import ADMIN, bearer, keyed

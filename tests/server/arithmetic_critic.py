@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import Message, ModelInfo, Score, Sequence, TrainReport, TrainRequest, Truncation
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed
 from guerdon.server.critic.critic import Critic
 from guerdon.server.service import Service
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 
 VOCAB_SIZE = 100_000
 MAX_LENGTH = 4096

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
 from guerdon.server.catalog import Steps
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 EOS = 2
 VOCAB_SIZE = 100_000

@@ -30,7 +30,7 @@ def body_of(rows: list[list[int]], **more) -> bytes:
 
 
 _ECHO = """\
-from guerdon.config import ServerConfig
+from guerdon.settings.config import ServerConfig
 from guerdon.server.runtime import run
 from server.echo_service import EchoService
 config = ServerConfig(port=0, grpc_port=0, **{settings})

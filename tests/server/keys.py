@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guerdon.config import ServerConfig
+from guerdon.settings.config import ServerConfig
 
 SCORE = "score-key-0123456789abcdef"
 TRAIN = "train-key-0123456789abcdef"

@@ -13,10 +13,10 @@ import numpy as np
 
 import zoo
 from guerdon.assembly import PLAIN, Parts, build_service
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.server.batching.loop import Order
 from guerdon.server.service import Service
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 
 ROWS = zoo.rows(3)
 

@@ -15,8 +15,8 @@ import orjson
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.config import ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, kserve_grpc
 from guerdon.wire.tensors import Tensor
 from server.echo_service import EchoService

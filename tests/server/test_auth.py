@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.access import AccessConfig, Role, check_reach, check_tls, is_loopback, without_key
-from guerdon.config import ServerConfig, check
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
 from guerdon.server.auth import ANYBODY, Access, Caller
 from guerdon.server.runtime import check_addresses
+from guerdon.settings.access import AccessConfig, Role, check_reach, check_tls, is_loopback, without_key
+from guerdon.settings.config import ServerConfig, check
 from server.echo_service import EchoService
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 

@@ -7,10 +7,10 @@ import zlib
 
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.errors import InvalidRequest, Overloaded, PayloadTooLarge
 from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place
+from guerdon.settings.config import ServerConfig
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from server.echo_service import EchoService
 from server.helpers import INFER, body_of
 
 _SERVED = """\
-from guerdon.config import ServerConfig
+from guerdon.settings.config import ServerConfig
 from guerdon.server.batching.lane import Lane
 from guerdon.server.runtime import run
 from server.echo_service import EchoService

@@ -18,12 +18,12 @@ import httpx
 import psutil
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.server import runtime
 from guerdon.server.front import holders
 from guerdon.server.front.connections import HttpConnection
 from guerdon.server.front.holders import Held, Holders
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
 from server.keys import SCORE, TRAIN, keyed

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.core import (
     CheckpointInfo,
     ControlRequest,
@@ -34,6 +33,7 @@ from guerdon.errors import (
     Unavailable,
     UnknownModel,
 )
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import (
     BUG_TOKEN,
     FAIL_TOKEN,

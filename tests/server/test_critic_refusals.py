@@ -16,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainRequest
 from guerdon.errors import (
     DeadlineExceeded,
@@ -29,6 +28,7 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
 from server.arithmetic_critic import BUG_TOKEN, FAIL_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
 from server.helpers import wait_until

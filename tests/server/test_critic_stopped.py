@@ -28,7 +28,7 @@ A, LONG, LATER = request("a", 3.0), request("long", 5.0, first_token=SLOW_TOKEN)
 IS_WAITING = re.compile(r'^guerdon_num_requests_waiting\{model="critic_infer"\} 1\.0$', re.MULTILINE)
 PROGRAM = """\
 from guerdon import assembly
-from guerdon.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ServerConfig
 
 {parts}
 critic = CriticConfig(model={model!r}, checkpoint_dir={folder!r})

@@ -14,9 +14,9 @@ import orjson
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.config import ServerConfig
 from guerdon.core import TrainRequest
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, kserve_grpc
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.tensors import Tensor

@@ -14,8 +14,8 @@ import pytest
 
 import scorers
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
 from server.helpers import INFER, body_of, wait_until

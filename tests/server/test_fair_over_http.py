@@ -12,8 +12,8 @@ import numpy as np
 
 import scorers
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, request
 from server.helpers import INFER, body_of, wait_until

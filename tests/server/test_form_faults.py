@@ -10,7 +10,6 @@ import orjson
 import pytest
 
 from client.echo_server import EchoProcess
-from guerdon.config import ServerConfig
 from guerdon.core import Score
 from guerdon.errors import (
     DeadlineExceeded,
@@ -24,6 +23,7 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 from server.helpers import wait_until

@@ -11,7 +11,6 @@ import httpx
 import orjson
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
 from guerdon.server.auth import ANYBODY
@@ -19,6 +18,7 @@ from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate
 from guerdon.server.front.guard import CALLER
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire.forms import Asked, Form, told_plainly
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.errors import Overloaded
 from guerdon.server.front.gate import Gate, Place
+from guerdon.settings.config import ServerConfig
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.config import ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor

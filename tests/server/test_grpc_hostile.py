@@ -20,10 +20,10 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.access import KEYS_VARIABLE
-from guerdon.config import ServerConfig
 from guerdon.server.front import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.access import KEYS_VARIABLE
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor

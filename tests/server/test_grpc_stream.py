@@ -19,9 +19,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from guerdon.config import ServerConfig
 from guerdon.server.front import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, SLOW_TOKEN, EchoService, reward_of
 from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
 from server.keys import SCORE, TRAIN, keyed

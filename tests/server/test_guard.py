@@ -16,11 +16,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.config import ServerConfig
 from guerdon.core import Operation
 from guerdon.server.front import guard, http
 from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService
 from server.helpers import INFER, body_of, wait_until

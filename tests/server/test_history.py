@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from guerdon.config import LearningConfig
 from guerdon.core import ModelInfo, Operation, TrainReport, TrainRequest
 from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartError, StorageFailed, TrainFailed
+from guerdon.settings.config import LearningConfig
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticTrainer, after, request
 from server.driving import Driver
 

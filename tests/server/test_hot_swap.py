@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from guerdon.assembly import Parts, build_scorer
-from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import Command, ModelInfo, ScoreRequest, Sequence, Signal
 from guerdon.distributed import computing
-from guerdon.engine import placement
+from guerdon.engine.checkpoint import placement
 from guerdon.errors import (
     Forbidden,
     InvalidRequest,
@@ -35,6 +34,7 @@ from guerdon.server import runtime
 from guerdon.server.catalog import Tokenizer
 from guerdon.server.front import about
 from guerdon.server.service import Service
+from guerdon.settings.config import CriticConfig, ServerConfig
 from server.arithmetic_critic import ArithmeticService
 from server.swapping import ROWS, checkpoints, held, rewards, score, serving, until, version
 

@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService

@@ -19,12 +19,12 @@ import pytest
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ScoreRequest
-from guerdon.engine import cuts
-from guerdon.engine.text import TextEncoder
+from guerdon.engine.checkpoint import cuts
+from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import InvalidRequest
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 LONG = "the ring of the reader " * 40_000
 """920,000 characters, 14 steps."""

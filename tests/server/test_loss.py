@@ -18,7 +18,6 @@ from tritonclient.utils import InferenceServerException
 
 from guerdon import assembly
 from guerdon.client import CriticClient, RetryPolicy
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.core import Command, ControlRequest, Operation, Sequence
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import ALONE
@@ -26,6 +25,7 @@ from guerdon.distributed.worker import Worker
 from guerdon.errors import RanksLost, StorageFailed
 from guerdon.server.critic.critic import Critic
 from guerdon.server.runtime import RunningServer, serve
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, ArithmeticTrainer, after, request
 from server.driving import Driver
 from server.echo_service import EchoService

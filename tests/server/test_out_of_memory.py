@@ -17,11 +17,11 @@ import pytest
 import zoo
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import ServerFault, Unavailable
-from guerdon.metrics import Metrics
 from guerdon.server.batching.attempt import Attempt, is_out_of_memory
 from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.metrics import Metrics
 
 TESTS = Path(__file__).parents[1]
 

@@ -15,8 +15,8 @@ import tritonclient.http.aio
 from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
 from tritonclient.utils import InferenceServerException
 
-from guerdon.config import ServerConfig
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EOS, EchoService, reward_of, reward_of_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytriton.client.warnings.NotSupportedTimeoutWarning")

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from guerdon.config import LimitsConfig
 from guerdon.errors import Overloaded
 from guerdon.server.front.body import UploadTooSlow
 from guerdon.server.front.receiving import Receiving
+from guerdon.settings.config import LimitsConfig
 
 
 class Calls:

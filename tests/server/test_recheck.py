@@ -13,13 +13,13 @@ import pytest
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
 from guerdon.errors import Offloaded, SampleFailed
-from guerdon.metrics import Metrics
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.recheck import compare
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.metrics import Metrics
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 BAD = 7
 """The first id of what has no score."""

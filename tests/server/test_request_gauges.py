@@ -10,9 +10,9 @@ import pytest
 
 import scorers
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ScoreRequest
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 
 def request(*rows: list[int]) -> ScoreRequest:

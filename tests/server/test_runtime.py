@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.errors import StartError
 from guerdon.server.runtime import RunningServer, check_addresses
+from guerdon.settings.config import ServerConfig
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, echo_process, wait_until
 

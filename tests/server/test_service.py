@@ -13,7 +13,6 @@ import pytest
 import scorers
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ScoreRequest
 from guerdon.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 
 @contextlib.asynccontextmanager

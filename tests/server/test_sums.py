@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guerdon.config import ComponentConfig, RewardConfig
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
-from guerdon.server.rewards import Running, Sum
+from guerdon.server.sums import Running, Sum
+from guerdon.settings.config import ComponentConfig, RewardConfig
 
 CHECKPOINT = ModelInfo(
     "helpful", "llama", vocab_size=300, max_length=64, eos_token_id=2, takes_messages=True, weights_version="abc"

@@ -17,9 +17,9 @@ import trustme
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.config import ServerConfig
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer, check_addresses
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, tried_again, wait_until
 

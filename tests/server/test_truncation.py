@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.server import samples
+from guerdon.server import truncation as samples
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 MAX_LENGTH = 12
 TEXT = "abcdefghijklmnopqrstuvwxyz"

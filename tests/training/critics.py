@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.config import CriticConfig, EngineConfig, ModelConfig
 from guerdon.core import Score, Sequence
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig
 from guerdon.training.critic import CriticTrainer
 
 LR = 1e-3

@@ -21,17 +21,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zoo
-from guerdon.actor.settings import PolicyConfig
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, ppo_loss, reinforce_loss
-from guerdon.config import CriticConfig, EngineConfig, ModelConfig, ParallelConfig
 from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.shards import shards
-from guerdon.engine.critics import load_critic
+from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import load
-from guerdon.engine.policies import load_policy
 from guerdon.errors import CheckpointError, ConfigError, ServerFault, StorageFailed, TrainFailed
+from guerdon.settings.actors import PolicyConfig
+from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ParallelConfig
+from guerdon.training.algorithms.policy_losses import (
+    Aggregation,
+    GlobalCounts,
+    PolicyLossStats,
+    ppo_loss,
+    reinforce_loss,
+)
 from guerdon.training.combined import CriticWithReward
 from guerdon.training.critic import CriticTrainer
 from guerdon.training.policy import PolicyTrainer

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import zoo
-from guerdon.actor.settings import PolicyConfig
-from guerdon.engine.policies import load_policy
+from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.settings.actors import PolicyConfig
 from guerdon.training.policy import PolicyTrainer
 
 LR = 1e-3

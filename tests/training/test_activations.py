@@ -15,9 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zoo
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.core import TrainRequest
 from guerdon.engine import language
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 
 PROMPT, RESPONSE, PER_PROMPT = 24, 40, 4
 GROUP = PROMPT + PER_PROMPT * RESPONSE

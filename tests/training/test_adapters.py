@@ -16,9 +16,9 @@ from plain import PlainCritic, request
 from safetensors.torch import load_file
 
 import zoo
-from guerdon.config import ModelConfig
-from guerdon.engine.loading import load
+from guerdon.engine.checkpoint.loading import load
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.config import ModelConfig
 from guerdon.training.adapters import is_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import zoo
-from guerdon.config import CriticConfig, LearningConfig, ModelConfig
 from guerdon.core import TrainRequest
+from guerdon.engine.checkpoint.loading import load
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import load
 from guerdon.errors import CheckpointError, StorageFailed
+from guerdon.settings.config import CriticConfig, LearningConfig, ModelConfig
 from guerdon.training import checkpoint, critic
 from guerdon.training.critic import CriticTrainer
 

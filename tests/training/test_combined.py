@@ -13,13 +13,13 @@ from critics import build, same, values, weights
 from plain import request
 
 import zoo
-from guerdon.config import ModelConfig
 from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE
-from guerdon.engine.callable import FunctionScorer
+from guerdon.engine.checkpoint.loading import load
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import load
+from guerdon.engine.functions import FunctionScorer
 from guerdon.errors import ConfigError, Offloaded, SampleFailed, ServerFault, TrainFailed
+from guerdon.settings.config import ModelConfig
 from guerdon.training.combined import CriticWithReward
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))

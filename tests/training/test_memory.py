@@ -11,9 +11,9 @@ import torch
 
 import zoo
 from guerdon.assembly import build_trainer
-from guerdon.config import CriticConfig
-from guerdon.engine import placement
+from guerdon.engine.checkpoint import placement
 from guerdon.errors import CheckpointError, StartError
+from guerdon.settings.config import CriticConfig
 from guerdon.training import critic as training_critic
 
 HELPS = ("lora", "adamw_8bit", "activation_checkpointing", "smaller model")

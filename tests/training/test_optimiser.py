@@ -10,9 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import get_scheduler
 
-from guerdon.config import CriticConfig
 from guerdon.distributed.ranks import Ranks
 from guerdon.errors import ConfigError
+from guerdon.settings.config import CriticConfig
 from guerdon.training.optimiser import Optimiser, rate
 
 

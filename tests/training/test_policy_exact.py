@@ -11,9 +11,9 @@ import torch
 from policies import PlainPolicy, at_responses, build, caught_gradients, rollouts
 
 import zoo
-from guerdon.algorithms.advantages import estimate_advantages
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 from guerdon.engine import language
+from guerdon.training.algorithms.advantages import estimate_advantages
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 from guerdon.training.policy import Loss, PolicyTrainer
 
 SINGLE = ("gptj", "falcon", "mamba", "jamba", "falcon-h1")

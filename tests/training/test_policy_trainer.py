@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
-from guerdon.actor.settings import PolicyConfig
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
-from guerdon.engine import choosing, placement
-from guerdon.engine.policies import load_policy
+from guerdon.engine import choosing
+from guerdon.engine.checkpoint import placement
+from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.errors import CheckpointError, ServerFault
+from guerdon.settings.actors import PolicyConfig
 from guerdon.training.adapters import is_adapter
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import Loss, PolicyTrainer, StepReport
 

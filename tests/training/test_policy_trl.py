@@ -12,9 +12,9 @@ from policies import build
 from transformers import AutoModelForCausalLM
 
 import zoo
-from guerdon.algorithms.advantages import estimate_advantages
-from guerdon.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
-from guerdon.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
+from guerdon.training.algorithms.advantages import estimate_advantages
+from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.training.policy import PolicyTrainer
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from guerdon.config import CriticConfig
 from guerdon.distributed.ranks import ALONE, Member, Ranks
 from guerdon.errors import CheckpointError, ConfigError, ServerFault
+from guerdon.settings.config import CriticConfig
 from guerdon.training import parallel, sharded_checkpoint
 from guerdon.training.optimiser import check_layout
 

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from starlette.routing import Route, Router
 
-from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, Operation, OperationInfo
 from guerdon.server.front import http
 from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import openapi, schemas, signature
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from guerdon.assembly import build_service
-from guerdon.config import CriticConfig, ServerConfig
 from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainRequest
+from guerdon.settings.config import CriticConfig, ServerConfig
 
 HERE = Path(__file__).parent
 MODEL, CRITIC = HERE / "model", HERE / "critic"

@@ -23,14 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from guerdon.actor.settings import (
-    PPORunConfig,
-    ReinforceRunConfig,
-    RemoteCriticConfig,
-    algorithm_of,
-    remote_of,
-    scheduled,
-)
 from guerdon.core import ModelInfo
 from guerdon.durable import (
     ASIDE,
@@ -46,6 +38,14 @@ from guerdon.durable import (
     verify,
 )
 from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.actors import (
+    PPORunConfig,
+    ReinforceRunConfig,
+    RemoteCriticConfig,
+    algorithm_of,
+    remote_of,
+    scheduled,
+)
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from guerdon.actor.rewards import (
     tokenizer_of,
 )
 from guerdon.actor.rollouts import Ending, Rollout
-from guerdon.actor.settings import CriticNames, RemoteCriticConfig
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.futures import TrainFuture
 from guerdon.core import CheckpointInfo, CriticState, TrainReport
 from guerdon.errors import ConfigError, GuerdonError
+from guerdon.settings.actors import CriticNames, RemoteCriticConfig
 from guerdon.vocabulary import difference, identity
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from guerdon.pictures import BAND, MAIN, SECOND, STYLE, pyplot
+from guerdon.plots import BAND, MAIN, SECOND, STYLE, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,13 +14,12 @@ import orjson
 
 from guerdon.actor.endings import find_ending
 from guerdon.actor.rollouts import Ending, Prompt
-from guerdon.actor.settings import DataConfig, RemoteRewardConfig
 from guerdon.client.rows import read_rows
 from guerdon.core import Message
 from guerdon.durable import write_new
-from guerdon.engine.text import TextEncoder
-from guerdon.errors import ConfigError, InvalidRequest, StartError
-from guerdon.extras import install_command
+from guerdon.engine.checkpoint.text import TextEncoder
+from guerdon.errors import ConfigError, InvalidRequest, StartError, install_command
+from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from guerdon.actor.rollouts import Ending, response_text
 from guerdon.core import Message
-from guerdon.engine.text import TextEncoder
+from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import InvalidRequest
 from guerdon.messages import answered
 

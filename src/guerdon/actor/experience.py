@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.settings import AlgorithmConfig, PPOConfig, ReinforceConfig
-from guerdon.algorithms.advantages import Moments, RunningMean, estimate_advantages, gae, whiten
-from guerdon.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards, token_rewards
 from guerdon.errors import RewardsFailed
+from guerdon.settings.actors import AlgorithmConfig, PPOConfig, ReinforceConfig
+from guerdon.training.algorithms.advantages import Moments, RunningMean, estimate_advantages, gae, whiten
+from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards, token_rewards
 
 
 @dataclass(frozen=True, slots=True, eq=False)

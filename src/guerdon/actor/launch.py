@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from guerdon.actor.run import RunSummary
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.actor.shared import SharedPolicy
 from guerdon.actor.worker import PolicyWorker
 from guerdon.distributed.group import Group
@@ -32,6 +31,7 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import Ranks, start
 from guerdon.distributed.stopping import asking
 from guerdon.errors import RanksLost
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 
 Config = TypeVar("Config", ReinforceRunConfig, PPORunConfig)
 

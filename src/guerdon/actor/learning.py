@@ -14,9 +14,9 @@ from torch import Tensor
 from guerdon.actor.experience import Experience, advantage_metrics, global_batches, prompt_lengths
 from guerdon.actor.policy import Policy
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.settings import AlgorithmConfig, RolloutConfig
-from guerdon.algorithms.kl import kl_per_token
-from guerdon.algorithms.policy_losses import (
+from guerdon.settings.actors import AlgorithmConfig, RolloutConfig
+from guerdon.training.algorithms.kl import kl_per_token
+from guerdon.training.algorithms.policy_losses import (
     Aggregation,
     GlobalCounts,
     PolicyLossStats,

@@ -7,11 +7,11 @@ from guerdon.actor.experience import ppo_advantages, rewarded, unpadded
 from guerdon.actor.learning import measure, timed, update
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
-from guerdon.actor.settings import PPORunConfig, check_actor
 from guerdon.actor.shared import SharedPolicy
 from guerdon.actor.stopping import Stopping
-from guerdon.algorithms.advantages import Moments
 from guerdon.core import TrainReport
+from guerdon.settings.actors import PPORunConfig, check_actor
+from guerdon.training.algorithms.advantages import Moments
 
 
 def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummary:

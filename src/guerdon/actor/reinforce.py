@@ -7,10 +7,10 @@ from guerdon.actor.learning import measure, timed, update
 from guerdon.actor.rewards import RemoteRewards
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run import Run, RunSummary
-from guerdon.actor.settings import ReinforceRunConfig, check_actor
 from guerdon.actor.shared import SharedPolicy
 from guerdon.actor.stopping import Stopping
-from guerdon.algorithms.advantages import RunningMean
+from guerdon.settings.actors import ReinforceRunConfig, check_actor
+from guerdon.training.algorithms.advantages import RunningMean
 
 
 def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> RunSummary:

@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.rollouts import Ending, Rollout
-from guerdon.actor.settings import RemoteRewardConfig
 from guerdon.actor.stopping import heeding
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 from guerdon.messages import answered, ended
+from guerdon.settings.actors import RemoteRewardConfig
 from guerdon.vocabulary import difference, has_other_template, identity, reported
 
 T = TypeVar("T")

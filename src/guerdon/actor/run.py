@@ -33,11 +33,11 @@ from guerdon.actor.pairing import PairedCritic, load_critic, pairable
 from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.saving import Saving, Snapshot
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
 from guerdon.actor.shared import SharedPolicy, opened
 from guerdon.actor.stopping import TIME_IS_UP, Left, Stopping, heeding
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guerdon.actor.settings import RolloutConfig
 from guerdon.errors import ConfigError, RunFailed
+from guerdon.settings.actors import RolloutConfig
 
 BLOCK = 64
 """Probabilities that are summed before they are searched; about the square root of a vocabulary is fastest."""

@@ -14,14 +14,14 @@ from torch import Tensor
 from guerdon.actor.generation import Generator, make_generator
 from guerdon.actor.policy import Policy
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.settings import PolicyConfig, RolloutConfig
 from guerdon.actor.stopping import Stopping
 from guerdon.actor.worker import Generate, GoOn, Load, Measure, MoveOptimizer, Open, Order, PolicyWorker, Save, Step
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.policies import LoadedPolicy, load_policy
+from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
 from guerdon.errors import ConfigError
+from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy import Logprobs, Loss, PolicyTrainer, StepReport
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -15,8 +14,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from guerdon.distributed.ranks import num_started
-from guerdon.errors import ConfigError
-from guerdon.exits import Exit
+from guerdon.errors import Exit
+from guerdon.settings.actors import parse_time_limit
 
 T = TypeVar("T")
 
@@ -46,20 +45,6 @@ def heeding(future: Future[T], heed: Callable[[], None]) -> T:
     return future.result()
 
 
-def seconds(limit: str | None) -> float | None:
-    """The seconds of a time limit, DD:HH:MM:SS or minutes; None for None. Raises ConfigError."""
-    if limit is None:
-        return None
-    if match := re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", limit):
-        days, hours, minutes, rest = map(int, match.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
-    if re.fullmatch(r"\d+(\.\d*)?", limit):
-        return float(limit) * 60
-    raise ConfigError(
-        f"run.time_limit is {limit!r}", 'give days, hours, minutes and seconds as "00:03:30:00", or minutes as "210"'
-    )
-
-
 class Stopping:
     """Says whether to leave now, and why; counts the time limit from when it was made.
 
@@ -69,7 +54,7 @@ class Stopping:
 
     def __init__(self, time_limit: str | None) -> None:
         """Raises ConfigError for a malformed limit."""
-        limit = seconds(time_limit)
+        limit = parse_time_limit(time_limit)
         self._deadline = None if limit is None else time.monotonic() + limit
         self._signal: int | None = None
         self._handlers: dict[int, Any] = {}

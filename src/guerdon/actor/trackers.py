@@ -21,8 +21,7 @@ import orjson
 from guerdon.actor.measures import METRICS
 from guerdon.actor.rollouts import Rollout
 from guerdon.durable import ASIDE
-from guerdon.errors import ConfigError
-from guerdon.extras import install_command
+from guerdon.errors import ConfigError, install_command
 
 METRICS_FILE = "metrics.jsonl"
 _SAMPLES = re.compile(r"step-(\d+)\.(?:txt|md)")

@@ -14,11 +14,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, room_of
 from guerdon.actor.rollouts import Prompt, Rollout, response_text
-from guerdon.actor.settings import RolloutConfig
-from guerdon.engine.placement import dtype_name
-from guerdon.engine.policies import LoadedPolicy
-from guerdon.errors import ConfigError
-from guerdon.extras import install_command
+from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.policies import LoadedPolicy
+from guerdon.errors import ConfigError, install_command
+from guerdon.settings.actors import RolloutConfig
 
 GPU_MEMORY = 0.3
 """The part of the GPU's memory that vLLM takes for its weights and caches; the rest is the trainer's."""

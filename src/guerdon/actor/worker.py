@@ -15,12 +15,12 @@ import numpy as np
 
 from guerdon.actor.generation import Generation, TransformersGenerator
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.settings import PolicyConfig, RolloutConfig
 from guerdon.core import Command
 from guerdon.distributed.ranks import Ranks
 from guerdon.distributed.shards import shards
-from guerdon.engine.layout import alike
-from guerdon.engine.policies import load_policy
+from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.sharding import alike
+from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import check_layout, moment_bytes
 from guerdon.training.policy import Logprobs, Loss, PolicyTrainer
 

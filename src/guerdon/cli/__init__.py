@@ -6,11 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from guerdon import console
+from guerdon.cli import console
 from guerdon.cli.subcommands import make_parser
 from guerdon.engine.host_threads import limit_spinning
-from guerdon.errors import GuerdonError, StartError
-from guerdon.exits import Exit
+from guerdon.errors import Exit, GuerdonError, StartError
 
 __all__ = ["main", "make_parser"]
 

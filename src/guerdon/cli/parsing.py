@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from guerdon import console
-from guerdon.exits import Exit
-from guerdon.fields import nearest
+from guerdon.cli import console
+from guerdon.errors import Exit
+from guerdon.settings.fields import nearest
 
 _BOOLEANS = ("true", "false")
 _MOST_COLUMNS = 100

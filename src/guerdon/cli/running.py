@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from guerdon import console
-from guerdon.access import without_key
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig, check_actor, described
-from guerdon.config import ModelConfig, ServerConfig
+from guerdon.cli import console
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
-from guerdon.errors import ConfigError
-from guerdon.exits import Exit
-from guerdon.flags import critic_server_config, given, sectioned_config, server_config
+from guerdon.errors import ConfigError, Exit
+from guerdon.settings.access import without_key
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, described
+from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.flags import critic_server_config, given, sectioned_config, server_config
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -138,16 +137,16 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """`guerdon bench`: see guerdon.bench.command."""
+    """`guerdon bench`: see guerdon.cli.bench.command."""
     console.check_alone("bench")
-    from guerdon.bench import command
+    from guerdon.cli.bench import command
 
     return command.run(args)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """`guerdon doctor`: see guerdon.doctor.command."""
-    from guerdon.doctor import command
+    """`guerdon doctor`: see guerdon.cli.doctor.command."""
+    from guerdon.cli.doctor import command
 
     return command.run(args)
 

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from guerdon.actor.settings import PPORunConfig, ReinforceRunConfig
 from guerdon.cli import completion, helps, running
 from guerdon.cli.parsing import Parser
 from guerdon.cli.version import ShowVersions
-from guerdon.config import CriticConfig, ModelConfig, ServerConfig
-from guerdon.flags import CRITIC_PORTS, add_sections, add_settings
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.flags import CRITIC_PORTS, add_sections, add_settings
 
 
 def make_parser() -> Parser:
@@ -93,7 +93,7 @@ def _add_actor(commands: Any, name: str, text: str) -> None:
 
 def _add_bench(commands: Any) -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        from guerdon.bench import command
+        from guerdon.cli.bench import command
 
         command.add(parser)
 
@@ -104,7 +104,7 @@ def _add_bench(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        from guerdon.doctor import command
+        from guerdon.cli.doctor import command
 
         command.add(parser)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from guerdon.access import without_key
 from guerdon.client.credentials import Credentials
 from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.settings.access import without_key
 
 _HELP = "give http://host:port, https://host:port, grpc://host:port or grpcs://host:port"
 

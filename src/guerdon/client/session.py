@@ -22,8 +22,7 @@ from guerdon.client.http import AsyncHttpTransport, HttpTransport
 from guerdon.client.retry import Caller, Describe, Infer, RetryPolicy, Step, Wait
 from guerdon.client.spans import exchange
 from guerdon.client.workers import Workers
-from guerdon.errors import Cancelled, GuerdonError
-from guerdon.extras import install_command
+from guerdon.errors import Cancelled, GuerdonError, install_command
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Session")

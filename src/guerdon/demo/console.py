@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 
-from guerdon import colours
+from guerdon.cli import colours
 
 GREEN: colours.Style = "green"
 RED: colours.Style = "red"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from guerdon.actor.settings import ReinforceRunConfig
 from guerdon.client import RewardClient
 from guerdon.demo import console, parts, plot
 from guerdon.demo.serving import served
 from guerdon.demo.story import KINDS
-from guerdon.fields import from_mapping
-from guerdon.yaml_files import read_yaml
+from guerdon.settings.actors import ReinforceRunConfig
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 NUM_SHOWN = 5
 """Held-out prompts whose responses before and after are printed."""

@@ -11,17 +11,16 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon.access import KEYS_VARIABLE, has_keys
 from guerdon.assembly import build_service
-from guerdon.config import ParallelConfig, ServerConfig, check
 from guerdon.core import ModelInfo
-from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported
-from guerdon.extras import install_command
-from guerdon.fields import from_mapping
+from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported, install_command
 from guerdon.server import runtime
 from guerdon.server.front import http
 from guerdon.server.repository import Repository
-from guerdon.yaml_files import read_yaml
+from guerdon.settings.access import KEYS_VARIABLE, has_keys
+from guerdon.settings.config import ParallelConfig, ServerConfig, check
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 try:
     from ray import serve

@@ -27,10 +27,10 @@ _OWN_MODULES = frozenset(
     {
         "guerdon.actor.learning",
         "guerdon.actor.rollouts",
-        "guerdon.actor.settings",
+        "guerdon.settings.actors",
         "guerdon.actor.worker",
-        "guerdon.algorithms.losses",
-        "guerdon.algorithms.policy_losses",
+        "guerdon.training.algorithms.losses",
+        "guerdon.training.algorithms.policy_losses",
         "guerdon.core",
         "guerdon.distributed.ranks",
         "guerdon.errors",

@@ -20,8 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from guerdon.distributed.ranks import IN_TALK, Ranks
-from guerdon.errors import RanksLost
-from guerdon.exits import Exit
+from guerdon.errors import Exit, RanksLost
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from guerdon.config import ParallelConfig
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, named
+from guerdon.settings.config import ParallelConfig
 
 if TYPE_CHECKING:
     import torch

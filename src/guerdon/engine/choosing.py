@@ -17,7 +17,7 @@ import torch
 from guerdon.core import MIN_SHARED, ModelInfo
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.attention import forms, registry
-from guerdon.engine.layout import alike
+from guerdon.engine.checkpoint.sharding import alike
 from guerdon.errors import TooLarge
 
 if TYPE_CHECKING:

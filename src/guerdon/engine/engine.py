@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from guerdon.core import Score, Sequence
+from guerdon.engine.checkpoint.loading import LoadedModel
+from guerdon.engine.checkpoint.sharding import alike
 from guerdon.engine.choosing import probe_rows
 from guerdon.engine.forward import Forward, Layout
 from guerdon.engine.heads import to_scores
-from guerdon.engine.layout import alike
-from guerdon.engine.loading import LoadedModel
 from guerdon.engine.packing import PackedBatch
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 

@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.config import ForwardConfig
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.attention import registry
+from guerdon.engine.checkpoint.sharding import layers
 from guerdon.engine.choosing import choose
 from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.gathering import WHOLE, Gathering
 from guerdon.engine.last_layer import LastLayer
-from guerdon.engine.layout import layers
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
 from guerdon.engine.rope import LengthClasses
 from guerdon.engine.transfers import all_to_device, to_device
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ForwardConfig
 
 MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from guerdon.engine.attention import registry
+from guerdon.engine.checkpoint.policies import LoadedPolicy
 from guerdon.engine.choosing import TOLERANCE, trying
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.language import LanguageEngine
 from guerdon.engine.packing import pack
-from guerdon.engine.policies import LoadedPolicy
 from guerdon.errors import CheckpointError
 
 log = logging.getLogger(__name__)

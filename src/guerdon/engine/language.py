@@ -20,7 +20,7 @@ from guerdon.engine.token_logprobs import token_logprobs
 from guerdon.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from guerdon.engine.policies import LoadedPolicy
+    from guerdon.engine.checkpoint.policies import LoadedPolicy
 
 TABLE = 1 << 26
 """Logits that may be held at once, in float32 256 MiB: for more, tokens are taken in parts, each computed again in the

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guerdon.engine.attention import registry
-from guerdon.engine.layout import layers
+from guerdon.engine.checkpoint.sharding import layers
 
 
 def recompute_activations(trunk: nn.Module) -> None:

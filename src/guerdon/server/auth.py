@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from guerdon.access import KEYS_VARIABLE, AccessConfig, Role, has_keys, is_entry, variable_entries
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
-from guerdon.metrics import UNKNOWN
+from guerdon.server.metrics import UNKNOWN
+from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, Role, has_keys, is_entry, variable_entries
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from guerdon.config import ModelConfig, RewardConfig
 from guerdon.core import Message, ModelInfo, OperationInfo, Truncation
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
-from guerdon.server.rewards import Sum
+from guerdon.server.sums import Sum
+from guerdon.settings.config import ModelConfig, RewardConfig
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Work in short steps, which returns rows of ids, or what is wrong with them."""

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from guerdon import tracing
 from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
+from guerdon.server import tracing
 from guerdon.server.batching.turns import FairTurns
 from guerdon.server.catalog import Served, Steps, Tokenizer
 

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from guerdon.config import ModelConfig
 from guerdon.core import Command, ModelInfo, OperationInfo, Signal
 from guerdon.errors import (
     Forbidden,
@@ -30,10 +29,11 @@ from guerdon.errors import (
     TooLarge,
     Unsupported,
 )
-from guerdon.logs import failure
 from guerdon.server.batching.loop import Group, Loop, Order
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.catalog import Catalog, Entry, Served
+from guerdon.server.logs import failure
+from guerdon.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

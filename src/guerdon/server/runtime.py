@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from guerdon import logs, tracing
-from guerdon.config import ServerConfig, check
 from guerdon.errors import RanksLost, StartError
+from guerdon.server import logs, tracing
 from guerdon.server.auth import Access, warn_of_readers
 from guerdon.server.front import http, tls
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
+from guerdon.settings.config import ServerConfig, check
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 
-from guerdon import tracing
-from guerdon.config import ModelConfig, ServerConfig
 from guerdon.core import (
     ControlRequest,
     ModelInfo,
@@ -23,17 +21,19 @@ from guerdon.core import (
     TrainRequest,
 )
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, RanksLost, Unavailable, named
-from guerdon.metrics import Metrics
-from guerdon.server import reading, samples, triton
+from guerdon.server import reading, tracing, triton
+from guerdon.server import truncation as samples
 from guerdon.server.auth import Access
 from guerdon.server.batching.loop import Group, Loop
 from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
 from guerdon.server.catalog import Catalog, Served, Tokenizer
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as Done
-from guerdon.server.dashboard.watch import Watch
+from guerdon.server.metrics import Metrics
+from guerdon.server.page.watch import Watch
 from guerdon.server.repository import Repository
-from guerdon.server.rewards import Sum
+from guerdon.server.sums import Sum
+from guerdon.settings.config import ModelConfig, ServerConfig
 
 _BYTES_A_TOKEN = 8
 """Of ids in binary form; text and JSON have about as many."""

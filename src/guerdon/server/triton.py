@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from guerdon.errors import Cancelled, DeadlineExceeded, Overloaded, SampleFailed, ServerFault, TrainFailed
-from guerdon.metrics import UNKNOWN, Metrics
+from guerdon.server.metrics import UNKNOWN, Metrics
 from guerdon.wire.signature import MODEL_VERSION
 
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guerdon.errors import ConfigError
-from guerdon.extras import install_command
+from guerdon.errors import ConfigError, install_command
 
 ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."

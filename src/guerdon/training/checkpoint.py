@@ -28,12 +28,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from guerdon.config import LearningConfig
-from guerdon.engine.checkpoints import StoredTensor, open_safetensors
-from guerdon.engine.loading import LoadedModel
-from guerdon.engine.placement import dtype_name
-from guerdon.engine.text import TOKENIZER_FILES
+from guerdon.engine.checkpoint.files import StoredTensor, open_safetensors
+from guerdon.engine.checkpoint.loading import LoadedModel
+from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
+from guerdon.settings.config import LearningConfig
 
 HEAD = "score"
 SHARD_BYTES = 4 << 30

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guerdon.algorithms.losses import ValueLossStats, clipped_value_loss
-from guerdon.config import LEARNING, CriticConfig
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoints import find_folder
+from guerdon.engine.checkpoint.files import find_folder
+from guerdon.engine.checkpoint.loading import LoadedModel
+from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.engine import Engine
-from guerdon.engine.loading import LoadedModel
-from guerdon.engine.placement import dtype_name
 from guerdon.engine.recompute import recompute_activations
 from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
+from guerdon.settings.config import LEARNING, CriticConfig
 from guerdon.training import adapters, checkpoint, parallel
+from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
 from guerdon.training.batches import GlobalBatch, global_batches
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_state import TrainerState

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from guerdon.config import LearningConfig
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.errors import ConfigError
-from guerdon.extras import install_command
+from guerdon.errors import ConfigError, install_command
+from guerdon.settings.config import LearningConfig
 from guerdon.training import parallel
 
 EPS = 1e-8

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from guerdon.algorithms.masking import Sums
 from guerdon.distributed.ranks import Ranks
 from guerdon.distributed.shards import shards
+from guerdon.training.algorithms.masking import Sums
 
 BUCKET_BYTES = 32 << 20
 """Gradients smaller than that are summed together, for each sum by itself costs a round through the network."""

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from guerdon.algorithms.policy_losses import PolicyLossStats
-from guerdon.config import LearningConfig
 from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.engine.checkpoint.placement import dtype_name, gpu_bytes
+from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
 from guerdon.engine.language import LanguageEngine
-from guerdon.engine.placement import dtype_name, gpu_bytes
-from guerdon.engine.policies import LoadedPolicy, load_policy
 from guerdon.engine.recompute import recompute_activations
 from guerdon.errors import ServerFault
+from guerdon.settings.config import LearningConfig
 from guerdon.training import adapters, checkpoint, parallel
+from guerdon.training.algorithms.policy_losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_state import TrainerState
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from guerdon.errors import InvalidRequest
-from guerdon.server.dashboard import asked
+from guerdon.server.page import asked
 
 KNOWN = ("window", "reference", "model")
 

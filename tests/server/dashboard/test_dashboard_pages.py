@@ -16,11 +16,11 @@ import pytest
 import served
 from guerdon import CriticClient
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig, check
 from guerdon.errors import ConfigError
-from guerdon.server.dashboard import pages
 from guerdon.server.front.gate import Gate
+from guerdon.server.page import pages
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig, check
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 

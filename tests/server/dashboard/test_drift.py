@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from guerdon.server.dashboard import drift
-from guerdon.server.dashboard.drift import Moments
+from guerdon.server.page import drift
+from guerdon.server.page.drift import Moments
 
 
 def ones(values: np.ndarray) -> np.ndarray:

@@ -4,8 +4,8 @@ import numpy as np
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import SampleFailed
-from guerdon.server.dashboard import extremes
-from guerdon.server.dashboard.extremes import EACH, MOST_TEXT, Extremes
+from guerdon.server.page import extremes
+from guerdon.server.page.extremes import EACH, MOST_TEXT, Extremes
 
 INFO = ModelInfo("rm", "echo", vocabulary="v1")
 NOW = 1_700_000_000.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guerdon.server.dashboard.recent import MAX_POINTS, Recent, Ring
+from guerdon.server.page.recent import MAX_POINTS, Recent, Ring
 
 START = 1_700_000_000.0
 

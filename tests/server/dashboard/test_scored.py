@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guerdon.server.dashboard import scored
-from guerdon.server.dashboard.drift import total
-from guerdon.server.dashboard.scored import SAMPLE, Pool, Scored
+from guerdon.server.page import scored
+from guerdon.server.page.drift import total
+from guerdon.server.page.scored import SAMPLE, Pool, Scored
 
 NOW = 1_700_000_000.0
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.config import ServerConfig
-from guerdon.server.dashboard import asked, snapshot
+from guerdon.server.page import asked, snapshot
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
 NOW = 1_700_000_005.0  # amid a stretch of 10 s

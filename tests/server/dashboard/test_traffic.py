@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from guerdon.metrics import SECONDS, Metrics
-from guerdon.server.dashboard import traffic
-from guerdon.server.dashboard.recent import Recent
+from guerdon.server.metrics import SECONDS, Metrics
+from guerdon.server.page import traffic
+from guerdon.server.page.recent import Recent
 
 START = 1_700_000_000.0
 NAMES = ["sum", "rm"]

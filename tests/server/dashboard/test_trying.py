@@ -11,11 +11,11 @@ import pytest
 import served
 import zoo
 from guerdon.assembly import build_service
-from guerdon.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.server.dashboard import trying
+from guerdon.server.page import trying
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from server.helpers import outcomes
 
 PROMPT, RESPONSES = "Who wrote Faust — and why?", [" Goethe did ✓", " I don't know."]

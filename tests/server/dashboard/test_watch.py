@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from guerdon.config import ServerConfig
 from guerdon.core import Score, ScoreReply, ScoreRequest
 from guerdon.errors import SampleFailed
-from guerdon.server.dashboard import watch
-from guerdon.server.dashboard.drift import total
+from guerdon.server.page import watch
+from guerdon.server.page.drift import total
+from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from guerdon.access import without_key
 from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.adapters.trlx.function import RewardFunction
 from guerdon.adapters.trlx.input_ids import InputIdsClient
 from guerdon.adapters.trlx.scoring import Scoring
 from guerdon.client import RetryPolicy
 from guerdon.errors import ConfigError
+from guerdon.settings.access import without_key
 
 __all__ = ["RewardFunction", "create_reward_fn"]
 

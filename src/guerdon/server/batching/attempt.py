@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
-from guerdon.logs import failure, without_frames
 from guerdon.server.batching.scheduler import Batch
+from guerdon.server.logs import failure, without_frames
 
 log = logging.getLogger(__name__)
 

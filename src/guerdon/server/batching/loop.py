@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from guerdon import tracing
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
-from guerdon.logs import failure, without_frames
-from guerdon.metrics import Metrics
+from guerdon.server import tracing
 from guerdon.server.batching.attempt import Attempt, check_device
 from guerdon.server.batching.attempt import Group as Group
 from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.lane import Lane
 from guerdon.server.batching.recheck import Recheck
 from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
-from guerdon.tracing import TracedBatch, Traces
+from guerdon.server.logs import failure, without_frames
+from guerdon.server.metrics import Metrics
+from guerdon.server.tracing import TracedBatch, Traces
 
 log = logging.getLogger(__name__)
 

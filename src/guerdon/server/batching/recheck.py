@@ -11,10 +11,10 @@ import numpy as np
 
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
-from guerdon.logs import failure
-from guerdon.metrics import Metrics
 from guerdon.server.batching.attempt import Group
 from guerdon.server.batching.scheduler import Batch
+from guerdon.server.logs import failure
+from guerdon.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from guerdon.errors import GuerdonError, Overloaded
 from guerdon.server.batching.line import Line
 from guerdon.server.batching.pace import Pace
 from guerdon.server.batching.room import Room
-from guerdon.tracing import Part
+from guerdon.server.tracing import Part
 
 Result = Score | GuerdonError
 

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from guerdon.config import CriticConfig
 from guerdon.core import (
     CheckpointInfo,
     Command,
@@ -40,7 +39,6 @@ from guerdon.errors import (
     StorageFailed,
     TrainFailed,
 )
-from guerdon.metrics import Metrics
 from guerdon.server.aside import off_loop
 from guerdon.server.batching.loop import Group, Loop, Order
 from guerdon.server.critic import train_checks
@@ -48,6 +46,8 @@ from guerdon.server.critic.answers import Answer, other_content
 from guerdon.server.critic.history import History
 from guerdon.server.critic.outcome import outcome_of, warn
 from guerdon.server.critic.progress import Progress
+from guerdon.server.metrics import Metrics
+from guerdon.settings.config import CriticConfig
 
 log = logging.getLogger(__name__)
 

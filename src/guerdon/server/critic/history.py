@@ -16,13 +16,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from guerdon.config import LEARNING, CriticConfig
 from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
 from guerdon.durable import storing
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
 from guerdon.server.critic.answers import Answer, Answers
 from guerdon.server.critic.checkpoints import Checkpoint, Checkpoints, DamagedCheckpoint
 from guerdon.server.critic.journal import Journal, Record
+from guerdon.settings.config import LEARNING, CriticConfig
 
 log = logging.getLogger(__name__)
 

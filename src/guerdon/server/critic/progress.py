@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from guerdon.core import CriticState, TrainReport
-from guerdon.metrics import Metrics
+from guerdon.server.metrics import Metrics
 
 MOST_POINTS = 2000
 

@@ -16,11 +16,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from guerdon.config import LimitsConfig
-from guerdon.logs import failure
 from guerdon.server.front.guard import CALLER, CONNECTION
 from guerdon.server.front.holders import Held, Holders
 from guerdon.server.front.sockets import break_off, keep_alive
+from guerdon.server.logs import failure
+from guerdon.settings.config import LimitsConfig
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 from starlette.types import Receive, Scope
 
-from guerdon import tracing
-from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import UnknownModel
-from guerdon.metrics import UNKNOWN
+from guerdon.server import tracing
 from guerdon.server.aside import off_loop
 from guerdon.server.front.asgi import JSON, Reply, query_of, score_headers, unless_left
 from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import caller_of
+from guerdon.server.metrics import UNKNOWN
 from guerdon.server.service import Service
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, pooling, sglang, tei, trainers
 from guerdon.wire.forms import Asked, Form
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from guerdon.config import LimitsConfig
 from guerdon.errors import Overloaded
 from guerdon.server.batching.shares import Shares
+from guerdon.settings.config import LimitsConfig
 
 RETRY_AFTER_S = 1.0
 

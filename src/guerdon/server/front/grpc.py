@@ -14,9 +14,6 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon import tracing
-from guerdon.access import Role
-from guerdon.config import LimitsConfig, ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
 from guerdon.errors import (
     GuerdonError,
@@ -27,8 +24,7 @@ from guerdon.errors import (
     Unauthenticated,
     UnknownModel,
 )
-from guerdon.logs import failure, without_frames
-from guerdon.metrics import UNKNOWN
+from guerdon.server import tracing
 from guerdon.server.aside import answer_bytes, off_loop
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.front import about, tls
@@ -38,7 +34,11 @@ from guerdon.server.front.grpc_stream import Read, answer_stream, message_span, 
 from guerdon.server.front.receiving import Receiving
 from guerdon.server.front.spans import with_span
 from guerdon.server.front.unread import end_unread
+from guerdon.server.logs import failure, without_frames
+from guerdon.server.metrics import UNKNOWN
 from guerdon.server.service import Service
+from guerdon.settings.access import Role
+from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve_grpc, operations, repository, signature
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.operations import Answer, Asked

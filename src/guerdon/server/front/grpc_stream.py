@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon import tracing
-from guerdon.config import LimitsConfig
 from guerdon.errors import GuerdonError
+from guerdon.server import tracing
 from guerdon.server.front.receiving import Receiving
 from guerdon.server.front.spans import FAULTS
 from guerdon.server.front.unread import write_or_end
-from guerdon.tracing import Traces
+from guerdon.server.tracing import Traces
+from guerdon.settings.config import LimitsConfig
 
 Read = Callable[[], Awaitable[bytes]]
 Infer = Callable[[Read, contextlib.ExitStack], Awaitable[pb.ModelStreamInferResponse]]

@@ -7,11 +7,11 @@ import socket
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon.access import is_loopback
-from guerdon.config import ServerConfig
 from guerdon.errors import Forbidden, Unauthenticated
-from guerdon.metrics import UNKNOWN, Metrics
 from guerdon.server.auth import PYTRITONS_HEADER, Access, Caller
+from guerdon.server.metrics import UNKNOWN, Metrics
+from guerdon.settings.access import is_loopback
+from guerdon.settings.config import ServerConfig
 
 CALLER = "guerdon.caller"
 """Where the scope has who asks."""

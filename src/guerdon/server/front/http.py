@@ -15,9 +15,6 @@ import orjson
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon import logs, tracing
-from guerdon.access import Role
-from guerdon.config import ServerConfig
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
 from guerdon.errors import (
     Cancelled,
@@ -31,9 +28,8 @@ from guerdon.errors import (
     Unauthenticated,
     Unavailable,
 )
-from guerdon.metrics import UNKNOWN
+from guerdon.server import logs, tracing
 from guerdon.server.aside import answer_bytes, off_loop
-from guerdon.server.dashboard.pages import Pages
 from guerdon.server.front import about
 from guerdon.server.front.asgi import (
     JSON,
@@ -50,7 +46,11 @@ from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import Guard, caller_of
 from guerdon.server.front.spans import Spans
+from guerdon.server.metrics import UNKNOWN
+from guerdon.server.page.pages import Pages
 from guerdon.server.service import Service
+from guerdon.settings.access import Role
+from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, forms, kserve, openai, openapi, operations, repository, signature
 from guerdon.wire.operations import Answer, Asked
 

@@ -13,7 +13,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guerdon.errors import Cancelled
-from guerdon.tracing import Traces
+from guerdon.server.tracing import Traces
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from guerdon.access import AccessConfig
 from guerdon.errors import ConfigError
+from guerdon.settings.access import AccessConfig
 
 _HELP = "give PEM files: the certificate and those that vouch for it, its unencrypted private key, and the clients' CA"
 

@@ -1,0 +1,266 @@
+"""`ReinforceActor`: the policy by the calls of NeMo-Aligner's REINFORCE actor, for training loops of one's own.
+
+Legend: B rows, S tokens of the longest (prompt and response), padded on the right. Entry t of `[B, S-1]` is about token
+t + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.actor.generation import make_generator
+from guerdon.actor.rollouts import Prompt
+from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.errors import ConfigError
+from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
+from guerdon.settings.config import check
+from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.training.optimiser import moment_bytes
+from guerdon.training.policy import PolicyTrainer, StepReport
+
+
+class NemoTokenizer:
+    """transformers' tokenizer with the names that NeMo gives its own, too."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of EOS; None if the tokenizer has none."""
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    def ids_to_text(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """Returns the ids of the text, no special tokens added."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # not set yet, as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
+class ReinforceActor:
+    """Generates, tells log-probs of what it generated and of its reference, and learns by REINFORCE.
+
+        actor = ReinforceActor(PolicyConfig(model="..."), RolloutConfig(max_new_tokens=64))
+        actor.prepare_for_inference()
+        rollouts = actor.infer({"text": prompts, "length": lengths})
+        ...                                    # rewards, log-probs, a baseline
+        actor.prepare_for_training()
+        loss, metrics = actor.get_loss_and_metrics(batch)
+        report = actor.finish_training_step()  # clips the gradient and makes the optimiser step
+
+    All tensors come and go on the CPU. `tokenizer` has transformers' names and NeMo's, such as `eos_id`. What `infer`
+    draws depends on `seed`, the optimiser steps made (skipped ones are none), and how often it was called since the
+    last one or a `load`: a loop that goes on from a checkpoint saved right behind a step draws what it would have.
+    """
+
+    def __init__(self, policy: PolicyConfig | str, rollouts: RolloutConfig | None = None, *, seed: int = 0) -> None:
+        """Loads the policy, by its settings or by its folder or hub id; raises ConfigError and CheckpointError."""
+        if not isinstance(policy, PolicyConfig | str):
+            raise ConfigError(
+                f"ReinforceActor got {type(policy).__name__} for its policy; NeMo-Aligner's (cfg, trainer) names no "
+                "checkpoint that transformers loads",
+                "give PolicyConfig and RolloutConfig; docs/coming_from/nemo_aligner.md has the settings that these are",
+            )
+        self.policy_config = PolicyConfig(model=policy) if isinstance(policy, str) else policy
+        self.rollout_config = rollouts or RolloutConfig()
+        check(self.policy_config)
+        check_sampling(self.rollout_config)
+        loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
+        self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed)
+        self.generator = make_generator(self.trainer, self.rollout_config)
+        self.tokenizer = None if loaded.tokenizer is None else NemoTokenizer(loaded.tokenizer)
+        self.pad_id = loaded.eos_token_ids[0] if loaded.eos_token_ids else loaded.pad_token_id
+        self._seed = seed
+        self._num_inferred, self._inferred_at = 0, 0
+
+    # ---------------------------------------------------------------------------------------- generating
+
+    def prepare_for_inference(self) -> None:
+        """Gives what generates the newest weights, and it the device's memory where `offload_optimizer` is set."""
+        self.generator.sync()
+        if self.policy_config.offload_optimizer:
+            self.trainer.offload_optimizer()
+
+    def infer(self, inference_batch: Mapping[str, Tensor], num_rollouts: int = 1) -> dict[str, Tensor]:
+        """Samples `num_rollouts` responses to each of the prompts `text` int64 `[b, T]` of `length` `[b]`.
+
+        The responses to one prompt follow each other: `response_tokens` int64 `[B, S]`, prompt and response, padded
+        with EOS; `response_lengths` (with the prompt) and `prompt_lengths`, int64 `[B]`; `is_end` bool `[B]`, False
+        where a response was cut.
+        """
+        lengths = inference_batch["length"].reshape(-1).tolist()
+        rows = [row[:length].cpu().numpy() for row, length in zip(inference_batch["text"], lengths, strict=True)]
+        prompts = [Prompt(i, row.astype(np.int64), self._text(row)) for i, row in enumerate(rows)]
+        step = self.trainer.step_count
+        self._num_inferred = self._num_inferred + 1 if self._inferred_at == step else 1
+        self._inferred_at = step
+        seed = (self._seed, step, self._num_inferred)
+        groups = list(self.generator.generate(prompts, num=num_rollouts, config=self.rollout_config, seed=seed))
+        made = sorted((rollout for group in groups for rollout in group), key=lambda r: (r.group, r.index))
+        tokens = torch.full((len(made), max(len(rollout.tokens) for rollout in made)), self.pad_id)
+        for out, rollout in zip(tokens, made, strict=True):
+            out[: len(rollout.tokens)] = torch.from_numpy(rollout.tokens)
+        return {
+            "response_tokens": tokens,
+            "response_lengths": torch.tensor([len(rollout.tokens) for rollout in made]),
+            "prompt_lengths": torch.tensor([rollout.prompt_length for rollout in made]),
+            "is_end": torch.tensor([rollout.is_end for rollout in made]),
+        }
+
+    def get_inference_log_probs(
+        self, response_tokens: Tensor, response_lengths: Tensor | None = None, prompt_lengths: Tensor | None = None
+    ) -> Tensor:
+        """Log-probs float32 `[B, S-1]` of the tokens `[B, S]` at the sampling temperature.
+
+        With `response_lengths` those of the padding behind them are 0 and cost nothing, with `prompt_lengths` those of
+        the prompts, as `infer` gives both.
+        """
+        return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=False)
+
+    def get_init_policy_logprobs(
+        self, response_tokens: Tensor, response_lengths: Tensor | None = None, prompt_lengths: Tensor | None = None
+    ) -> Tensor:
+        """The same of the policy as it was loaded first, before any step or checkpoint."""
+        return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=True)
+
+    def finish_inference(self) -> None:
+        """Nothing: what training needs comes back by `prepare_for_training`."""
+
+    # ---------------------------------------------------------------------------------------- learning
+
+    def prepare_for_training(self) -> None:
+        """Moves the optimiser's state back to the device, where `offload_optimizer` is set."""
+        if self.policy_config.offload_optimizer:
+            self.trainer.onload_optimizer()
+
+    def prepare_for_training_step(self) -> None:
+        """Nothing: gradients are 0 after each `finish_training_step`."""
+
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """The loss of one global batch, and its gradients where not `forward_only`; `finish_training_step` steps.
+
+            sum_i sum_t mask_it * -logp_it * is_end_i * (rewards_with_kl_i - baseline_i) / sum mask
+
+        `response_tokens` int64 `[B, S]`; `mask` float32 `[B, S-1]`, 1 at the actions of the response, none between
+        left out; `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, leaves out what was cut.
+        Raises ValueError where one has another shape.
+        """
+        batch = {name: tensor.detach().cpu() for name, tensor in batch.items()}
+        _check_shapes(batch)
+        taken = (batch["mask"] > 0).any(-1)
+        mask, tokens = batch["mask"][taken].float(), batch["response_tokens"][taken]
+        advantages = (batch["rewards_with_kl"] - batch["baseline"]).float()
+        if "is_end" in batch:
+            advantages = advantages * batch["is_end"]
+        # Where a row's actions begin is where its prompt ends, and where they end there is nothing more to compute.
+        starts = (mask > 0).int().argmax(-1) + 1
+        ends = mask.shape[1] - (mask > 0).flip(-1).int().argmax(-1) + 1
+        loss = _Loss(_from_first(mask, starts, ends), advantages[taken])
+        rows = [row[:end].numpy() for row, end in zip(tokens, ends.tolist(), strict=True)]
+        temperature = self.rollout_config.temperature
+        if not rows:
+            stats = PolicyLossStats()
+        elif forward_only:
+            made = self.trainer.logprobs(rows, starts.numpy(), temperature)
+            _, stats = loss(made.logprobs, None, np.arange(len(rows)))
+        else:
+            stats = self.trainer.accumulate(rows, starts.numpy(), loss, temperature=temperature)
+        return stats.loss, {"loss": stats.loss}
+
+    def finish_training_step(self) -> StepReport:
+        """The optimiser step of the gradients since the last one, clipped by gradient_clip_val; the schedule's, too."""
+        return self.trainer.apply()
+
+    def finish_training(self) -> None:
+        """Nothing: no gradients are kept."""
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path | str) -> None:
+        """Writes policy, optimiser and schedule into an existing, empty folder, which transformers can load, too."""
+        self.trainer.save(Path(folder))
+
+    def load(self, folder: Path | str) -> None:
+        """Goes on from what was saved, bitwise; the reference stays the policy that was loaded first."""
+        self.trainer.load(Path(folder))
+        self._num_inferred = 0
+
+    # ---------------------------------------------------------------------------------------- within
+
+    def _text(self, tokens: np.ndarray) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+
+    def _logprobs(
+        self, tokens: Tensor, lengths: Tensor | None, prompt_lengths: Tensor | None, *, of_reference: bool
+    ) -> Tensor:
+        count, width = tokens.shape
+        ends = torch.full((count,), width) if lengths is None else lengths.reshape(-1).cpu()
+        starts = torch.ones(count, dtype=torch.int64) if prompt_lengths is None else prompt_lengths.reshape(-1).cpu()
+        rows = [row[:end].numpy() for row, end in zip(tokens.cpu(), ends.tolist(), strict=True)]
+        temperature = self.rollout_config.temperature
+        if of_reference:
+            made = self.trainer.reference_logprobs(rows, starts.numpy(), temperature)
+        else:
+            made = self.trainer.logprobs(rows, starts.numpy(), temperature).logprobs
+        placed = torch.zeros(count, width - 1)
+        for out, row, start, end in zip(placed, made, starts.tolist(), ends.tolist(), strict=True):
+            out[start - 1 : end - 1] = row[: end - start]
+        return placed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Loss:
+    """REINFORCE's loss as `PolicyTrainer.accumulate` asks for it; mask `[B, R]` counts from the response's first."""
+
+    mask: Tensor
+    advantages: Tensor
+
+    def __call__(self, logprobs: Tensor, _: Tensor | None, members: np.ndarray) -> tuple[Tensor, PolicyLossStats]:
+        at, width = torch.from_numpy(members), logprobs.shape[1]
+        mask = self.mask[at, :width].to(logprobs.device)
+        advantages = self.advantages[at].to(logprobs.device)[:, None].expand_as(mask)
+        return reinforce_loss(logprobs, advantages, mask, Aggregation("token-mean", GlobalCounts.of(self.mask)))
+
+
+def _check_shapes(batch: Mapping[str, Tensor]) -> None:
+    count, width = batch["response_tokens"].shape
+    wanted = {"mask": (count, width - 1), "rewards_with_kl": (count,), "baseline": (count,), "is_end": (count,)}
+    for name, shape in wanted.items():
+        if name in batch and batch[name].shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(batch[name].shape)} beside response_tokens of shape {[count, width]}: give "
+                f"{list(shape)}, rewards [B, 1] by squeeze(1)"
+            )
+
+
+def _from_first(mask: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Each row of a mask `[B, S-1]` from its first action on, `[B, R]`."""
+    made = torch.zeros(len(mask), int((ends - starts).max()) if len(mask) else 0)
+    for out, row, start, end in zip(made, mask, starts.tolist(), ends.tolist(), strict=True):
+        out[: end - start] = row[start - 1 : end - 1]
+    return made

@@ -1,0 +1,1 @@
+"""From a checkpoint on disk to a model on its device, and its tokenizer."""

@@ -1,0 +1,108 @@
+"""Encoders (BERT and its kin): their classes hold trunk and head together, here they are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.engine.checkpoint.files import Checkpoint
+from guerdon.engine.checkpoint.weights import Parts, check_labels_per_token, fill
+from guerdon.engine.heads import Pooling
+from guerdon.errors import CheckpointError
+
+
+class FirstToken(nn.Module):
+    """Lets a module that picks the first token of `[B, T, H]` by itself be applied to states `[N, H]`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.module(hidden[:, None])
+
+
+def _bert(model: Any) -> nn.Module:
+    pooler, model.bert.pooler = model.bert.pooler, None
+    return nn.Sequential(FirstToken(pooler), model.classifier)
+
+
+def _own_pooler(model: Any) -> nn.Module:
+    return nn.Sequential(FirstToken(model.pooler), model.classifier)
+
+
+def _classifier_pools(model: Any) -> nn.Module:
+    return FirstToken(model.classifier)
+
+
+def _distilbert(model: Any) -> nn.Module:
+    return nn.Sequential(model.pre_classifier, nn.ReLU(), model.classifier)
+
+
+def _modernbert(model: Any) -> nn.Module:
+    return nn.Sequential(model.head, model.classifier)
+
+
+SEQUENCE_HEADS: dict[str, Callable[[Any], nn.Module]] = {
+    "bert": _bert,
+    "roberta": _classifier_pools,
+    "xlm-roberta": _classifier_pools,
+    "camembert": _classifier_pools,
+    "electra": _classifier_pools,
+    "distilbert": _distilbert,
+    "deberta": _own_pooler,
+    "deberta-v2": _own_pooler,
+    "modernbert": _modernbert,
+}
+"""How each family's sequence-classification class makes its logits of the pooled state, dropout left out."""
+
+
+def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
+    """Loads an encoder's trunk and head; raises CheckpointError where a tensor is missing or the kind is not known."""
+    if ranks.is_sharded:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds an encoder ({config.model_type}), which is never divided over ranks",
+            "leave tensor_parallel at 1 and fsdp off; more ranks share the samples then",
+        )
+    architecture = (config.architectures or [""])[0]
+    per_token = architecture.endswith("ForTokenClassification")
+    if not per_token and not architecture.endswith("ForSequenceClassification"):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a {architecture or config.model_type} without a reward head",
+            "give a checkpoint saved as sequence or token classification",
+        )
+    if per_token:
+        check_labels_per_token(config.num_labels, checkpoint.folder)
+    classes = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if per_token else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    model = fill(classes[type(config)], config, checkpoint.tensors, dtype)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trunk = model.base_model
+    if per_token:
+        module = _modernbert(model) if config.model_type == "modernbert" else model.classifier
+    else:
+        module = SEQUENCE_HEADS[config.model_type](model)
+    # The trunk's dtype rounded the head's weights; the file has them whole.
+    module.float()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            name = names[id(parameter)]
+            if name in checkpoint.tensors:
+                parameter.copy_(checkpoint.read(name))
+    pools_mean = config.model_type == "modernbert" and config.classifier_pooling == "mean"
+    pooling: Pooling = "last" if per_token else "mean" if pools_mean else "first"
+    is_process_reward = per_token and config.num_labels == 2
+    kind = "token-classification" if per_token else "sequence-classification"
+    return Parts(
+        trunk=trunk,
+        module=module.eval(),
+        num_outputs=config.num_labels,
+        pooling=pooling,
+        kind="process-reward" if is_process_reward else kind,
+        per_token=per_token,
+        is_process_reward=is_process_reward,
+    )

@@ -1,0 +1,395 @@
+"""Text and chat messages to token ids, by the checkpoint's own tokenizer and template."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as ListLike
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from guerdon.core import Message, Truncation
+from guerdon.distributed.computing import trim
+from guerdon.engine.checkpoint import cuts
+from guerdon.errors import CheckpointError, InvalidRequest
+from guerdon.messages import plain
+from guerdon.vocabulary import identity
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+RowT = TypeVar("RowT", list[int], np.ndarray)
+
+Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
+
+_MOST_AT_ONCE = 1 << 20
+"""Characters of a text that cannot be cut; more only if the model takes more tokens."""
+_MOST_A_TOKEN = 16
+"""Characters for each token that the model takes."""
+_RENDERING = 1024
+"""What it costs to render a conversation, in characters to tokenise."""
+_TRIMMED = 16 * cuts.PIECE
+"""Characters of a text, beyond which free memory is given back: that holds up whoever allocates meanwhile."""
+
+_UNFINISHED = "\ufffd"
+"""What a decoder has in place of a character of which bytes are missing."""
+
+_MOST_OF_A_CHARACTER = 4
+"""Tokens: each has a byte of it at least."""
+
+_LONGEST_SILENCE = 32
+"""Tokens that may say nothing before what came before them is forgotten."""
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer as transformers reads it, None where it has none; CheckpointError where it cannot be."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # Whatever a broken file makes of tokenizers (bare Exception), json, sentencepiece or transformers.
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {reason}",
+            "copy its files again, or remove them to work with token ids only",
+        ) from e
+
+
+class TextEncoder:
+    """A tokenizer that adds nothing of its own; every method may be called from several threads at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._lock = threading.Lock()
+        if self._fast is not None:
+            # Set once and never again: changing these while another thread encodes is what fast tokenizers refuse.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self._adds_bos = self._finds_bos()
+        self._around = self._find_around()
+        self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
+
+    def all_tokens_digest(self) -> str:
+        """12 hex digits that change with the tokens and their ids."""
+        tokens = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.blake2b(repr(tokens).encode(errors="backslashreplace"), digest_size=6).hexdigest()
+
+    def identity(self) -> str:
+        """Returns what ids mean to the tokenizer, as `guerdon.vocabulary` compares it."""
+        return identity(self._tokenizer)
+
+    @classmethod
+    def load(cls, folder: Path) -> TextEncoder | None:
+        """The folder's tokenizer, None where it has none; raises CheckpointError where it cannot be read."""
+        tokenizer = load_tokenizer(folder)
+        return None if tokenizer is None else cls(tokenizer)
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token, None where the tokenizer names none."""
+        return self._tokenizer.eos_token_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token, None where the tokenizer names none."""
+        return self._tokenizer.pad_token_id
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is one token of the vocabulary by itself."""
+        return text in self._tokenizer.get_vocab()
+
+    def separator_ids(self, text: str) -> tuple[int, ...]:
+        """The tokens of a step separator standing by itself, as TRL's PRM trainer appends them to each step."""
+        return tuple(self._ids([text])[0])
+
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]:
+        """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
+
+        With `add_special_tokens` the tokenizer adds what it is configured to, save a second BOS before one that the
+        text has; `truncation` leaves room for it, as transformers does. A text that is not valid Unicode has the error
+        in its place, and so has one where there is no room for what is added, or that is too long to be tokenised.
+        """
+        return _finish(self.encode_in_steps(texts, add_special_tokens, truncation))
+
+    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
+        """Token ids of each conversation through the chat template, int64 `[T]`.
+
+        What the template writes is all there is: BOS appears if and as often as the template says so. A
+        conversation that is malformed, or that the template refuses, has the error in its place.
+        """
+        return _finish(self.encode_messages_in_steps(conversations))
+
+    def encode_in_steps(
+        self,
+        texts: list[str],
+        add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+    ) -> Steps:
+        """Returns what `encode` returns, a generator that tokenises about `cuts.PIECE` characters between two yields.
+
+        It stops reading a text once `truncation` drops the rest, or the text has more than `max_tokens` tokens.
+        """
+        made: list[np.ndarray | InvalidRequest] = []
+        for group in _groups(texts):
+            if made:
+                yield
+            if len(group[0]) > cuts.PIECE:
+                made.append((yield from self._long(group[0], add_special_tokens, truncation, max_tokens)))
+            else:
+                made += self._short(group, add_special_tokens, truncation)
+        return made
+
+    def encode_messages_in_steps(
+        self, conversations: list[list[Message]], truncation: Truncation | None = None, max_tokens: int | None = None
+    ) -> Steps:
+        """Returns what `encode_messages` returns, in steps as `encode_in_steps`."""
+        made: list[Any] = []
+        rendered = 0
+        for conversation in conversations:
+            if rendered > cuts.PIECE:
+                rendered = 0
+                yield
+            made.append(self._render(conversation))
+            rendered += _RENDERING + len(made[-1]) if isinstance(made[-1], str) else _RENDERING
+        places = [i for i, text in enumerate(made) if isinstance(text, str)]
+        rows = yield from self.encode_in_steps([made[i] for i in places], False, truncation, max_tokens)
+        for i, ids in zip(places, rows, strict=True):
+            made[i] = ids
+        return made
+
+    def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]:
+        """What the chat template makes of each conversation that an assistant is to answer.
+
+        One that ends with an assistant's message asks for the rest of it. A conversation that is malformed, or that
+        the template refuses, has the error in its place.
+        """
+        return [self._render(conversation, is_prompt=True) for conversation in conversations]
+
+    def render(self, conversation: list[Message]) -> str | InvalidRequest:
+        """Returns what the chat template makes of a whole conversation, or the error if it refuses it."""
+        return self._render(conversation)
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        """The text that each token adds to those before it, special tokens included.
+
+        Of a character that several tokens make up, the last one has it, and those before it nothing.
+        """
+        ids, pieces = tokens.tolist(), []
+        start = read = 0  # what lies between them was told already: a decoder begins with the next one otherwise
+        told = ""
+        for i in range(len(ids)):
+            text = self._text(ids[start : i + 1])
+            waits = text.endswith(_UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
+            pieces.append("" if waits else text[len(told) :])
+            if not waits and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
+                start, read = read, i + 1
+                told = self._text(ids[start:read])
+        return pieces
+
+    def _text(self, ids: list[int]) -> str:
+        if self._fast is not None:
+            return self._fast.decode(ids, skip_special_tokens=False)
+        with self._lock:
+            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        if self._fast is not None:
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
+        with self._lock:
+            return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def _short(
+        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None
+    ) -> list[np.ndarray | InvalidRequest]:
+        made: list[Any] = [_not_unicode(text) for text in texts]
+        fine = [i for i, error in enumerate(made) if error is None]
+        read = [texts[i] for i in fine]
+        if add_special_tokens:
+            rows = self._surrounded(read, truncation)
+        else:
+            rows = [_truncated(ids, truncation) for ids in self._ids(read)]
+        for i, ids in zip(fine, rows, strict=True):
+            made[i] = ids if isinstance(ids, InvalidRequest) else np.array(ids, dtype=np.int64)
+        return made
+
+    def _long(
+        self, text: str, add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+    ) -> Generator[None, None, np.ndarray | InvalidRequest]:
+        """One row of `encode_in_steps`."""
+        if (error := _not_unicode(text)) is not None:
+            return error
+        most = max(_MOST_AT_ONCE, _MOST_A_TOKEN * (max_tokens or 0))
+        around = self._around if add_special_tokens else ([], [])
+        try:
+            if self._cuts is None or around is None:
+                if len(text) > most:
+                    raise cuts.Uncut
+                (row,) = self._short([text], add_special_tokens, truncation)
+                return row
+            return (yield from self._in_parts(text, most, around, truncation, max_tokens))
+        except cuts.Uncut:
+            return InvalidRequest(
+                f"the text has {len(text)} characters, and more than {most} of them on end that its tokenizer can "
+                "only read at once; send a shorter text, or token ids"
+            )
+        finally:
+            if len(text) > _TRIMMED:
+                trim()
+
+    def _in_parts(
+        self,
+        text: str,
+        most: int,
+        around: tuple[list[int], list[int]],
+        truncation: Truncation | None,
+        max_tokens: int | None,
+    ) -> Generator[None, None, np.ndarray | InvalidRequest]:
+        """One row of `encode_in_steps`, of a text that may be cut; `around` is what is added before and after it."""
+        assert self._cuts is not None
+        enough, num_added = max_tokens, len(around[0]) + len(around[1])
+        if truncation is not None and truncation.max_tokens is not None:
+            enough = truncation.max_tokens - num_added
+            if enough < 0:
+                return _no_room(truncation.max_tokens, num_added)
+            truncation = Truncation(enough, truncation.side)
+        from_end = truncation is not None and truncation.side == "left"
+        parts: list[np.ndarray] = []
+        for part in self._cuts.parts(text, most, from_end=from_end):
+            if parts:
+                yield
+            parts.append(np.array(self._ids([part])[0], dtype=np.int64))
+            if enough is not None and sum(map(len, parts)) > enough:
+                if truncation is None:
+                    return InvalidRequest(f"the sample has more than {enough} tokens, the most that fit; shorten it")
+                break
+        ids = _truncated(np.concatenate(parts[::-1] if from_end else parts), truncation)
+        row = np.concatenate([np.array(around[0], np.int64), ids, np.array(around[1], np.int64)])
+        return self._without_second_bos(row) if num_added else row
+
+    def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
+        """The ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
+        if truncation is None or truncation.max_tokens is None:
+            rows = self._ids(texts, add_special_tokens=True)
+        else:
+            bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
+            if bound < added:
+                return [_no_room(bound, added) for _ in texts]
+            rows = [self._cut(text, bound, bound - added, truncation.side) for text in texts]
+        return [self._without_second_bos(ids) for ids in rows]
+
+    def _without_second_bos(self, ids: RowT) -> RowT:
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if self._adds_bos and [*ids[:2]] == [bos, bos] else ids
+
+    def _find_around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after a text, None if the tokenizer adds them otherwise."""
+        found = []
+        for probe in ("a", "b c d"):
+            (own,), (row,) = self._ids([probe]), self._ids([probe], add_special_tokens=True)
+            starts = [i for i in range(len(row) - len(own) + 1) if row[i : i + len(own)] == own]
+            found.append((row[: starts[0]], row[starts[0] + len(own) :]) if len(starts) == 1 else None)
+        return found[0] if found[0] == found[1] else None
+
+    def _finds_bos(self) -> bool:
+        """Whether a BOS before the text is among the special tokens that the tokenizer adds."""
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and self._ids(["a"], add_special_tokens=True)[0][:1] == [bos]
+
+    def _cut(self, text: str, bound: int, room: int, side: Literal["left", "right"]) -> list[int]:
+        """At most `bound` ids, of which `room` are the text's own."""
+        if self._fast is None:
+            with self._lock:
+                self._tokenizer.truncation_side = side
+                return self._tokenizer.encode(text, truncation=True, max_length=bound)
+        # Not by the tokenizer's own truncation, a setting that other threads may not see changed.
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        encoding.truncate(room, direction=side)
+        return self._fast.post_process(encoding, add_special_tokens=True).ids
+
+    def _render(self, conversation: list[Message], is_prompt: bool = False) -> str | InvalidRequest:
+        import jinja2
+
+        try:
+            conversation = plain(conversation)
+            if is_prompt and not self.takes_messages:
+                raise InvalidRequest("the tokenizer has no chat template")
+            continues = is_prompt and conversation[-1]["role"] == "assistant"
+            return self._tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=is_prompt and not continues,
+                continue_final_message=continues,
+            )
+        except InvalidRequest as e:
+            return e
+        # A template is a program over the user's data: what it trips over is the data's shape.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as e:
+            return InvalidRequest(f"the chat template refuses the messages: {e}")
+
+
+def _not_unicode(text: str) -> InvalidRequest | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return InvalidRequest(
+            f"the text is not valid Unicode (a lone surrogate at character {e.start}); send proper text"
+        )
+    return None
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts that are tokenised at once: a long one alone, else as many as have about `cuts.PIECE` characters."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > cuts.PIECE:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _finish(steps: Steps) -> list[np.ndarray | InvalidRequest]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return e.value
+
+
+def _truncated(ids: RowT, truncation: Truncation | None) -> RowT:
+    surplus = 0 if truncation is None or truncation.max_tokens is None else len(ids) - truncation.max_tokens
+    if truncation is None or surplus <= 0:
+        return ids
+    return ids[surplus:] if truncation.side == "left" else ids[: truncation.max_tokens]
+
+
+def _no_room(bound: int, added: int) -> InvalidRequest:
+    return InvalidRequest(f"truncation to {bound} tokens leaves no room for the {added} special tokens that are added")

@@ -1,0 +1,343 @@
+"""Scorers that are a user's own function: `module:function` over texts or ids, and NeMo-Aligner's padded `infer_fn`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from guerdon.core import ModelInfo, Score, Sequence, Truncation
+from guerdon.distributed.parts import WHOLE, BatchParts
+from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
+from guerdon.settings.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_TOKENS = 65_536
+"""Default budget for a function whose cost is unknown."""
+
+_READS = "`texts` or `responses` (lists of strings) or `tokens` (a list of int64 arrays)"
+
+_TOLD = {"prompts": "prompt", "labels": "label"}
+"""The parameters that a function may have beside its first, and where a sequence has what they get."""
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+_BY_ITSELF = "do that in the function, or in a sum of `rewards:`, whose components have mean and std"
+_LEAVE_OUT = "leave it out there: only the function itself says how it computes"
+_OF_CHECKPOINTS = {
+    "mean": _BY_ITSELF,
+    "std": _BY_ITSELF,
+    "attribute_weights": "have the function return one number for each sample, which is the reward",
+    "recheck_share": "leave it out there: there is no second way to run a function",
+    **dict.fromkeys(
+        ("revision", "dtype", "require_packed", "deterministic", "pooling", "merge_attributes"), _LEAVE_OUT
+    ),
+    **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
+}
+"""Settings that would do nothing to a function, and what to do instead."""
+
+_OF_TOKENS = dict.fromkeys(("max_length", "truncation"), "leave it out there: the function gets texts, however long")
+
+
+class FunctionScorer:
+    """`module:function`: returns one number for each of its `texts`, `responses` or `tokens`.
+
+    The name of its first parameter says what it takes: `texts: list[str]`; `responses: list[str]`, the texts without
+    the prompts that clients told, or the assistant's message that ends each conversation; `tokens: list[int64 array]`.
+    Where it has parameters named `prompts` or `labels`, it gets what clients told of each sample: `list[str]`, and any
+    JSON value. One without a default is required, and a sample of which it was not told fails; with a default there is
+    None in its place.
+    """
+
+    encoder = None
+    takes_all = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters, and
+        ConfigError for a setting that a function cannot have."""
+        _refuse(config, _OF_CHECKPOINTS, "a function")
+        self._function = _import(config.model)
+        if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
+            raise CheckpointError(
+                f"{config.model} is asynchronous, or a generator: calling it gives no numbers",
+                "make it a plain function that returns a list of numbers",
+            )
+        parameters = inspect.signature(self._function).parameters
+        takes = next(iter(parameters), "")
+        if takes not in ("texts", "responses", "tokens"):
+            raise CheckpointError(f"the first parameter of {config.model} is {takes or 'missing'}", f"name it {_READS}")
+        if takes != "tokens":
+            _refuse(config, _OF_TOKENS, "a function of texts")
+        self._takes = takes
+        self._told = [name for name in _TOLD if name in parameters]
+        self._required = [name for name in self._told if parameters[name].default is inspect.Parameter.empty]
+        for name, parameter in parameters.items():
+            if name not in (takes, *self._told) and parameter.kind in _BY_NAME and parameter.default is parameter.empty:
+                raise CheckpointError(
+                    f"{config.model} has a parameter {name}, for which there is nothing",
+                    f"give it a default; beside {_READS} a function may have `prompts` and `labels`",
+                )
+        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
+        self.info = ModelInfo(
+            config.name,
+            "function",
+            max_length=config.max_length,
+            takes_text=takes != "tokens",
+            takes_messages=takes == "responses",
+            takes_tokens=takes == "tokens",
+            takes_prompts=takes == "responses" or "prompts" in self._told,
+            takes_labels="labels" in self._told,
+            path="function",
+            why=config.model,
+            source=config.model,
+        )
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """False: how far the function has got is not known."""
+        return False
+
+    def score(self, sequences: list[Sequence]) -> list[Score | InvalidRequest | SampleFailed]:
+        """One result a sequence, in order; the function is called with those that have all that it reads."""
+        read = [self._read(s) for s in sequences]
+        fine = [i for i, sample in enumerate(read) if not isinstance(sample, InvalidRequest)]
+        told = {name: [getattr(sequences[i], _TOLD[name]) for i in fine] for name in self._told}
+        results = read
+        if fine:
+            scores = _as_scores(self._function([read[i] for i in fine], **told), len(fine), self.info.name)
+            for i, score in zip(fine, scores, strict=True):
+                results[i] = score
+        return results
+
+    def _read(self, sequence: Sequence) -> Any:
+        """What the function gets of the sample, or what is missing for it."""
+        for name in self._required:
+            if getattr(sequence, _TOLD[name]) is None:
+                return InvalidRequest(
+                    f"{self.info.name} reads {name}, and this sample's {_TOLD[name]} was not told: send `{name}` "
+                    "beside the samples, as the page of the trainer or the protocol says"
+                )
+        if self._takes == "tokens":
+            return sequence.tokens
+        text, prompt = sequence.text, sequence.prompt
+        assert text is not None
+        if self._takes == "texts" or sequence.is_response:
+            return text
+        if prompt is None:
+            return InvalidRequest(
+                f"{self.info.name} reads responses, and this text's prompt was not told: send `prompts` beside the "
+                "texts, or messages"
+            )
+        if not text.startswith(prompt):
+            return InvalidRequest(
+                f"{self.info.name} reads responses, and the text, {_shown(text)}, does not begin with its prompt, "
+                f"{_shown(prompt)}"
+            )
+        return text.removeprefix(prompt)
+
+
+class PaddedScorer:
+    """NeMo-Aligner's `infer_fn(inputs=(tokens, lengths))` over right-padded batches of torch tensors.
+
+    `tokens` and `lengths` are those of `pad_batch`; it returns rewards `[B]`, `[B,1]` or, as a regression model,
+    `[B,A]`, whose mean is the reward. Those of rows that only fill up are dropped.
+    """
+
+    def __init__(
+        self,
+        infer_fn: Callable[..., Any],
+        info: ModelInfo,
+        *,
+        encoder: Any = None,
+        forward_batch_size: int = 1,
+        strip_to_multiple: int | None = None,
+        takes_all: bool = True,
+    ) -> None:
+        """With `takes_all` every rank is given all samples; `parts` says which rows of them the function computes here.
+
+        The function is called by one thread at a time.
+        """
+        # Imported here and not above: a FunctionScorer needs no torch. Not in `score`: it takes a second.
+        self._torch = importlib.import_module("torch")
+        self._infer_fn = infer_fn
+        self._forward_batch_size = forward_batch_size
+        self._multiple = strip_to_multiple or 1
+        self.encoder = encoder
+        self.info = info
+        self.max_batch_tokens = MAX_BATCH_TOKENS
+        self.takes_all = takes_all
+        self.parts = WHOLE
+        self._lock = threading.Lock()
+
+    def watch(self, tick: Callable[..., None]) -> bool:
+        """False: how far the function has got is not known."""
+        return False
+
+    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """One result a sequence, in order; collective if `parts` splits batches over ranks."""
+        return self._score(sequences, self.parts)
+
+    def score_here(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """As `score`, with every row computed by this process."""
+        return self._score(sequences, WHOLE)
+
+    def _score(self, sequences: list[Sequence], parts: BatchParts) -> list[Score | SampleFailed]:
+        tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, parts.count)
+        count = len(tokens)
+        rows = parts.slice(count)
+        with self._lock:
+            made = parts.gather(lambda: self._call(tokens[rows], lengths[rows]))
+        rewards = made[0] if len(made) == 1 else np.concatenate([np.atleast_1d(part) for part in made])
+        if rewards.ndim == 2 and len(rewards) == count and rewards.shape[1] > 1:
+            return _with_attributes(rewards[: len(sequences)])
+        if rewards.size != count:
+            returned = (
+                f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward, or one row of "
+                "attributes, for each"
+            )
+            return _refused(returned, len(sequences), self.info.name)
+        return _as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences), self.info.name)
+
+    def _call(self, tokens: Any, lengths: Any) -> np.ndarray:
+        torch = self._torch
+        with torch.inference_mode():
+            out = self._infer_fn(inputs=(tokens, lengths))
+        return out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
+
+
+class FunctionEncoder:
+    """NeMo-Aligner's `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` as the service calls it."""
+
+    def __init__(self, tokenize_func: Callable[..., Any]) -> None:
+        self._tokenize = tokenize_func
+        self._lock = threading.Lock()
+
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]:
+        """The ids of each text, int64 `[T]`; which special tokens it adds is the function's own affair."""
+        if add_special_tokens:
+            refusal = "add_special_tokens: this server's own tokenize_func decides what is added; leave it out"
+            return [InvalidRequest(refusal) for _ in texts]
+        tokens, lengths = self._run(texts)
+        return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+
+    def padded(self, sentences: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The ids `[B,T]` and lengths `[B]` of sentences, an array of bytes or str."""
+        given = np.asarray(sentences, dtype=object).reshape(-1)
+        return self._run([x if isinstance(x, str) else bytes(x).decode() for x in given])
+
+    def _run(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:  # a user's function need not be thread-safe
+            tokens, lengths = self._tokenize(texts)
+        return np.asarray(tokens, dtype=np.int64), np.asarray(lengths).reshape(-1)
+
+
+def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int, num_parts: int = 1) -> tuple[Any, Any]:
+    """Torch tensors `tokens` int64 `[B,T]`, right-padded with 0, and `lengths` int64 `[B]`.
+
+    T is the longest of the batch, rounded up to `multiple`, but no wider than its widest row was sent. The batch gets
+    rows of one token until it splits into `num_parts` equal parts, and if these are larger than `forward_batch_size`,
+    until each is a multiple of it, as NeMo-Aligner's pipeline wants it.
+    """
+    torch = importlib.import_module("torch")
+    most = forward_batch_size * num_parts
+    of = most if len(sequences) > most else num_parts
+    count = math.ceil(len(sequences) / of) * of
+    longest = max(len(s.tokens) for s in sequences)
+    sent = max(max(s.width or 0, len(s.tokens)) for s in sequences)
+    tokens = torch.zeros((count, min(math.ceil(longest / multiple) * multiple, sent)), dtype=torch.long)
+    # A padding row of length 0 would make a head that reads the last token index -1.
+    lengths = torch.ones(count, dtype=torch.long)
+    for i, s in enumerate(sequences):
+        tokens.numpy()[i, : len(s.tokens)] = s.tokens  # torch warns of arrays that cannot be written
+        lengths[i] = len(s.tokens)
+    return tokens, lengths
+
+
+def check_batching(max_queue_delay_microseconds: float, strip_sequence_length_to_multiple: int | None) -> None:
+    """Raises ConfigError for a delay or a multiple that no batch can have."""
+    if not 0 <= max_queue_delay_microseconds < math.inf:
+        raise ConfigError(
+            f"max_queue_delay_microseconds is {max_queue_delay_microseconds}", "give 0, or how long a batch may wait"
+        )
+    if strip_sequence_length_to_multiple is not None and strip_sequence_length_to_multiple < 1:
+        raise ConfigError(
+            f"strip_sequence_length_to_multiple is {strip_sequence_length_to_multiple}",
+            "give at least 1, or None to leave lengths as they are",
+        )
+
+
+def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
+    with np.errstate(over="ignore"):  # what comes of it is told of the sample
+        rewards = np.asarray(values, dtype=np.float32)
+    if rewards.ndim == 0 or rewards.size != count:
+        returned = "a single number" if rewards.ndim == 0 else f"{rewards.size} rewards"
+        returned = f"the function returned {returned} for {count} samples; return a list of one a sample"
+        return _refused(returned, count, name)
+    return [
+        Score(float(r)) if math.isfinite(r) else SampleFailed(f"the function returned {float(r)} for this sample")
+        for r in rewards.reshape(-1)
+    ]
+
+
+def _with_attributes(table: np.ndarray) -> list[Score | SampleFailed]:
+    with np.errstate(over="ignore"):
+        table = table.astype(np.float32)
+    return [
+        Score(float(row.mean(dtype=np.float64)), attributes=row)
+        if np.isfinite(row).all()
+        else SampleFailed(f"the function returned {row.tolist()} for this sample")
+        for row in table
+    ]
+
+
+def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]:
+    """Every sample fails: raised, it would be called again with fewer, and might give numbers of another meaning."""
+    log.error("%s: %s", name, returned)
+    return [SampleFailed(returned) for _ in range(count)]
+
+
+def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
+    """Raises ConfigError for the first of the settings in `instead` that is not left at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, what in instead.items():
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ConfigError(f"{name} is {value}, and {config.model} is {kind}, to which that does nothing", what)
+
+
+def _is_deferred(function: Any) -> bool:
+    return any(
+        test(function)
+        for test in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    # The console script does not look into the working directory, where a user's own module lies.
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    # Whatever the user's module raises while it is imported.
+    except Exception as e:
+        raise CheckpointError(
+            f"cannot import {name}: {type(e).__name__}: {e}", "give module:function, importable from here"
+        ) from e
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise CheckpointError(f"{name} is not a function", "give module:function")
+    return function

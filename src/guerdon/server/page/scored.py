@@ -1,0 +1,187 @@
+"""Rewards over time: moments of all of them, and an even sample of each, of every few seconds. Pure: no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from guerdon.server.page.drift import Moments, moments
+
+SAMPLE = 256
+"""How many rewards are kept of a bucket, with their samples' lengths."""
+
+FINE_S, FINE_WINDOW_S = 10.0, 3600.0
+COARSE_S, COARSE_WINDOW_S = 60.0, 86_400.0
+FIRST_S = 3600.0
+"""So much of the beginning is kept however long ago it was: drift is told from there."""
+
+_MOST_PENDING = 65_536
+_MOST_VERSIONS = 50
+
+Part = tuple[float, Moments, np.ndarray]
+"""The beginning of a bucket, the moments of all its rewards, and those that are kept, float32 `[K, 2]` with lengths."""
+
+
+class Bucket:
+    """The rewards of one stretch of time: the moments of all of them, and at most SAMPLE of them, evenly drawn.
+
+    `held` has both, float32 `[K, 2]` of rewards and lengths. It is never changed, but replaced: what was taken of it
+    stays as it was, and another thread finds what belongs together. Those kept stand in no order, so that the first
+    so many of them are evenly drawn, too, however the senders order theirs.
+    """
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = (Moments(), np.empty((0, 2), np.float32))
+
+    def add(self, rows: np.ndarray, random: np.random.Generator) -> None:
+        """Adds rewards and lengths, float64 `[N, 2]` of at least one."""
+        before, kept = self.held
+        room = SAMPLE - len(kept)
+        if room:
+            kept = random.permutation(np.concatenate([kept, rows[:room].astype(np.float32)]))
+        rest = rows[room:]
+        if len(rest):  # each takes a random place of all that came so far, if that is one of those kept
+            first = before.count + room
+            places = random.integers(0, np.arange(first + 1, first + len(rest) + 1))
+            stays = places < SAMPLE
+            kept = kept.copy()
+            kept[places[stays]] = rest[stays]
+        self.held = (before + moments(rows[:, 0]), kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """What is known of the rewards of some time: N drawn ones, each standing for `weights` of them, and the moments.
+
+    `rewards`, `tokens`, `weights` and `times` (the beginning of the bucket) are float64 `[N]`; `parts` are the buckets'
+    times and moments.
+    """
+
+    rewards: np.ndarray
+    tokens: np.ndarray
+    weights: np.ndarray
+    times: np.ndarray
+    parts: list[tuple[float, Moments]]
+
+    @classmethod
+    def of(cls, parts: list[Part], most: int = 20_000) -> Pool:
+        """All of the buckets together, of each fewer where they have more than about `most` rewards together."""
+        each = max(1, -(-sum(len(kept) for _, _, kept in parts) // most))
+        rows = [kept[: -(-len(kept) // each)] for _, _, kept in parts]  # they stand in no order
+        numbers = np.array([len(part) for part in rows], np.int64)
+        drawn = np.concatenate([np.empty((0, 2), np.float32), *rows]).astype(np.float64)
+        counts = np.array([moments.count for _, moments, _ in parts], np.float64)
+        times = np.array([time for time, _, _ in parts], np.float64)
+        weights = np.repeat(counts / np.maximum(numbers, 1), numbers)
+        told = [(time, moments) for time, moments, _ in parts]
+        return cls(drawn[:, 0], drawn[:, 1], weights, np.repeat(times, numbers), told)
+
+    @property
+    def num_drawn(self) -> float:
+        """As many rewards of equal weight are as good as these: fewer where some stand for many more than others."""
+        squares = float((self.weights**2).sum())
+        return float(self.weights.sum()) ** 2 / squares if squares else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Buckets of `step_s` seconds by their numbers, to be read on any thread; none are added any more."""
+
+    step_s: float
+    buckets: Mapping[int, Bucket]
+
+    def between(self, start: float, end: float) -> list[Part]:
+        """The buckets that begin in that time, in order."""
+        first, last = int(np.ceil(start / self.step_s)), int(np.ceil(end / self.step_s))
+        found = sorted((i, bucket) for i, bucket in self.buckets.items() if first <= i < last)
+        return [(i * self.step_s, *bucket.held) for i, bucket in found]
+
+
+class Buckets:
+    """One model's rewards in stretches of `step_s` seconds, those of the last `window_s` and the first `first_s`."""
+
+    def __init__(self, step_s: float, window_s: float, first_s: float = 0.0) -> None:
+        self._step_s = step_s
+        self._most, self._first = int(window_s // step_s) + 2, int(first_s // step_s)
+        self._buckets: dict[int, Bucket] = {}
+        self._start: int | None = None
+
+    def add(self, time: float, rows: np.ndarray, random: np.random.Generator) -> None:
+        """Adds rewards and lengths of about that time, float64 `[N, 2]`."""
+        at = int(time // self._step_s)
+        if at not in self._buckets:
+            self._start = at if self._start is None else self._start
+            spared = self._start + self._first
+            for old in [i for i in self._buckets if spared <= i <= at - self._most]:
+                del self._buckets[old]
+            self._buckets[at] = Bucket()
+        self._buckets[at].add(rows, random)
+
+    def taken(self) -> Taken:
+        """All that there are."""
+        return Taken(self._step_s, self._buckets.copy())
+
+
+class Scored:
+    """The rewards of every model; what is noted counts once it is folded."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._fine: dict[str, Buckets] = {}
+        self._coarse: dict[str, Buckets] = {}
+        self._pending: deque[tuple[str, float, list[float], list[int]]] = deque()
+        self.num_pending = 0
+        """Rewards that were noted, and do not count yet."""
+        self._versions: dict[str, tuple[str, deque[tuple[float, str]]]] = {}
+        self._last = 0.0
+        self._random = np.random.default_rng(seed)
+
+    def note(self, name: str, time: float, rewards: list[float], lengths: list[int]) -> None:
+        """Takes the rewards of one request and its samples' lengths in tokens; this is all that a request waits for."""
+        self._pending.append((name, time, rewards, lengths))
+        self.num_pending += len(rewards)
+        if self.num_pending > _MOST_PENDING:
+            self.fold()
+
+    def served(self, name: str, time: float, version: str) -> None:
+        """Takes the version of the weights that gave an answer."""
+        known = self._versions.get(name)
+        if known is None:
+            self._versions[name] = (version, deque(maxlen=_MOST_VERSIONS))
+        elif known[0] != version:
+            known[1].append((time, version))
+            self._versions[name] = (version, known[1])
+
+    def versions(self, name: str) -> list[tuple[float, str]]:
+        """When the model's weights last became others, and which; at most _MOST_VERSIONS, in order."""
+        return [*self._versions[name][1]] if name in self._versions else []
+
+    def fold(self, most: int | None = None) -> None:
+        """Counts what was noted since the last time; of many requests those that together have about `most` rewards."""
+        together: dict[tuple[str, int], list[tuple[list[float], list[int]]]] = {}
+        least = 0 if most is None else self.num_pending - most
+        while self._pending and self.num_pending >= least:
+            name, time, rewards, lengths = self._pending.popleft()
+            self.num_pending -= len(rewards)
+            together.setdefault((name, int(time // FINE_S)), []).append((rewards, lengths))
+            self._last = max(self._last, time)
+        for (name, at), parts in together.items():
+            rows = np.empty((sum(len(rewards) for rewards, _ in parts), 2))
+            rows[:, 0] = np.fromiter(chain.from_iterable(rewards for rewards, _ in parts), np.float64, len(rows))
+            rows[:, 1] = np.fromiter(chain.from_iterable(lengths for _, lengths in parts), np.float64, len(rows))
+            rows = rows[np.isfinite(rows[:, 0])]
+            if len(rows):
+                fine = self._fine.setdefault(name, Buckets(FINE_S, FINE_WINDOW_S))
+                coarse = self._coarse.setdefault(name, Buckets(COARSE_S, COARSE_WINDOW_S, FIRST_S))
+                for buckets in (fine, coarse):
+                    buckets.add(at * FINE_S, rows, self._random)
+
+    def taken(self, name: str, start: float, now: float) -> Taken:
+        """What is known of the model's rewards since then, in buckets as short as reach back so far."""
+        kept = self._fine if start >= now - FINE_WINDOW_S - FINE_S else self._coarse
+        return kept[name].taken() if name in kept else Taken(FINE_S, {})

@@ -1,0 +1,227 @@
+"""All that the page shows at one moment, as one object: gathered quickly where requests are served, made elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from guerdon.core import ModelInfo
+from guerdon.server.critic.critic import Critic
+from guerdon.server.metrics import UNKNOWN
+from guerdon.server.page import drift, traffic
+from guerdon.server.page.asked import Asked
+from guerdon.server.page.recent import Window
+from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
+from guerdon.server.page.watch import Watch
+from guerdon.server.service import Service
+
+MAX_COLUMNS = 144
+"""Of the rewards over time."""
+
+_SHARES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
+_MAX_POINTS, _NUM_LENGTH_BINS = 400, 12
+_OF_INFO = (
+    *("name", "kind", "outputs", "attribute_names", "weights_version", "dtype", "device", "path", "why", "source"),
+    *("max_length", "takes_text", "takes_messages", "takes_tokens", "takes_prompts", "step_rule"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """What was known at one moment, to be read on any thread; `window` has the columns of `shown`, `whole` all."""
+
+    server: dict[str, Any]
+    models: list[dict[str, Any]]
+    critic: dict[str, Any] | None
+    names: list[str]
+    shown: list[str]
+    sums: frozenset[str]
+    samples: list[traffic.Sample]
+    window: Window
+    whole: Window
+    rewards: dict[str, tuple[Taken, Taken]]
+    versions: dict[str, list[tuple[float, str]]]
+    start: float
+    step_s: float
+    num_columns: int
+    spans: tuple[tuple[float, float], tuple[float, float]]
+
+
+def gather(
+    service: Service, asked: Asked, server: dict[str, Any], samples: list[traffic.Sample], *, may_train: bool
+) -> Gathered:
+    """What the page asks for; on the service's asyncio loop. `server` is what whoever serves it tells of itself.
+
+    `samples` are the watch's, of just now. Of a critic only those who `may_train` one are told.
+    """
+    watch = service.watch
+    watch.refresh(samples)
+    now = watch.now()
+    unit_s = FINE_S if asked.window_s <= FINE_WINDOW_S else COARSE_S
+    step_s = unit_s * max(1, math.ceil(asked.window_s / MAX_COLUMNS / unit_s))
+    count = math.ceil(asked.window_s / step_s)
+    end = math.ceil(now / step_s) * step_s
+    start = end - count * step_s
+    compared = asked.compared(start, watch.started)
+    if isinstance(asked.reference, str) and compared[0] < now - FINE_WINDOW_S - FINE_S:  # so that it ends before
+        compared = (compared[0] // COARSE_S * COARSE_S, compared[1] // COARSE_S * COARSE_S)
+    infos = service.scorers()
+    shown = [asked.model] if asked.model else watch.names
+    first = watch.names.index(shown[0]) * traffic.WIDTH if shown else 0
+    rewarded = [info.name for info in infos if "rewards" in info.outputs and info.name in shown]
+    scored = watch.scored
+    return Gathered(
+        server=server | _server(service, watch, now, may_train),
+        models=[_model(service, info, infos) for info in infos],
+        critic=None if service.critic is None or not may_train else _critic(service.critic, watch.epoch),
+        names=watch.names,
+        shown=shown,
+        sums=frozenset(info.name for info in infos if info.kind == "sum"),
+        samples=samples,
+        window=watch.recent.window(asked.window_s, slice(first, first + len(shown) * traffic.WIDTH)),
+        whole=watch.recent.whole(asked.window_s),
+        rewards={name: (scored.taken(name, start, now), scored.taken(name, compared[0], now)) for name in rewarded},
+        versions={name: scored.versions(name) for name in rewarded},
+        start=start,
+        step_s=step_s,
+        num_columns=count,
+        spans=((start, end), compared),
+    )
+
+
+def make(g: Gathered) -> dict[str, Any]:
+    """The object that the page reads; arrays are numpy's, and NaN stands where nothing is known."""
+    window, counted = g.window, traffic.totals(g.samples)
+    totals = {}
+    for row, name in enumerate(g.names):
+        told = counted.get(name) or traffic.empty()
+        totals[name] = told | _saved(told) | traffic.over(g.whole, row, name not in g.sums)
+    return {
+        "server": g.server | {"unknown_requests": counted.get(UNKNOWN, {}).get("requests", {})},
+        "models": g.models,
+        "series": {
+            "from": window.start,
+            "step_s": window.step_s,
+            "length": len(window),
+            "models": {name: traffic.series(window, row, name not in g.sums) for row, name in enumerate(g.shown)},
+        },
+        "totals": totals,
+        "rewards": {name: _rewards(g, name) for name in g.rewards},
+        "critic": g.critic,
+    }
+
+
+def _saved(told: dict[str, Any]) -> dict[str, float]:
+    """The share of the received tokens that was not computed, or was in vain, as that of padding."""
+    received = told["received_tokens"]
+    saved = 1 - told["computed_tokens"] / received if received else math.nan
+    return {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
+
+
+def _server(service: Service, watch: Watch, now: float, may_train: bool) -> dict[str, Any]:
+    why = service.why_not_ready()
+    if why and service.critic is not None and service.critic.fault is not None and not may_train:
+        why = "the critic has broken down; whoever has a key of the role train is told why"
+    return {
+        "now": now,
+        "started": watch.started,
+        "is_ready": service.is_ready(),
+        "why": why,
+        "has_keys": bool(service.access.names),
+    }
+
+
+def _model(service: Service, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
+    read = [one for one in infos if one.name in info.attribute_names] if info.kind == "sum" else [info]
+    return {name: getattr(info, name) for name in _OF_INFO} | {
+        "is_loaded": service.is_loaded(info.name),
+        "components": list(info.attribute_names) if info.kind == "sum" else None,
+        "estimates_tokens": not any(one.takes_tokens for one in read),
+        "is_critic": service.critic is not None and service.critic.lane == info.name,
+    }
+
+
+def _critic(critic: Critic, epoch: float) -> dict[str, Any]:
+    state = critic.progress.state
+    assert state is not None, "it was restored"
+    names = ("step", "learning_rate", "is_offloaded", "is_durable", "num_unsaved", "weights_version")
+    return (
+        {"name": critic.name}
+        | {name: getattr(state, name) for name in names}
+        | {
+            "fault": None if critic.fault is None else str(critic.fault),
+            "reports": critic.progress.reports(epoch),
+            "checkpoints": [dataclasses.asdict(info) for info in state.checkpoints],
+        }
+    )
+
+
+def _rewards(g: Gathered, name: str) -> dict[str, Any]:
+    window, reference = (Pool.of(taken.between(*span)) for taken, span in zip(g.rewards[name], g.spans, strict=True))
+    columns, count = ((window.times - g.start) // g.step_s).astype(np.int64), g.num_columns
+    edges = drift.edges(*((pool.rewards, pool.weights) for pool in (window, reference)))
+    told = {name: np.full(count, np.nan) for name in ("mean", *_SHARES)}
+    counts, heat = np.zeros(count), np.zeros((count, len(edges) - 1))
+    parts: dict[int, drift.Moments] = {}
+    for time, moments in window.parts:
+        i = int((time - g.start) // g.step_s)
+        parts[i] = parts.get(i, drift.Moments()) + moments
+    bounds = np.searchsorted(columns, np.arange(count + 1))
+    for i, moments in parts.items():
+        rewards, weights = (values[bounds[i] : bounds[i + 1]] for values in (window.rewards, window.weights))
+        counts[i], told["mean"][i] = moments.count, moments.mean
+        found = drift.quantiles(rewards, weights, _SHARES.values())
+        for share, value in zip(_SHARES, found, strict=True):
+            told[share][i] = value
+        heat[i] = drift.histogram(rewards, weights, edges)
+    return {
+        "from": g.start,
+        "step_s": g.step_s,
+        "count": counts,
+        **told,
+        "heat": {"edges": edges, "counts": heat},
+        "histogram": {
+            "edges": edges,
+            "window": drift.histogram(window.rewards, window.weights, edges),
+            "reference": drift.histogram(reference.rewards, reference.weights, edges),
+        },
+        "drift": _drift(g, window, reference),
+        "length": _length(window),
+        "versions": [{"time": time, "version": version} for time, version in g.versions[name]],
+    }
+
+
+def _drift(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
+    now, then = (drift.total(moments for _, moments in pool.parts) for pool in (window, reference))
+    in_window, in_reference = g.spans
+    return {
+        "ks": drift.ks(window.rewards, window.weights, reference.rewards, reference.weights),
+        "shift": drift.shift(now, then),
+        "window": _span(now, window.num_drawn, *in_window),
+        "reference": _span(then, reference.num_drawn, *in_reference) if then.count else None,
+    }
+
+
+def _span(moments: drift.Moments, num_drawn: float, start: float, end: float) -> dict[str, Any]:
+    mean = moments.mean if moments.count else math.nan
+    told = {"count": moments.count, "num_drawn": num_drawn, "mean": mean, "std": moments.std}
+    return told | {"from": start, "to": end}
+
+
+def _length(pool: Pool) -> dict[str, Any]:
+    """How rewards go with lengths: correlations, means by length, and some samples as they are."""
+    tokens, rewards, weights = pool.tokens, pool.rewards, pool.weights
+    shown = slice(None, None, max(1, -(-len(tokens) // _MAX_POINTS)))
+    bins = drift.binned(tokens, rewards, weights, _NUM_LENGTH_BINS)
+    return {
+        "points": np.column_stack([tokens[shown], rewards[shown]]),
+        "pearson": drift.pearson(tokens, rewards, weights),
+        "spearman": drift.spearman(tokens, rewards, weights),
+        "count": sum(moments.count for _, moments in pool.parts),
+        "num_distinct": drift.num_distinct(tokens, rewards, weights),
+        "bins": [{"tokens": at, "mean": mean, "count": count} for at, mean, count in bins],
+    }

@@ -1,0 +1,128 @@
+"""What a server notes for its page while it serves: readings of its counters, rewards, and extremes where allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.server import logs
+from guerdon.server.catalog import Catalog
+from guerdon.server.metrics import Metrics
+from guerdon.server.page import traffic
+from guerdon.server.page.extremes import Extremes
+from guerdon.server.page.recent import FINE_S, Recent
+from guerdon.server.page.scored import Scored
+from guerdon.settings.config import DashboardConfig
+
+log = logging.getLogger(__name__)
+
+_LEAST_S = 1.0
+_AT_ONCE = 4096
+"""Rewards that are counted while requests wait, which takes about 2 ms."""
+
+_MOST_BYTES = 512 << 20
+"""Of all models' best and worst samples together."""
+
+
+class Watch:
+    """Reads the counters every FINE_S seconds between `start` and `stop`. Belongs to one asyncio loop.
+
+    `depth` gives what waits, by model. Times are seconds since 1970, as the clock stood at the start: they never jump.
+    """
+
+    def __init__(
+        self,
+        config: DashboardConfig,
+        metrics: Metrics,
+        catalog: Catalog,
+        depth: Callable[[], dict[str, tuple[int, int]]],
+    ) -> None:
+        self.is_on = config.dashboard
+        self.scored = Scored()
+        self.extremes: dict[str, Extremes] | None = {} if self.is_on and config.dashboard_samples else None
+        self._metrics, self._catalog, self._depth = metrics, catalog, depth
+        self._reading = traffic.Reading([info.name for info in catalog.infos()])
+        self.epoch = time.time() - time.monotonic()
+        """When the monotonic clock began, in seconds since 1970."""
+        self.started = self.now()
+        self.recent = Recent(len(self._reading.names) * traffic.WIDTH)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_folding = self._has_failed = False
+
+    @property
+    def names(self) -> list[str]:
+        """The models, in the order of their counters."""
+        return self._reading.names
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self.epoch + time.monotonic()
+
+    def start(self) -> None:
+        """Begins to read; on the asyncio loop, which goes on until `stop`."""
+        if self.is_on:
+            self._loop = asyncio.get_running_loop()
+            self.started = self.now()
+            self._tick(self._loop)
+
+    def stop(self) -> None:
+        """Ends the readings, from any thread."""
+        self._loop = None
+
+    def note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int] | None = None) -> None:
+        """Takes the rewards of an answered request; `lengths` are in tokens, also where the reply has none.
+
+        Whatever goes wrong here is no concern of the request's: it is logged, the first time.
+        """
+        if not self.is_on or not request.wants_rewards or "rewards" not in info.outputs:
+            return
+        try:
+            self._note(info, request, reply, reply.lengths if lengths is None else lengths)
+        except Exception as e:
+            if not self._has_failed:
+                self._has_failed = True
+                logs.failure(log, logging.ERROR, "the page lacks rewards of %s", info.name, error=e)
+
+    def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
+        now, results, all_lengths = self.now(), reply.results, lengths
+        try:
+            rewards = [r.reward for r in results]  # type: ignore[union-attr]
+        except AttributeError:  # some of them are errors
+            rows = [(r.reward, n) for r, n in zip(results, lengths, strict=True) if isinstance(r, Score)]
+            rewards, lengths = [reward for reward, _ in rows], [length for _, length in rows]
+        self.scored.note(info.name, now, rewards, lengths)
+        self.scored.served(info.name, now, reply.weights_version)
+        if self._loop is not None and self.scored.num_pending > _AT_ONCE and not self._is_folding:
+            self._is_folding = True
+            self._loop.call_soon(self._fold)
+        if self.extremes is not None:
+            if info.name not in self.extremes:
+                self.extremes[info.name] = Extremes(_MOST_BYTES // len(self.names))
+            self.extremes[info.name].note(now, request, reply, info, all_lengths)
+
+    def samples(self) -> list[traffic.Sample]:
+        """What of the registry the page shows; on any thread."""
+        return list(self._metrics.sample(*traffic.METRICS))
+
+    def refresh(self, samples: list[traffic.Sample]) -> None:
+        """Takes the counters for a reading where the last one is a moment ago, and counts what was noted."""
+        now = self.now()
+        if now - self.recent.last >= _LEAST_S:
+            self.recent.add(now, self._reading.read(now, samples, self._depth()))
+        self.scored.fold()
+
+    def _fold(self) -> None:
+        """Counts some of what was noted, and has the rest counted later: requests go on in between."""
+        self.scored.fold(_AT_ONCE)
+        self._is_folding = self._loop is not None and self.scored.num_pending > 0
+        if self._is_folding:
+            assert self._loop is not None
+            self._loop.call_soon(self._fold)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is loop:
+            loop.call_later(FINE_S, self._tick, loop)
+            self.refresh(self.samples())

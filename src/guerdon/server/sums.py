@@ -1,0 +1,212 @@
+"""A reward that is the weighted sum of several: what its components' replies come to. Pure: no clock, no thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+
+import numpy as np
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, named
+from guerdon.settings.config import ComponentConfig, RewardConfig
+from guerdon.vocabulary import difference
+
+
+class Running:
+    """Mean and standard deviation (of the population, not an estimate) of all numbers that were added.
+
+    Both are kept as deviations from the first number, so that a large common offset costs no digits; of equal numbers
+    the deviation is exactly 0.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = 0.0
+        self._offset = 0.0
+        self._squares = 0.0
+
+    @property
+    def mean(self) -> float:
+        """0 until a number was added."""
+        return self._first + self._offset
+
+    @property
+    def std(self) -> float:
+        """0 until two different numbers were added."""
+        return math.sqrt(self._squares / self.count) if self.count else 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds finite numbers, float64 `[N]`; N may be 0."""
+        if not len(values):
+            return
+        if not self.count:
+            self._first = float(values[0])
+        offsets = values - self._first
+        # From one of them, not from their mean, which may differ from equal numbers by its last digit.
+        middle = float(offsets[0] + np.mean(offsets - offsets[0]))
+        squares = float(np.sum((offsets - middle) ** 2))
+        before, self.count = self.count, self.count + len(values)
+        step, share = middle - self._offset, len(values) / self.count
+        self._offset += step * share
+        self._squares += squares + step**2 * before * share
+
+
+class Sum:
+    """One reward that is made of several models' and functions', and what it has seen of them.
+
+    A sample's reward is `clip(sum over components of weight * clip(normalise(its reward)))`; its attributes are the
+    components' own rewards, as their models gave them.
+    """
+
+    def __init__(self, config: RewardConfig, infos: ListLike[ModelInfo]) -> None:
+        """`infos` are the components' in the config's order; raises ConfigError where no sample suits them all."""
+        self._config = config
+        self._seen: list[dict[str, Running]] = [{} for _ in infos]
+        self.renew(infos)
+        if not (self.info.takes_text or self.info.takes_tokens):
+            raise ConfigError(
+                f"no sample can be scored by all components of {config.name}: {_readings(infos)}",
+                "give the checkpoints their tokenizers, and the functions a first parameter `texts` or `responses`",
+            )
+
+    def renew(self, infos: ListLike[ModelInfo]) -> None:
+        """Takes note of what the components are now; what was seen of another version says nothing of this one.
+
+        That of the last one is kept, for replies that are under way.
+        """
+        self.info = _info(self._config, infos)
+        self._infos = infos
+        for seen, info in zip(self._seen, infos, strict=True):
+            if info.weights_version not in seen:
+                last = [*seen.items()][-1:]
+                seen.clear()
+                seen.update([*last, (info.weights_version, Running())])
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The models' names."""
+        return self.info.attribute_names
+
+    def check(self, request: ScoreRequest) -> None:
+        """Raises InvalidRequest where the samples are of a form that not every component reads."""
+        info = self.info
+        if request.messages is not None and not info.takes_messages:
+            without = ", ".join(part.name for part in self._infos if not part.takes_messages)
+            raise InvalidRequest(
+                f"{info.name} takes no messages: {without} cannot read them (a checkpoint needs a chat template, a "
+                "function a first parameter `responses`); send sentences, formatted for all its components"
+            )
+        if request.texts is not None and not info.takes_text:
+            raise InvalidRequest(f"{info.name} takes no text: {_readings(self._infos)}; send tokens")
+        if request.tokens is not None and not info.takes_tokens:
+            raise InvalidRequest(f"{info.name} takes no token ids: {_readings(self._infos)}; send sentences")
+
+    def combine(self, replies: ListLike[ScoreReply]) -> ScoreReply:
+        """The sum's reply, and what it makes of the components' statistics; the replies are in the config's order.
+
+        A sample fails where one of its components failed, with that error and the component's name; such samples do
+        not count in the statistics.
+        """
+        rewards = np.array(
+            [[r.reward if isinstance(r, Score) else np.nan for r in reply.results] for reply in replies], np.float64
+        )
+        fine = np.isfinite(rewards).all(axis=0)
+        own = [seen.get(reply.weights_version, Running()) for seen, reply in zip(self._seen, replies, strict=True)]
+        for running, row in zip(own, rewards, strict=True):
+            running.add(row[fine])
+        totals = self._totals(rewards, own)
+        attributes = rewards.T.astype(np.float32)
+        # Row by row only what is kept so: the event loop stands still meanwhile.
+        results: list[Score | GuerdonError] = list(map(Score, totals.tolist(), attributes))
+        for i in np.flatnonzero(~(fine & np.isfinite(totals))):
+            results[i] = self._failure(replies, i) or SampleFailed(f"the weighted sum of its rewards is {totals[i]}")
+        return ScoreReply(
+            results,
+            np.max([reply.lengths for reply in replies], axis=0).tolist(),
+            _version(self.components, [reply.weights_version for reply in replies]),
+            max(reply.queue_s for reply in replies),
+            sum(reply.compute_s for reply in replies),
+        )
+
+    def statistics(self) -> Iterator[tuple[str, float, float]]:
+        """Name, mean and standard deviation of each component's own rewards, once there are any."""
+        for info, seen in zip(self._infos, self._seen, strict=True):
+            if (running := seen[info.weights_version]).count:
+                yield info.name, running.mean, running.std
+
+    def _totals(self, rewards: np.ndarray, own: ListLike[Running]) -> np.ndarray:
+        """The merged rewards, float32 `[B]`, of the components' `[C, B]`."""
+        totals = np.zeros(rewards.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is told of the sample
+            for part, row, seen in zip(self._config.components, rewards, own, strict=True):
+                totals += part.weight * _clipped(_normalised(row, part, seen), part.clip)
+            return _clipped(totals, self._config.clip).astype(np.float32)
+
+    def _failure(self, replies: ListLike[ScoreReply], i: int) -> GuerdonError | None:
+        for name, reply in zip(self.components, replies, strict=True):
+            result = reply.results[i]
+            if isinstance(result, GuerdonError):
+                return named(name, result)
+        return None
+
+
+def _normalised(rewards: np.ndarray, config: ComponentConfig, seen: Running) -> np.ndarray:
+    if config.normalize == "given":
+        return (rewards - (config.mean or 0.0)) / (config.std or 1.0)
+    if config.normalize == "running" and seen.std > 0:
+        return (rewards - seen.mean) / seen.std
+    return rewards
+
+
+def _clipped(values: np.ndarray, clip: float | None) -> np.ndarray:
+    return values if clip is None else np.clip(values, -clip, clip)
+
+
+def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
+    """What of the components holds for all of them together."""
+    readers = [info for info in infos if info.takes_tokens]
+    # A function of tokens takes any ids, and knows of no EOS.
+    vocab_sizes = {info.vocab_size for info in readers} - {None}
+    eos_token_ids = {info.eos_token_id for info in readers} - {None}
+    tokenizers = [info.tokenizer for info in readers if info.tokenizer]
+    has_one_vocabulary = len(vocab_sizes) <= 1 and len(eos_token_ids) <= 1
+    has_one_vocabulary &= not any(difference(tokenizers[0], other) for other in tokenizers[1:])
+    names = tuple(info.name for info in infos)
+    return ModelInfo(
+        config.name,
+        "sum",
+        outputs=("rewards", "attributes"),
+        attribute_names=names,
+        vocab_size=next(iter(vocab_sizes), None) if has_one_vocabulary else None,
+        max_length=min((info.max_length for info in infos if info.max_length is not None), default=None),
+        eos_token_id=next(iter(eos_token_ids), None) if has_one_vocabulary else None,
+        takes_text=all(info.takes_text for info in infos),
+        takes_messages=all(info.takes_messages for info in infos),
+        takes_tokens=len(readers) == len(infos) and has_one_vocabulary,
+        takes_prompts=any(info.takes_prompts for info in infos),
+        takes_labels=any(info.takes_labels for info in infos),
+        weights_version=_version(names, [info.weights_version for info in infos]),
+        path="sum",
+        tokenizer=tokenizers[0] if tokenizers and has_one_vocabulary else "",
+        why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),
+    )
+
+
+def _version(names: ListLike[str], versions: ListLike[str]) -> str:
+    return ";".join(f"{name}={version}" for name, version in zip(names, versions, strict=True))
+
+
+def _readings(infos: ListLike[ModelInfo]) -> str:
+    """Which component reads what."""
+    return "; ".join(f"{info.name} reads {_reading(info)}" for info in infos)
+
+
+def _reading(info: ModelInfo) -> str:
+    if not info.takes_tokens:
+        return "text"
+    ids = "token ids" if info.vocab_size is None else f"ids of a vocabulary of {info.vocab_size}"
+    ids += "" if info.eos_token_id is None else f" with EOS {info.eos_token_id}"
+    ids += f" (digest {info.vocabulary})" if info.vocabulary else ""
+    return f"text or {ids}" if info.takes_text else ids

@@ -1,0 +1,208 @@
+"""Advantages: how much better than expected each action was, from rewards, by baselines or by GAE.
+
+They are made once for a whole rollout, before it is split over ranks: a group split in two has two baselines, both
+wrong. Nothing here carries a gradient. Sums are taken in float64; results are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from guerdon.training.algorithms.masking import Sums, check_known, check_samples, check_tokens, fill_left_out
+
+ADVANTAGE_ESTIMATORS = ("none", "mean", "rloo", "grpo", "dr_grpo", "reinforce++")
+"""The names that `estimate_advantages` knows. GAE, which needs a critic, is a function of its own."""
+
+STD_EPSILON = 1e-4  # TRL's, beside the standard deviation of a group
+VARIANCE_EPSILON = 1e-8  # beside the variance in whitening
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMean(Sums):
+    """The rewards seen so far, as sums; the baseline of the estimator "mean"."""
+
+    sum_rewards: float = 0.0
+    num_rewards: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean reward; 0 before any."""
+        return self.sum_rewards / self.num_rewards if self.num_rewards > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(Sums):
+    """First and second moments over masked tokens, as sums weighted by the mask: ranks and micro-batches add up."""
+
+    sum_mask: float = 0.0
+    sum_values: float = 0.0
+    sum_squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Moments:
+        """The moments of float32 `[T]` or `[B, T]`; ValueError where shapes or dtypes differ."""
+        check_tokens({"values": values, "mask": mask})
+        weights, values = (tensor.detach().double() for tensor in fill_left_out(mask, values))
+        sums = torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
+        return cls(*sums.tolist())
+
+    @property
+    def mean(self) -> float:
+        """The masked mean; 0 without any token."""
+        return self.sum_values / self.sum_mask if self.sum_mask > 0 else 0.0
+
+    @property
+    def variance(self) -> float:
+        """The masked variance, divided by the number of tokens itself; 0 without any."""
+        if self.sum_mask <= 0:
+            return 0.0
+        return max(self.sum_squares / self.sum_mask - self.mean**2, 0.0)
+
+
+@torch.no_grad()
+def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """Shifts and scales to mean 0 and variance 1: `(A - mean) / sqrt(variance + 1e-8)`, as PPO in OpenAI's `baselines`.
+
+    `values`, `mask` and the result are float32, `[T]` or `[B, T]` alike; the result is 0 where the mask is. `moments`
+    are those of the whole rollout, over all ranks. Raises ValueError where shapes or dtypes differ.
+    """
+    check_tokens({"values": values, "mask": mask})
+    _, values = fill_left_out(mask, values)
+    whitened = (values.double() - moments.mean) / math.sqrt(moments.variance + VARIANCE_EPSILON)
+    return whitened.masked_fill(~(mask > 0), 0.0).float()
+
+
+@torch.no_grad()
+def rloo(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
+    """Rewards less the mean of the group's others (REINFORCE leave-one-out; Kool et al., 2019; Ahmadian et al., 2024).
+
+        b_i = (sum_j m_j R_j - m_i R_i) / (M - m_i)      A_i = m_i * (R_i - b_i)
+
+    m is `is_counted`, M its sum over the group; A is 0 where M - m_i is. `rewards` is float32 `[B]`, not read where it
+    is not counted; `groups` int64 `[B]`, the id of each sample's prompt, in any order; `is_counted` bool `[B]`. The
+    result is float32 `[B]`. Raises ValueError for other shapes or dtypes and for a counted reward that is not finite.
+    """
+    rewards = _counted_rewards(rewards, groups, is_counted)
+    counts = is_counted.double()
+    num_others = _group_sums(counts, groups) - counts
+    baselines = (_group_sums(rewards, groups) - rewards) / num_others.clamp(min=1)
+    return torch.where(is_counted & (num_others > 0), rewards - baselines, 0.0).float()
+
+
+@torch.no_grad()
+def group_mean(rewards: Tensor, groups: Tensor, is_counted: Tensor, scale_by_std: bool) -> Tensor:
+    """Rewards less the mean of their group, itself included; with `scale_by_std` divided by its spread.
+
+        A_i = m_i * (R_i - mean)            Dr.GRPO (Liu et al., 2025)
+        A_i = m_i * (R_i - mean) / (std + 1e-4)      GRPO (Shao et al., 2024; the epsilon and M - 1 in std are TRL's)
+
+    Mean and std are over the counted samples of the group; a single one gets 0. Arguments, result and errors are those
+    of `rloo`.
+    """
+    rewards = _counted_rewards(rewards, groups, is_counted)
+    counts = is_counted.double()
+    num_counted = _group_sums(counts, groups)
+    deviations = (rewards - _group_sums(rewards, groups) / num_counted.clamp(min=1)) * counts
+    if scale_by_std:
+        variances = _group_sums(deviations.square(), groups) / (num_counted - 1).clamp(min=1)
+        deviations = deviations / (variances.sqrt() + STD_EPSILON)
+    return deviations.float()
+
+
+@torch.no_grad()
+def estimate_advantages(
+    estimator: str,
+    rewards: Tensor,
+    groups: Tensor,
+    mask: Tensor,
+    *,
+    is_end: Tensor | None = None,
+    running: RunningMean = RunningMean(),
+) -> tuple[Tensor, RunningMean]:
+    """The advantage of every token, from one reward a sequence, by the estimator's name; and the next running mean.
+
+        none         A_i = R_i                                     Williams, 1992
+        mean         A_i = R_i - mean of earlier calls' rewards    Sutton, 1984: reinforcement comparison
+        rloo         see `rloo`
+        grpo         see `group_mean`, with std
+        dr_grpo      see `group_mean`, without
+        reinforce++  A_i = R_i, whitened over all tokens           Hu, 2025
+
+    `rewards` is float32 `[B]`, with any KL already taken off; `groups` int64 `[B]`, the ids of the prompts; `mask`
+    float32 `[B, T]`. Where `is_end` (bool `[B]`) is given, samples for which it is False do not count: they are in no
+    baseline and have advantage 0. `running` is what the last call returned; only "mean" reads and moves it. The result
+    is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and a
+    counted reward that is not finite.
+    """
+    check_known("advantage estimator", estimator, ADVANTAGE_ESTIMATORS)
+    check_tokens({"mask": mask}, rows_only=True)
+    is_counted = torch.ones_like(rewards, dtype=torch.bool) if is_end is None else is_end
+    check_samples({"rewards": (rewards, torch.float32), "is_end": (is_counted, torch.bool)}, len(mask))
+    counted = _counted_rewards(rewards, groups, is_counted)
+    if estimator == "rloo":
+        advantages = rloo(rewards, groups, is_counted)
+    elif estimator in ("grpo", "dr_grpo"):
+        advantages = group_mean(rewards, groups, is_counted, scale_by_std=estimator == "grpo")
+    elif estimator == "mean":
+        # The rewards of earlier calls only: a baseline that knows a sample's own reward is biased.
+        advantages = torch.where(is_counted, counted - running.mean, 0.0).float()
+        running = running + RunningMean(counted.sum().item(), float(is_counted.sum()))
+    else:
+        advantages = counted.float()
+    result = torch.where(mask > 0, advantages.unsqueeze(-1), 0.0)
+    if estimator == "reinforce++":
+        counted_mask = mask.masked_fill(~is_counted.unsqueeze(-1), 0.0)
+        result = whiten(result, counted_mask, Moments.of(result, counted_mask))
+    return result, running
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates, and the returns that the critic is to learn (Schulman et al., 2016).
+
+        delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      returns = A + V
+
+    V and A are 0 behind the last token. `rewards` (of `token_rewards`), `values`, `mask` and both results are float32
+    `[B, T]`; what is masked is passed over as if its tokens were not there, as in verl, so that a tool's output between
+    two turns neither cuts nor discounts. Results are 0 where the mask is. Raises ValueError for other shapes or dtypes
+    and for `gamma` or `lam` outside [0, 1].
+    """
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name} must be within 0 and 1, not {factor}")
+    check_tokens({"rewards": rewards, "values": values, "mask": mask}, rows_only=True)
+    is_token = mask > 0
+    _, rewards, values = (tensor.double() for tensor in fill_left_out(mask, rewards, values))
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = torch.where(is_token[:, t], delta + gamma * lam * next_advantage, 0.0)
+        next_value = torch.where(is_token[:, t], values[:, t], next_value)
+        next_advantage = torch.where(is_token[:, t], advantages[:, t], next_advantage)
+    return advantages.float(), (advantages + values).float()
+
+
+def _counted_rewards(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
+    """The rewards in float64, 0 where they do not count; checked."""
+    samples = {
+        "rewards": (rewards, torch.float32),
+        "groups": (groups, torch.int64),
+        "is_counted": (is_counted, torch.bool),
+    }
+    check_samples(samples)
+    counted = torch.where(is_counted, rewards, 0.0).double()
+    if not counted.isfinite().all():
+        i = int((~counted.isfinite()).nonzero()[0])
+        raise ValueError(f"the reward of sample {i} is {rewards[i].item()}: a sample without a reward must not count")
+    return counted
+
+
+def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
+    """For each sample the sum over its group."""
+    _, places = groups.unique(return_inverse=True)
+    return values.new_zeros(len(values)).index_add_(0, places, values)[places]

@@ -1,0 +1,228 @@
+"""Losses of the policy over one micro-batch, divided by counts of the whole global batch, so that micro-batches add up.
+
+All tensors are float32 `[B, T]`, entry t of a row about the action token t + 1. Masks weigh; where a mask is 0 nothing
+is read, be it NaN or infinite, and no gradient goes there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from guerdon.training.algorithms.kl import KL_ESTIMATORS, clamped_log_ratio
+from guerdon.training.algorithms.masking import Sums, check_known, check_tokens, fill_left_out
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr_grpo")
+"""The names of `Aggregation`; the first three are verl's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts(Sums):
+    """What a loss is divided by: counts over the whole global batch, the sum of those of its parts."""
+
+    num_tokens: float = 0.0
+    num_sequences: float = 0.0
+
+    @classmethod
+    def of(cls, mask: Tensor) -> GlobalCounts:
+        """The counts of a mask, float32 `[B, T]`: its sum, and its rows with any token; ValueError for other masks."""
+        check_tokens({"mask": mask}, rows_only=True)
+        filled = fill_left_out(mask)[0]
+        return cls(filled.double().sum().item(), float((filled > 0).any(-1).sum().item()))
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How the tokens' losses become one number, by name, divided by the counts of the whole global batch.
+
+        token-mean            sum_i sum_t m_it l_it / num_tokens                       DAPO (Yu et al., 2025)
+        seq-mean-token-mean   sum_i (sum_t m_it l_it / sum_t m_it) / num_sequences     GRPO (Shao et al., 2024)
+        seq-mean-token-sum    sum_i sum_t m_it l_it / num_sequences                    the likelihood of whole responses
+        dr_grpo               sum_i sum_t m_it l_it / (num_sequences * max_length)     Dr.GRPO (Liu et al., 2025)
+
+    A count below 1 counts as 1, so a batch without any token has loss 0. `max_length` is the constant of "dr_grpo", the
+    longest response that may be generated; the others do not read it. Raises ValueError for an unknown name, or where
+    "dr_grpo" has no `max_length` above 0.
+    """
+
+    name: str
+    counts: GlobalCounts
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_known("loss aggregation", self.name, AGGREGATIONS)
+        if self.name == "dr_grpo" and not (self.max_length and self.max_length > 0):
+            raise ValueError(f"dr_grpo divides by max_length, which must be above 0, not {self.max_length}")
+
+    def __call__(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """This micro-batch's share of the loss, a scalar; `losses` and `mask` are float32 `[B, T]`, else ValueError."""
+        check_tokens({"losses": losses, "mask": mask}, rows_only=True)
+        mask, losses = fill_left_out(mask, losses)
+        sums = (mask * losses).sum(-1)
+        if self.name == "token-mean":
+            return sums.sum() / max(self.counts.num_tokens, 1.0)
+        if self.name == "seq-mean-token-mean":
+            weights = mask.sum(-1)
+            sums = sums / weights.masked_fill(weights == 0, 1.0)
+        elif self.name == "dr_grpo" and self.max_length:
+            sums = sums / self.max_length
+        return sums.sum() / max(self.counts.num_sequences, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossStats(Sums):
+    """Sums over the masked tokens, weighted by the mask; those of several micro-batches add up by `+`.
+
+    `loss` is the micro-batch's share of the loss, already divided; `sum_clipped` counts the tokens where the clipped
+    term was the larger. Without importance weights every weight is 1.
+    """
+
+    sum_mask: float = 0.0
+    loss: float = 0.0
+    sum_clipped: float = 0.0
+    sum_ratios: float = 0.0
+    sum_kl: float = 0.0
+    sum_weights: float = 0.0
+
+    @property
+    def clip_fraction(self) -> float:
+        """The share of tokens that the clipping held back; 0 without any token."""
+        return self._mean(self.sum_clipped)
+
+    @property
+    def mean_ratio(self) -> float:
+        """The mean of new over old probability; 0 without any token."""
+        return self._mean(self.sum_ratios)
+
+    @property
+    def approx_kl(self) -> float:
+        """The k3 estimate of KL(old || new), from tokens of the old policy; 0 without any token."""
+        return self._mean(self.sum_kl)
+
+    @property
+    def mean_weight(self) -> float:
+        """The mean importance weight after truncation; 0 without any token."""
+        return self._mean(self.sum_weights)
+
+    def _mean(self, total: float) -> float:
+        return total / self.sum_mask if self.sum_mask > 0 else 0.0
+
+
+@torch.no_grad()
+def truncated_importance_weights(
+    old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, cap: float = 2.0
+) -> Tensor:
+    """Weighs tokens for the difference between the trainer's log-probs and those of the engine that sampled them.
+
+        w = min(exp(old - engine), cap), without gradient
+
+    Truncated importance sampling (Ionides, 2008), as Yao et al. ("Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", 2025) use it. All tensors and the result are float32, `[T]` or `[B, T]` alike; the result
+    is 0 where the mask is. Raises ValueError for other shapes or dtypes and for a `cap` that is not above 0.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap must be above 0, not {cap}")
+    check_tokens({"old_logprobs": old_logprobs, "engine_logprobs": engine_logprobs, "mask": mask})
+    _, old_logprobs, engine_logprobs = fill_left_out(mask, old_logprobs, engine_logprobs)
+    weights = clamped_log_ratio(old_logprobs, engine_logprobs).exp().clamp(max=cap)
+    return weights.masked_fill(~(mask > 0), 0.0)
+
+
+def reinforce_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    *,
+    weights: Tensor | None = None,
+    entropies: Tensor | None = None,
+    entropy_coefficient: float = 0.0,
+) -> tuple[Tensor, PolicyLossStats]:
+    """The policy gradient's loss, for one optimiser step on each rollout (Williams, 1992).
+
+        l_t = -w_t * logp_t * A_t - entropy_coefficient * H_t
+
+    `weights` (w, of `truncated_importance_weights`) may be left out, and so may `entropies` (H, of the policy at each
+    token), which are not read where the coefficient is 0; gradients go to `logprobs` and `entropies` alone. Returns the
+    scalar share of the loss and its sums. Raises ValueError where shapes or dtypes differ, and where entropies that are
+    needed are missing.
+    """
+    check_tokens({"logprobs": logprobs, "advantages": advantages, "mask": mask}, rows_only=True)
+    mask, logprobs, advantages = fill_left_out(mask, logprobs, advantages.detach())
+    ratios = torch.ones_like(mask)
+    is_clipped, kl = torch.zeros_like(mask), torch.zeros_like(mask)
+    extras = (weights, entropies, entropy_coefficient)
+    return _weighted_total(-logprobs * advantages, mask, aggregation, *extras, ratios, is_clipped, kl)
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weights: Tensor | None = None,
+    entropies: Tensor | None = None,
+    entropy_coefficient: float = 0.0,
+) -> tuple[Tensor, PolicyLossStats]:
+    """The clipped surrogate, for several optimiser steps on one rollout (PPO; Schulman et al., 2017).
+
+        ratio = exp(clamp(logp - logp_old, -20, 20))
+        l_t = w_t * max(-A_t ratio, -A_t clamp(ratio, 1 - clip_low, 1 + clip_high)) - entropy_coefficient * H_t
+
+    A `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al., 2025); an infinite one bounds nothing.
+    `old_logprobs` are the trainer's own before the first step on the rollout. The rest is as in `reinforce_loss`; also
+    raises ValueError where a clip is not above 0.
+    """
+    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not clip > 0:
+            raise ValueError(f"{name} must be above 0, not {clip}")
+    given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
+    check_tokens(given, rows_only=True)
+    mask, logprobs, old_logprobs, advantages = fill_left_out(mask, logprobs, old_logprobs.detach(), advantages.detach())
+    log_ratios = clamped_log_ratio(logprobs, old_logprobs)
+    ratios = log_ratios.exp()
+    free, held_back = -advantages * ratios, -advantages * ratios.clamp(1.0 - clip_low, 1.0 + clip_high)
+    is_clipped = held_back.detach() > free.detach()
+    # The tokens are the old policy's, so its log-prob is the first in the ratio.
+    kl = KL_ESTIMATORS["k3"](-log_ratios.detach())
+    extras = (weights, entropies, entropy_coefficient)
+    return _weighted_total(torch.maximum(free, held_back), mask, aggregation, *extras, ratios.detach(), is_clipped, kl)
+
+
+def _weighted_total(
+    losses: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    weights: Tensor | None,
+    entropies: Tensor | None,
+    entropy_coefficient: float,
+    ratios: Tensor,
+    is_clipped: Tensor,
+    kl: Tensor,
+) -> tuple[Tensor, PolicyLossStats]:
+    """Weighs the losses, takes the entropy bonus off, aggregates; `mask` is filled already."""
+    if not math.isfinite(entropy_coefficient):
+        raise ValueError(f"entropy_coefficient must be finite, not {entropy_coefficient}")
+    if weights is None:
+        weights = torch.ones_like(mask)
+    else:
+        check_tokens({"weights": weights, "mask": mask}, rows_only=True)
+        weights = fill_left_out(mask, weights.detach())[1]
+        losses = weights * losses
+    if entropy_coefficient:
+        if entropies is None:
+            raise ValueError(f"entropies are needed where entropy_coefficient is {entropy_coefficient}")
+        check_tokens({"entropies": entropies, "mask": mask}, rows_only=True)
+        losses = losses - entropy_coefficient * fill_left_out(mask, entropies)[1]
+    loss = aggregation(losses, mask)
+    each = [is_clipped, ratios, kl, weights]
+    sums = [(mask.double() * values).sum() for values in each]
+    stats = torch.stack([mask.double().sum(), loss.detach().double(), *sums])
+    return loss, PolicyLossStats(*stats.tolist())  # one transfer from the device, not six
