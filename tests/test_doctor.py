@@ -54,7 +54,7 @@ def in_a_process(*argv: str, path: Path | None = None, **variables: str) -> tupl
     env = environment() | variables
     if path is not None:
         env["PYTHONPATH"] = f"{path}:{env['PYTHONPATH']}"
-    code = "import argparse, sys\nfrom guerdon import doctor\np = argparse.ArgumentParser()\ndoctor.add(p)\n"
+    code = "import argparse, sys\nfrom guerdon.cli import doctor\np = argparse.ArgumentParser()\ndoctor.add(p)\n"
     command = [sys.executable, "-c", code + "sys.exit(doctor.run(p.parse_args()))", "--json", *argv]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
     assert done.stdout, done.stderr
