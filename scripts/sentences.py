@@ -1,7 +1,7 @@
 """Prints sentences drawn at random from the package and the docs, for a reader who judges how guerdon speaks.
 
-They come from docstrings, comments, messages and help texts of src/guerdon and the prose of docs/*.md. The same seed draws
-the same sentences as long as the texts stay.
+They come from docstrings, comments, messages and help texts of src/guerdon and the prose of docs/*.md. The same seed
+draws the same sentences as long as the texts stay.
 """
 
 from __future__ import annotations
