@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 
 from guerdon.assembly import build_service
-from guerdon.server.front import http
+from guerdon.server.front import http_app
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
 from guerdon.wire.tensors import Tensor
@@ -32,7 +32,7 @@ async def measure() -> None:
     config = ServerConfig(models=[ModelConfig(model="null_scorer:score")])
     service = build_service(config)
     service.start()
-    app = http.app(service, config)
+    app = http_app.app(service, config)
 
     async def ask() -> None:
         sent: list[dict] = []

@@ -25,7 +25,7 @@ TOLD = {
     "console.py",
     "engine/checkpoint/digests.py",
     "server/page/watch.py",
-    "server/front/http.py",
+    "server/front/http_app.py",
     "server/triton.py",
     "tracing.py",
     "wire/pooling.py",

@@ -41,7 +41,7 @@ MORE = {  # path prefix: what it may import besides
     "adapters/nemo_aligner/critic_server_trainer.py": {"assembly", "distributed", "engine", "server", "training"},
     "adapters/nemo_aligner/reinforce_actor.py": {"actor", "distributed", "engine", "training"},
 }
-TRANSPORTS = ("server/front/", "server/page/pages.py", "server/runtime.py")
+TRANSPORTS = ("server/front/", "server/runtime.py")
 """The only modules of the server that may import `server/front`: the rest does not depend on the transport."""
 
 TORCH = {"torch", "transformers"}
@@ -66,15 +66,14 @@ BANNED = {  # path prefix: modules that it must not import
 }
 
 CIRCLES = {
-    *("server/page", "server/front", "server/service"),
     *("engine/checkpoint", "engine/choosing", "engine/forward", "engine/gathering", "engine/generating"),
     *("engine/language", "engine/recompute"),
 }
 """Rooms that still import each other in a circle."""
 
 DUPLICATES = {
-    "callable", "checkpoints", "command", "console", "critic", "flags", "forms", "futures", "grpc", "http", "parts",
-    "plot", "policy", "progress", "repository", "rewards", "rows", "run", "samples", "scoring", "settings", "spans",
+    "callable", "checkpoints", "command", "console", "critic", "flags", "forms", "futures", "parts",
+    "plot", "policy", "progress", "rewards", "rows", "run", "samples", "scoring", "settings",
     "stopping", "worker", "config", "files", "language", "loading",
 }  # fmt: skip
 """Module names that still stand for several things."""

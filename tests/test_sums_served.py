@@ -338,9 +338,9 @@ def test_the_command_writes_the_same_scores(
 
 def test_the_first_sum_is_what_is_meant_without_a_name(folder: Path) -> None:
     service = build_service(configured(folder))
-    assert service.scored_by("").name == "reward_model"
-    assert service.scored_by("adaptive").kind == "sum"
-    assert service.scored_by(str(folder)).name == service.scored_by("helpful").name == "helpful"
+    assert service.catalog.scored_by("").name == "reward_model"
+    assert service.catalog.scored_by("adaptive").kind == "sum"
+    assert service.catalog.scored_by(str(folder)).name == service.catalog.scored_by("helpful").name == "helpful"
 
 
 @contextlib.asynccontextmanager
@@ -612,10 +612,10 @@ def test_a_models_name_goes_before_anothers_source(folder: Path, monkeypatch: py
     models = [{"model": "helpful", "name": "a"}, {"model": "rewarding:brevity", "name": "helpful"}]
     more = [{"model": "rewarding:length", "name": name} for name in ("b", "c")]
     service = build_service(from_mapping(ServerConfig, {"models": [*models, *more]}))
-    assert service.scored_by("helpful").kind == "function"
-    assert service.scored_by("rewarding:brevity").name == "helpful"
+    assert service.catalog.scored_by("helpful").kind == "function"
+    assert service.catalog.scored_by("rewarding:brevity").name == "helpful"
     with pytest.raises(UnknownModel, match=r"several models were loaded from 'rewarding:length'.* name: b, c"):
-        service.scored_by("rewarding:length")
+        service.catalog.scored_by("rewarding:length")
 
 
 async def test_a_sums_components_count_their_time_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ class LocalRewardModel:
         self.close()
 
     def _info(self) -> ModelInfo:
-        return self._service.scored_by(self._name)
+        return self._service.catalog.scored_by(self._name)
 
     async def _score(self, request: ScoreRequest) -> Scores:
         errand, info = scoring(self._name, request), self._info()

@@ -54,7 +54,7 @@ def rewards(reply: ScoreReply) -> np.ndarray:
 
 
 def version(service: Service, name: str = "reward_model") -> str:
-    return service.scored_by(name).weights_version
+    return service.catalog.scored_by(name).weights_version
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -42,7 +42,7 @@ class Watched(np.ndarray):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     """One whose bodies have 2 MiB together, and whose values are watched."""
     service = EchoService()
-    scorer: Any = service._catalog.entries["many"].loaded()
+    scorer: Any = service.catalog.entries["many"].loaded()
     score = scorer.score
 
     def watched(sequences: list[Any]) -> list[Any]:

@@ -402,13 +402,13 @@ async def test_state_and_metrics_tell_where_the_critic_is(tmp_path: Path) -> Non
 
 async def test_operations_are_models_by_their_names() -> None:
     async with running() as service:
-        assert service.model("critic_train") == OperationInfo("critic_train", Operation.TRAIN, "critic")
-        assert {info.name for info in service.models()} == {
+        assert service.catalog.model("critic_train") == OperationInfo("critic_train", Operation.TRAIN, "critic")
+        assert {info.name for info in service.catalog.models()} == {
             "critic_infer",
             *(f"critic_{operation}" for operation in Operation),
         }
         with pytest.raises(UnknownModel, match="served here: critic_infer, critic_load"):
-            service.model("critic")
+            service.catalog.model("critic")
         assert ServerConfig().critic is None
 
 

@@ -20,7 +20,6 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.server.front import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ServerConfig
@@ -164,7 +163,7 @@ def large_answers_call() -> bytes:
 @tried_again
 def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
     """Until then they hold the room of bodies that they had; their client answers pings, and stays."""
-    monkeypatch.setattr(server_grpc, "_LEAST_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(grpc_server, "_LEAST_BYTES_PER_S", 1 << 30)
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=1.0)
     with RunningServer(EchoService(), config) as server:
         raw = raw_client(server)
@@ -224,8 +223,8 @@ def test_connections_have_bounds():
 
 @tried_again
 def test_a_client_that_answers_no_ping_is_left(monkeypatch):
-    monkeypatch.setattr(server_grpc, "_PING_AFTER_MS", 300)
-    monkeypatch.setattr(server_grpc, "_PING_ANSWER_MS", 300)
+    monkeypatch.setattr(grpc_server, "_PING_AFTER_MS", 300)
+    monkeypatch.setattr(grpc_server, "_PING_ANSWER_MS", 300)
     with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
         vanished, other = raw_client(server, answers_pings=False), raw_client(server)
         assert vanished.is_closed.wait(30)

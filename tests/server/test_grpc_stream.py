@@ -19,7 +19,6 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from guerdon.server.front import grpc as server_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, SLOW_TOKEN, EchoService, reward_of
@@ -213,7 +212,7 @@ def test_a_stream_on_which_nothing_comes_ends() -> None:
 
 @tried_again
 def test_answers_that_are_not_read_end_the_stream_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_grpc, "_LEAST_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(grpc_server, "_LEAST_BYTES_PER_S", 1 << 30)
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=1.0)
     with RunningServer(EchoService(), config) as server:
         raw = raw_client(server)

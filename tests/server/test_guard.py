@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.core import Operation
-from guerdon.server.front import guard, http
+from guerdon.server.front import guard, http_app
 from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
@@ -52,7 +52,7 @@ def keyless() -> Iterator[RunningServer]:
 def paths() -> list[tuple[str, str]]:
     """Every route of the application, with a method that it takes."""
     service = EchoService()
-    routes = http.app(service, ServerConfig())._inner._inner.routes  # type: ignore[attr-defined]
+    routes = http_app.app(service, ServerConfig())._inner._inner.routes  # type: ignore[attr-defined]
     service.stop()
     found = []
     for route in routes:
@@ -89,7 +89,7 @@ def test_each_form_tells_of_a_missing_key_in_its_own_way(server: RunningServer) 
 
 def test_a_body_without_a_key_is_not_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer comes before the body, which is announced and never sent, and the connection ends."""
-    monkeypatch.setattr(http, "_LINGER_S", 0.1)
+    monkeypatch.setattr(http_app, "_LINGER_S", 0.1)
     host, port = server.http_url.removeprefix("http://").split(":")
     for more in (b"", b"Expect: 100-continue\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as connection:

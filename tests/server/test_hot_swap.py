@@ -30,9 +30,8 @@ from guerdon.errors import (
     UnknownModel,
     Unsupported,
 )
-from guerdon.server import runtime
+from guerdon.server import runtime, status
 from guerdon.server.catalog import Tokenizer
-from guerdon.server.front import about
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig
 from server.arithmetic_critic import ArithmeticService
@@ -103,7 +102,7 @@ async def test_a_text_that_the_old_tokenizer_read_is_read_again(root: Path, tmp_
     (other / "tokenizer.json").write_text(json.dumps(made))
     async with serving(root) as service:
         first = await score(service, texts=TEXTS)
-        encoder = service._catalog.entries["reward_model"].loaded().encoder
+        encoder = service.catalog.entries["reward_model"].loaded().encoder
         assert isinstance(encoder, Tokenizer)
         encode, has_read, go_on = encoder.encode_in_steps, threading.Event(), threading.Event()
 
@@ -120,7 +119,7 @@ async def test_a_text_that_the_old_tokenizer_read_is_read_again(root: Path, tmp_
         go_on.set()
         reply = await asking
         assert reply.weights_version == new
-        own = service._catalog.entries["reward_model"].loaded().encoder
+        own = service.catalog.entries["reward_model"].loaded().encoder
         assert own is not None
         rows = own.encode(TEXTS)
         assert reply.lengths == [len(row) for row in rows] != first.lengths
@@ -305,7 +304,7 @@ async def test_the_log_tells_how_a_change_went_and_who_asked(root: Path, caplog:
     caplog.set_level("INFO")
     (root / "bare").mkdir(exist_ok=True)
     async with serving(root) as service:
-        service._catalog.sums.clear()
+        service.catalog.sums.clear()
         left = asyncio.create_task(service.repository.load("reward_model", "bare", "operator"))
         await asyncio.sleep(0)  # in which it is begun, and not yet refused
         assert service.repository._changing
@@ -404,8 +403,8 @@ async def test_a_sum_names_the_new_version_of_its_component(root: Path, wanted: 
 
 async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: dict[str, np.ndarray]) -> None:
     async with serving(root) as service:
-        service._catalog.sums.clear()
-        trunk = weakref.ref(service._catalog.entries["reward_model"].loaded().trunk)  # type: ignore[attr-defined]
+        service.catalog.sums.clear()
+        trunk = weakref.ref(service.catalog.entries["reward_model"].loaded().trunk)  # type: ignore[attr-defined]
         runtime.settle()  # as every server does once it has loaded: what it has then no collection looks at
         with held(service):
             waiting = asyncio.create_task(score(service))
@@ -419,10 +418,10 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
         assert trunk() is None
         with pytest.raises(Unavailable, match="unloaded"):
             service.check_room("reward_model")
-        index = {each["name"]: (each["state"], each["reason"]) for each in about.repository_index(service, False)}
+        index = {each["name"]: (each["state"], each["reason"]) for each in status.repository_index(service, False)}
         assert index == {"reward_model": ("UNAVAILABLE", "unloaded"), "length": ("READY", "")}
-        assert service.is_ready() and [info.name for info in service.loaded()] == ["length"]
-        assert {info.name for info in service.models()} == {"reward_model", "length"}
+        assert service.is_ready() and [info.name for info in service.catalog.loaded()] == ["length"]
+        assert {info.name for info in service.catalog.models()} == {"reward_model", "length"}
         assert b'guerdon_model_info{device="cpu",dtype="float32",kind="seqcls",model="reward_model"' not in (
             service.metrics.render()
         )
@@ -438,7 +437,7 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
 
 async def test_a_swap_leaves_nothing_of_the_old_model(root: Path) -> None:
     async with serving(root) as service:
-        trunk = weakref.ref(service._catalog.entries["reward_model"].loaded().trunk)  # type: ignore[attr-defined]
+        trunk = weakref.ref(service.catalog.entries["reward_model"].loaded().trunk)  # type: ignore[attr-defined]
         await score(service)
         await service.repository.load("reward_model", "new")
         assert trunk() is None
@@ -455,7 +454,7 @@ async def test_a_change_holds_the_server_up_for_no_collection_of_all_its_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(root) as service:
-        own = service._catalog.entries["reward_model"].loaded()
+        own = service.catalog.entries["reward_model"].loaded()
         weights = [weakref.ref(weight) for weight in own.trunk.parameters()]  # type: ignore[attr-defined]
         runtime.settle()  # as every server does: what it has then no collection looks at
         monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("all memory is looked through"))
@@ -474,7 +473,7 @@ async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -
         lane.resize(64)  # as where there was no memory for more
         assert lane.limits.shares
         await service.repository.load("reward_model", "bert")
-        info = service.model("reward_model")
+        info = service.catalog.model("reward_model")
         assert isinstance(info, ModelInfo) and info.path == "packed"
         assert not lane.limits.shares and lane.limits.max_batch_tokens > 64
 
@@ -482,7 +481,7 @@ async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -
 async def test_a_model_is_found_by_the_checkpoint_that_was_named_at_the_start(root: Path) -> None:
     async with serving(root) as service:
         new = await service.repository.load("reward_model", "new")
-        info = service.scored_by(str(root / "old"))
+        info = service.catalog.scored_by(str(root / "old"))
         assert (info.name, info.weights_version, info.source) == ("reward_model", new, str(root / "old"))
         assert new == await service.repository.load("reward_model", None)  # what serves, read again
 
@@ -511,7 +510,7 @@ async def test_jobs_are_their_clients(root: Path) -> None:
 async def test_the_plain_forward_is_asked_of_the_model_that_serves(root: Path, wanted: dict[str, np.ndarray]) -> None:
     async with serving(root) as service:
         group = service._loop._group
-        entry = service._catalog.entries["reward_model"].loaded()
+        entry = service.catalog.entries["reward_model"].loaded()
         assert entry.info.path == "packed+shared"
         sequences = [Sequence(row) for row in ROWS]
         paths: list[str] = []

@@ -96,7 +96,7 @@ def test_to_truncate_is_advised_where_that_can_be(by_token: tuple[str, ...]) -> 
 @pytest.mark.parametrize("kind", [{"kind": "tokcls", "num_labels": 2}, {"kind": "tokcls", "num_labels": 1}])
 async def test_positions_that_clients_count_are_never_shifted(kind: dict[str, Any], tmp_path: Path) -> None:
     service = build_service(ServerConfig(models=[ModelConfig(model=str(zoo.checkpoint("llama", tmp_path, **kind)))]))
-    assert {"values", "step_rewards"} & {*service.scored_by("").outputs}
+    assert {"values", "step_rewards"} & {*service.catalog.scored_by("").outputs}
     asked = ScoreRequest(tokens=[np.arange(4, 9)], truncation=Truncation(3, "right"))
     with pytest.raises(InvalidRequest, match="truncation would shift the positions"):
         await service.score("reward_model", asked)

@@ -8,7 +8,7 @@ import pytest
 from starlette.routing import Route, Router
 
 from guerdon.core import ModelInfo, Operation, OperationInfo
-from guerdon.server.front import http
+from guerdon.server.front import http_app
 from guerdon.server.front.forms import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
@@ -40,7 +40,7 @@ def router(app: object) -> Router:
 
 def test_every_route_is_in_the_document_and_no_other(service):
     served = {}
-    for route in router(http.app(service, ServerConfig())).routes:
+    for route in router(http_app.app(service, ServerConfig())).routes:
         assert isinstance(route, Route)
         path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)
         served[path] = {method.lower() for method in route.app._methods}
@@ -90,7 +90,7 @@ def test_a_server_publishes_it(running, service):
     answer = httpx.get(running.http_url + "/openapi.json")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
-    assert answer.json() == openapi.document(service.models())
+    assert answer.json() == openapi.document(service.catalog.models())
 
 
 def fits(value: object, schema: dict) -> bool:
@@ -133,7 +133,7 @@ def test_answers_and_errors_of_the_forms_fit_it(running, example):
 
 def test_answers_of_the_protocol_fit_it(running, service):
     with httpx.Client(base_url=running.http_url) as client:
-        for path, operations in openapi.document(service.models())["paths"].items():
+        for path, operations in openapi.document(service.catalog.models())["paths"].items():
             is_page = path == "/" or path.startswith("/dashboard/")
             if "get" not in operations or is_page or path in ("/metrics", "/openapi.json"):
                 continue

@@ -44,7 +44,7 @@ def _serve(config: ServerConfig) -> None:
     def on_loaded(service: Service) -> None:
         started.append(service)
         console.loaded()
-        for info in service.models():
+        for info in service.catalog.models():
             if isinstance(info, ModelInfo):
                 console.say(console.described(info))
         if critic:

@@ -15,8 +15,8 @@ from guerdon.assembly import build_service
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported, install_command
 from guerdon.server import runtime
-from guerdon.server.front import http
-from guerdon.server.repository import Repository
+from guerdon.server.front import http_app
+from guerdon.server.model_repository import Repository
 from guerdon.settings.access import KEYS_VARIABLE, has_keys
 from guerdon.settings.config import ParallelConfig, ServerConfig, check
 from guerdon.settings.fields import from_mapping
@@ -112,8 +112,8 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
         runtime.settle()
         runtime.log_without_texts()
         self._service.start()
-        self.app.inner = http.app(self._service, config)
-        names = [info.name for info in self._service.models() if isinstance(info, ModelInfo)]
+        self.app.inner = http_app.app(self._service, config)
+        names = [info.name for info in self._service.catalog.models() if isinstance(info, ModelInfo)]
         log.info("replica in process %d serves %s", os.getpid(), ", ".join(names))
 
     def check_health(self) -> None:

@@ -86,7 +86,10 @@ class Catalog:
         models: ListLike[tuple[ModelConfig, Served]],
         rewards: Iterable[RewardConfig],
         operations: Iterable[OperationInfo],
+        critic_name: str = "",
     ) -> None:
+        """`critic_name` is the model whose scores are the critic's values."""
+        self.critic_name = critic_name
         self.entries = {served.info.name: Entry(model, served) for model, served in models}
         self.operations = {info.name: info for info in operations}
         self.sums = {

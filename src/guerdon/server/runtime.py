@@ -17,7 +17,7 @@ from typing import Any
 from guerdon.errors import RanksLost, StartError
 from guerdon.server import logs, tracing
 from guerdon.server.auth import Access, warn_of_readers
-from guerdon.server.front import http, tls
+from guerdon.server.front import http_app, tls
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
@@ -100,16 +100,16 @@ async def serve(
     secure = "" if context is None else "s"
     listener = _listen(config.host, config.port, "HTTP")
     http_url = _url("http" + secure, config.host, listener.getsockname()[1])
-    app, num_connections = http.app(service, config, gate), _num_connections(config)
+    app, num_connections = http_app.app(service, config, gate), _num_connections(config)
     http_server = HttpServer(app, config, context, num_connections, service.access.names)
     try:
-        grpc_server, grpc_url = None, None
+        grpc, grpc_url = None, None
         if config.grpc_port is not None:
             # Its core writes a line to stderr for everybody who connects and does not come to terms with it.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-            from guerdon.server.front import grpc  # only here: gRPC is optional
+            from guerdon.server.front import grpc_server  # only here: gRPC is optional
 
-            grpc_server, grpc_port = grpc.server(service, config, gate)
+            grpc, grpc_port = grpc_server.server(service, config, gate)
             grpc_url = _url("grpc" + secure, config.host, grpc_port)
     except BaseException:
         listener.close()
@@ -121,8 +121,8 @@ async def serve(
     with _stopping(stop) if takes_signals else contextlib.nullcontext():
         try:
             await http_server.start(listener)
-            if grpc_server is not None:
-                await grpc_server.start()
+            if grpc is not None:
+                await grpc.start()
             if on_started is not None:
                 on_started(http_url, grpc_url)
             stops = [asyncio.create_task(event.wait()) for event in (stop, service.ending)]
@@ -139,8 +139,8 @@ async def serve(
             if gate.num_requests and service.loss is None:
                 await asyncio.to_thread(service.lost, late)
             ending = [http_server.stop(_LAST_ANSWERS_S)]
-            if grpc_server is not None:
-                ending.append(grpc_server.stop(grace=_LAST_ANSWERS_S))
+            if grpc is not None:
+                ending.append(grpc.stop(grace=_LAST_ANSWERS_S))
             await asyncio.gather(*ending)
         finally:
             await asyncio.to_thread(service.stop, max(ends - asyncio.get_running_loop().time(), 1.0))

@@ -26,12 +26,12 @@ from guerdon.server import truncation as samples
 from guerdon.server.auth import Access
 from guerdon.server.batching.loop import Group, Loop
 from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
-from guerdon.server.catalog import Catalog, Served, Tokenizer
+from guerdon.server.catalog import Catalog, Served
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as Done
 from guerdon.server.metrics import Metrics
+from guerdon.server.model_repository import Repository
 from guerdon.server.page.watch import Watch
-from guerdon.server.repository import Repository
 from guerdon.server.sums import Sum
 from guerdon.settings.config import ModelConfig, ServerConfig
 
@@ -70,7 +70,11 @@ class Service:
         self.traces = tracing.turned_on(config.traces)
         self.critic = critic
         self._config = config
-        self._catalog = Catalog(models, config.rewards, () if critic is None else critic.infos)
+        self.catalog = (
+            Catalog(models, config.rewards, ())
+            if critic is None
+            else Catalog(models, config.rewards, critic.infos, critic.lane)
+        )
 
         def own_limits(model: ModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or _limits(model, served, num_parts)
@@ -89,16 +93,16 @@ class Service:
             traces=self.traces,
         )
         self.repository = Repository(
-            self._catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
+            self.catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
         )
         self.reader = reading.Reader()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self.metrics.watch_queue(self._loop.depth, self._loop.requests)
-        self.metrics.watch_models(self._catalog.loaded)
-        names = [info.name for info in self._catalog.models()]
+        self.metrics.watch_models(self.catalog.loaded)
+        names = [info.name for info in self.catalog.models()]
         self.triton = triton.Family(self.metrics, names, self._loop.requests)
         self.metrics.watch_text(self.triton.text)
-        self.watch = Watch(config, self.metrics, self._catalog, self._loop.depth)
+        self.watch = Watch(config, self.metrics, self.catalog, self._loop.depth)
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -155,35 +159,11 @@ class Service:
         """The most samples of one request."""
         return self._config.max_request_sequences
 
-    def models(self) -> list[ModelInfo | OperationInfo]:
-        """All that can be asked for by name: sums of rewards, models, and the critic's operations."""
-        return self._catalog.models()
-
-    def loaded(self) -> list[ModelInfo]:
-        """All that gives scores now: sums and models, less those that are unloaded."""
-        return self._catalog.loaded()
-
-    def scorers(self) -> list[ModelInfo]:
-        """All that gives scores, loaded or not: sums first."""
-        return self._catalog.infos()
-
-    def tokenizer(self, name: str) -> Tokenizer | None:
-        """What makes ids of a model's text and text of its ids, as `Catalog.tokenizer`."""
-        return self._catalog.tokenizer(name)
-
-    def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
-        """The model or operation of that name; raises UnknownModel, which names those that are served."""
-        return self._catalog.model(name, version)
-
-    def scored_by(self, name: str) -> ModelInfo:
-        """The model that a protocol means which may leave the name out, or give a checkpoint's; raises UnknownModel."""
-        return self._catalog.scored_by(name)
-
     def is_ready(self, name: str | None = None) -> bool:
         """Whether the model or operation of that name can be asked, None for all of them that are loaded."""
         has_fault = self.critic is not None and self.critic.fault is not None
-        is_critics = self.critic is not None and name in (None, self.critic.lane, *self._catalog.operations)
-        return self.ready and not (has_fault and is_critics) and (name is None or self._catalog.is_loaded(name))
+        is_critics = self.critic is not None and name in (None, self.critic.lane, *self.catalog.operations)
+        return self.ready and not (has_fault and is_critics) and (name is None or self.catalog.is_loaded(name))
 
     def why_not_ready(self) -> str:
         """What `is_ready` tells of the whole server in words, empty where it is ready."""
@@ -192,10 +172,6 @@ class Service:
             return str(error)
         return "" if self.ready else "it is starting or stopping"
 
-    def is_loaded(self, name: str) -> bool:
-        """Whether the model or operation of that name is not unloaded."""
-        return self._catalog.is_loaded(name)
-
     def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
         """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
 
@@ -203,7 +179,7 @@ class Service:
         half the queue is full, padding may have a request refused that would have found room.
         """
         for component in self._components(name):
-            self._catalog.entries[component].loaded()
+            self.catalog.entries[component].loaded()
             self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
 
     @contextlib.contextmanager
@@ -212,8 +188,8 @@ class Service:
         try:
             yield
         except (GuerdonError, asyncio.CancelledError) as e:
-            if self.critic is not None and name in self._catalog.operations:
-                self.critic.refused(self._catalog.operations[name].operation, e)
+            if self.critic is not None and name in self.catalog.operations:
+                self.critic.refused(self.catalog.operations[name].operation, e)
             raise
 
     async def call(
@@ -222,7 +198,7 @@ class Service:
         """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
         if isinstance(asked, ScoreRequest):
             return await self.score(name, asked, client)
-        critic, info = self.critic, self.model(name)
+        critic, info = self.critic, self.catalog.model(name)
         assert critic is not None and isinstance(info, OperationInfo)
         tracing.tell(model=name)
         return await critic.call(info.operation, asked, self._loop, client)
@@ -246,15 +222,15 @@ class Service:
         deadline = time.monotonic() + (allowed_s or math.inf)
         try:
             async with asyncio.timeout(allowed_s):
-                if name in self._catalog.sums:
-                    return await self._summed(self._catalog.sums[name], request, client, deadline)
+                if name in self.catalog.sums:
+                    return await self._summed(self.catalog.sums[name], request, client, deadline)
                 return (await self._score(name, request, time.monotonic(), client, deadline))[0]
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
 
     def _components(self, name: str) -> tuple[str, ...]:
         """The models that score what is asked of that name."""
-        made = self._catalog.sums.get(name)
+        made = self.catalog.sums.get(name)
         return (name,) if made is None else made.components
 
     async def _summed(self, made: Sum, request: ScoreRequest, client: str, deadline: float) -> ScoreReply:
@@ -301,7 +277,7 @@ class Service:
         self, name: str, request: ScoreRequest, started: float, client: str, deadline: float
     ) -> tuple[ScoreReply, list[int]]:
         """The reply, and its samples' lengths in tokens, about those of texts that the model itself reads."""
-        self.model(name)
+        self.catalog.model(name)
         if self.critic is not None and self.critic.lane == name and (fault := self.critic.fault) is not None:
             raise fault
         version, sequences, wrong = await self._sequences(name, request, client)
@@ -321,14 +297,14 @@ class Service:
         lengths = [len(s.tokens) for s in sequences]
         reply = ScoreReply(done, lengths, job.weights_version or version, queue_s, job.compute_s)
         about = [s.num_tokens for s in sequences]
-        self._count(self._catalog.entries[name].info, request, reply, about)
+        self._count(self.catalog.entries[name].info, request, reply, about)
         return reply, about
 
     async def _sequences(
         self, name: str, request: ScoreRequest, client: str
     ) -> tuple[str, list[Sequence], list[InvalidRequest | None]]:
         """The version that serves when this returns, what that is to compute, and of each what is wrong with it."""
-        entry = self._catalog.entries[name]
+        entry = self.catalog.entries[name]
         while True:
             model, served = entry.config, entry.loaded()
             cut = samples.truncation(request, model, served.info)

@@ -17,8 +17,8 @@ import served
 from guerdon import CriticClient
 from guerdon.assembly import build_service
 from guerdon.errors import ConfigError
+from guerdon.server.front import page_routes
 from guerdon.server.front.gate import Gate
-from guerdon.server.page import pages
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig, check
 from server.echo_service import EchoService
@@ -84,7 +84,7 @@ def test_the_page_and_its_files_are_served_with_headers_that_forbid_the_rest(ech
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
         assert response.headers["cache-control"] == "no-cache"
-        assert response.content == (pages.FOLDER / (Path(path).name or "index.html")).read_bytes()
+        assert response.content == (page_routes.FOLDER / (Path(path).name or "index.html")).read_bytes()
         again = echo.get(path, headers={"if-none-match": response.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
 
@@ -117,7 +117,7 @@ def test_samples_without_a_page_are_refused():
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])
 def test_that_everybody_reads_samples_texts_is_said_at_the_start(host, warns, caplog):
     config = ServerConfig(host=host, allow_anonymous=True, dashboard_samples=True)
-    pages.Pages(EchoService(config), config, Gate(config))
+    page_routes.Pages(EchoService(config), config, Gate(config))
     assert ("no keys" in caplog.text) == warns
 
 

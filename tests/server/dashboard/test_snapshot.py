@@ -38,7 +38,7 @@ def note(service: EchoService, at: float, rewards: np.ndarray) -> None:
 
 def told(service: EchoService, **query: str) -> dict[str, Any]:
     what = asked.read({"window": "60", **query}, "window", "reference", "model")
-    gathered = snapshot.gather(service, what, {}, service.watch.samples(), may_train=True)
+    gathered = snapshot.gather(service.watch, service.catalog, None, what, {}, service.watch.samples())
     return snapshot.make(gathered)
 
 

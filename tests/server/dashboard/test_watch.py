@@ -34,7 +34,7 @@ async def test_the_counters_are_read_by_themselves_until_the_end(monkeypatch: py
 
 def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
     service = EchoService(ServerConfig(dashboard_samples=True))
-    (info, _), tokens = service.scorers(), [np.arange(n) for n in (1, 2, 3)]
+    (info, _), tokens = service.catalog.infos(), [np.arange(n) for n in (1, 2, 3)]
     reply = ScoreReply([Score(1.0), SampleFailed("none"), Score(3.0)], [1, 2, 3], "1")
     service.watch.note(info, ScoreRequest(tokens=tokens, wants_rewards=False), reply)
     assert not service.watch.scored._pending
@@ -46,7 +46,7 @@ def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
 
 def test_a_failure_to_note_fails_no_request_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     service = EchoService(ServerConfig(dashboard_samples=True))
-    (info, _) = service.scorers()
+    (info, _) = service.catalog.infos()
     request = ScoreRequest(texts=["a secret text"])
     for _ in range(3):
         service.watch.note(info, request, ScoreReply([Score(1.0), Score(2.0)], [1, 1], "1"))  # one text for two
@@ -59,7 +59,7 @@ async def test_many_rewards_are_counted_a_part_at_a_time() -> None:
     service = EchoService()
     service.start()
     try:
-        (info, _) = service.scorers()
+        (info, _) = service.catalog.infos()
         request = ScoreRequest(tokens=[np.array([1])] * 500)
         for _ in range(100):
             service.watch.note(info, request, ScoreReply([Score(1.0)] * 500, [1] * 500, "1"))

@@ -59,7 +59,7 @@ class FormHandler:
             name = asked.model or name
             counted.model = self._counted_as(name)
             tracing.tell(model=counted.model)
-            info = service.scored_by(name)
+            info = service.catalog.scored_by(name)
             asked.check(info)
             reply = ScoreReply([], [], info.weights_version)
             if asked.request is not None:
@@ -73,7 +73,7 @@ class FormHandler:
 
     def _counted_as(self, name: str) -> str:
         try:
-            return self._service.scored_by(name).name
+            return self._service.catalog.scored_by(name).name
         except UnknownModel:
             return UNKNOWN
 

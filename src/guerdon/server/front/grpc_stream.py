@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from guerdon.errors import GuerdonError
 from guerdon.server import tracing
 from guerdon.server.front.receiving import Receiving
-from guerdon.server.front.spans import FAULTS
+from guerdon.server.front.request_spans import FAULTS
 from guerdon.server.front.unread import write_or_end
 from guerdon.server.tracing import Traces
 from guerdon.settings.config import LimitsConfig

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from guerdon.core import ModelInfo
+from guerdon.server.catalog import Catalog
 from guerdon.server.critic.critic import Critic
 from guerdon.server.metrics import UNKNOWN
 from guerdon.server.page import drift, traffic
@@ -17,7 +18,6 @@ from guerdon.server.page.asked import Asked
 from guerdon.server.page.recent import Window
 from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
 from guerdon.server.page.watch import Watch
-from guerdon.server.service import Service
 
 MAX_COLUMNS = 144
 """Of the rewards over time."""
@@ -52,13 +52,18 @@ class Gathered:
 
 
 def gather(
-    service: Service, asked: Asked, server: dict[str, Any], samples: list[traffic.Sample], *, may_train: bool
+    watch: Watch,
+    catalog: Catalog,
+    critic: Critic | None,
+    asked: Asked,
+    server: dict[str, Any],
+    samples: list[traffic.Sample],
 ) -> Gathered:
-    """What the page asks for; on the service's asyncio loop. `server` is what whoever serves it tells of itself.
+    """Gathers what the page asks for; on the service's asyncio loop.
 
-    `samples` are the watch's, of just now. Of a critic only those who `may_train` one are told.
+    `server` is what the transport says about the server, `samples` are the watch's, of just now. `critic` is None if
+    there is none or the caller may not see it.
     """
-    watch = service.watch
     watch.refresh(samples)
     now = watch.now()
     unit_s = FINE_S if asked.window_s <= FINE_WINDOW_S else COARSE_S
@@ -69,15 +74,15 @@ def gather(
     compared = asked.compared(start, watch.started)
     if isinstance(asked.reference, str) and compared[0] < now - FINE_WINDOW_S - FINE_S:  # so that it ends before
         compared = (compared[0] // COARSE_S * COARSE_S, compared[1] // COARSE_S * COARSE_S)
-    infos = service.scorers()
+    infos = catalog.infos()
     shown = [asked.model] if asked.model else watch.names
     first = watch.names.index(shown[0]) * traffic.WIDTH if shown else 0
     rewarded = [info.name for info in infos if "rewards" in info.outputs and info.name in shown]
     scored = watch.scored
     return Gathered(
-        server=server | _server(service, watch, now, may_train),
-        models=[_model(service, info, infos) for info in infos],
-        critic=None if service.critic is None or not may_train else _critic(service.critic, watch.epoch),
+        server=server | {"now": now, "started": watch.started},
+        models=[_model(catalog, info, infos) for info in infos],
+        critic=None if critic is None else _critic(critic, watch.epoch),
         names=watch.names,
         shown=shown,
         sums=frozenset(info.name for info in infos if info.kind == "sum"),
@@ -122,26 +127,13 @@ def _saved(told: dict[str, Any]) -> dict[str, float]:
     return {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
 
 
-def _server(service: Service, watch: Watch, now: float, may_train: bool) -> dict[str, Any]:
-    why = service.why_not_ready()
-    if why and service.critic is not None and service.critic.fault is not None and not may_train:
-        why = "the critic has broken down; whoever has a key of the role train is told why"
-    return {
-        "now": now,
-        "started": watch.started,
-        "is_ready": service.is_ready(),
-        "why": why,
-        "has_keys": bool(service.access.names),
-    }
-
-
-def _model(service: Service, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
+def _model(catalog: Catalog, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
     read = [one for one in infos if one.name in info.attribute_names] if info.kind == "sum" else [info]
     return {name: getattr(info, name) for name in _OF_INFO} | {
-        "is_loaded": service.is_loaded(info.name),
+        "is_loaded": catalog.is_loaded(info.name),
         "components": list(info.attribute_names) if info.kind == "sum" else None,
         "estimates_tokens": not any(one.takes_tokens for one in read),
-        "is_critic": service.critic is not None and service.critic.lane == info.name,
+        "is_critic": info.name == catalog.critic_name,
     }
 
 

@@ -24,15 +24,15 @@ from guerdon.errors import (
     Unauthenticated,
     UnknownModel,
 )
-from guerdon.server import tracing
+from guerdon.server import status, tracing
 from guerdon.server.aside import answer_bytes, off_loop
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
-from guerdon.server.front import about, tls
+from guerdon.server.front import tls
 from guerdon.server.front.body import Coming
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.grpc_stream import Read, answer_stream, message_span, refusal, response
 from guerdon.server.front.receiving import Receiving
-from guerdon.server.front.spans import with_span
+from guerdon.server.front.request_spans import with_span
 from guerdon.server.front.unread import end_unread
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.metrics import UNKNOWN
@@ -156,7 +156,7 @@ class _Front:
         self._gate = gate
         self._limits = config
         self._receiving = Receiving(config, service.access.names)
-        self._names = {info.name for info in service.models()}
+        self._names = {info.name for info in service.catalog.models()}
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         is_open = {self.ServerLive: True, self.ServerReady: True}
@@ -230,27 +230,29 @@ class _Front:
     async def ModelReady(self, call: _Call) -> pb.ModelReadyResponse:
         request = await call.parsed(pb.ModelReadyRequest)
         try:
-            self._service.model(request.name, request.version)
+            self._service.catalog.model(request.name, request.version)
         except UnknownModel:  # an answer, not an error: so Triton has it, and its clients count on it
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=self._service.is_ready(request.name))
 
     async def ServerMetadata(self, _: _Call) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**about.server())
+        return pb.ServerMetadataResponse(**status.server())
 
     async def ModelMetadata(self, call: _Call) -> pb.ModelMetadataResponse:
         request = await call.parsed(pb.ModelMetadataRequest)
-        return pb.ModelMetadataResponse(**signature.metadata(self._service.model(request.name, request.version)))
+        return pb.ModelMetadataResponse(
+            **signature.metadata(self._service.catalog.model(request.name, request.version))
+        )
 
     async def ModelConfig(self, call: _Call) -> pb.ModelConfigResponse:
         request = await call.parsed(pb.ModelConfigRequest)
-        info = self._service.model(request.name, request.version)
+        info = self._service.catalog.model(request.name, request.version)
         config = signature.config(info, self._service.max_request_sequences)
         return json_format.ParseDict({"config": config}, pb.ModelConfigResponse())
 
     async def RepositoryIndex(self, call: _Call) -> pb.RepositoryIndexResponse:
         request = await call.parsed(pb.RepositoryIndexRequest)
-        return pb.RepositoryIndexResponse(models=about.repository_index(self._service, request.ready))
+        return pb.RepositoryIndexResponse(models=status.repository_index(self._service, request.ready))
 
     async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
         call.caller.need(Role.ADMIN, "to load a model")
@@ -269,7 +271,7 @@ class _Front:
 
     async def ModelStatistics(self, call: _Call) -> pb.ModelStatisticsResponse:
         request = await call.parsed(pb.ModelStatisticsRequest)
-        told = about.statistics(self._service, request.name, request.version)
+        told = status.statistics(self._service, request.name, request.version)
         return json_format.ParseDict(told, pb.ModelStatisticsResponse())
 
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
@@ -320,7 +322,7 @@ class _Front:
             counted.model = name if name in self._names else UNKNOWN
             tracing.tell(model=counted.model)
             with service.arriving(name):
-                info = service.model(name, message.model_version)
+                info = service.catalog.model(name, message.model_version)
                 if isinstance(info, OperationInfo):
                     caller.need(Role.TRAIN, info.name)
                 service.check_ready()

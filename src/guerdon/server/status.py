@@ -31,16 +31,16 @@ def server() -> dict[str, Any]:
 def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]:
     """Every model with its version and state."""
     index = []
-    for info in service.models():
+    for info in service.catalog.models():
         is_ready = service.is_ready(info.name)
         if is_ready or not only_ready:
             state = "READY" if is_ready else "UNAVAILABLE"
-            reason = "" if service.is_loaded(info.name) else "unloaded"
+            reason = "" if service.catalog.is_loaded(info.name) else "unloaded"
             index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": reason})
     return index
 
 
 def statistics(service: Service, name: str, version: str) -> dict[str, Any]:
     """Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
-    infos = [service.model(name, version)] if name else service.models()
+    infos = [service.catalog.model(name, version)] if name else service.catalog.models()
     return {"model_stats": service.triton.statistics([info.name for info in infos])}

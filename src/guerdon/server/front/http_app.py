@@ -28,9 +28,8 @@ from guerdon.errors import (
     Unauthenticated,
     Unavailable,
 )
-from guerdon.server import logs, tracing
+from guerdon.server import logs, status, tracing
 from guerdon.server.aside import answer_bytes, off_loop
-from guerdon.server.front import about
 from guerdon.server.front.asgi import (
     JSON,
     Handler,
@@ -45,9 +44,9 @@ from guerdon.server.front.body import Coming, UploadTooSlow, announced, read_bod
 from guerdon.server.front.forms import FORMS, FormHandler
 from guerdon.server.front.gate import Gate, Place
 from guerdon.server.front.guard import Guard, caller_of
-from guerdon.server.front.spans import Spans
+from guerdon.server.front.page_routes import Pages
+from guerdon.server.front.request_spans import Spans
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.page.pages import Pages
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
@@ -134,7 +133,7 @@ class _Front:
         self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
         self._gate = gate
         self._created = int(time.time())
-        self._names = {info.name for info in service.models()}
+        self._names = {info.name for info in service.catalog.models()}
 
     async def infer(self, scope: Scope, receive: Receive) -> Reply:
         service, name = self._service, scope["path_params"]["name"]
@@ -187,20 +186,20 @@ class _Front:
 
     async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
         name = self._model(scope).name
-        why = "not ready" if self._service.is_loaded(name) else f"{name} is unloaded; an admin may load it"
+        why = "not ready" if self._service.catalog.is_loaded(name) else f"{name} is unloaded; an admin may load it"
         return _readiness(self._service.is_ready(name), why, name=name)
 
     async def health(self, scope: Scope, receive: Receive) -> Reply:
         return 200 if self._service.is_ready() else 503, [], b""
 
     async def models(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openai.models(self._service.loaded(), self._created))
+        return _json(openai.models(self._service.catalog.loaded(), self._created))
 
     async def one_model(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openai.model(self._service.scored_by(scope["path_params"]["name"]), self._created))
+        return _json(openai.model(self._service.catalog.scored_by(scope["path_params"]["name"]), self._created))
 
     async def server(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(about.server())
+        return _json(status.server())
 
     async def model_metadata(self, scope: Scope, receive: Receive) -> Reply:
         return _json(signature.metadata(self._model(scope)))
@@ -210,13 +209,13 @@ class _Front:
 
     async def statistics(self, scope: Scope, receive: Receive) -> Reply:
         path = scope["path_params"]
-        return _json(about.statistics(self._service, path.get("name", ""), path.get("version", "")))
+        return _json(status.statistics(self._service, path.get("name", ""), path.get("version", "")))
 
     async def index(self, scope: Scope, receive: Receive) -> Reply:
         with Place(self._gate, caller_of(scope).name) as place:
             _, body = await read_body(scope, receive, place, *self._body_limits)
         only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
-        return _json(about.repository_index(self._service, only_ready))
+        return _json(status.repository_index(self._service, only_ready))
 
     async def load(self, scope: Scope, receive: Receive) -> Reply:
         name, body = await self._admins(scope, receive)
@@ -238,14 +237,14 @@ class _Front:
         return name, body
 
     async def openapi(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openapi.document(self._service.models(), has_page=self._service.watch.is_on))
+        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.watch.is_on))
 
     async def metrics(self, scope: Scope, receive: Receive) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
 
     def _model(self, scope: Scope) -> ModelInfo | OperationInfo:
         path = scope["path_params"]
-        return self._service.model(path["name"], path.get("version", ""))
+        return self._service.catalog.model(path["name"], path.get("version", ""))
 
 
 class _Endpoint:

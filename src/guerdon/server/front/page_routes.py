@@ -1,4 +1,4 @@
-"""The page's routes: its files, which lie beside this module, and the JSON that they show."""
+"""The page's routes: its files, which lie in `server/page/static`, and the JSON that they show."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope
 
 from guerdon.core import ModelInfo
 from guerdon.errors import Overloaded, RouteNotFound
+from guerdon.server import status
 from guerdon.server.aside import off_loop
 from guerdon.server.auth import Caller
 from guerdon.server.batching.turns import FairTurns
-from guerdon.server.front import about
 from guerdon.server.front.asgi import JSON, Headers, Reply, query_of, unless_left
 from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place
@@ -37,7 +37,7 @@ from guerdon.wire import bodies
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent / "static"
+FOLDER = Path(asked.__file__).parent / "static"
 INDEX = "index.html"
 
 _KINDS = {
@@ -96,7 +96,7 @@ class Pages:
         what = asked.read(query_of(scope), "window", "reference", "model")
         caller = caller_of(scope)
         if what.model:
-            what = dataclasses.replace(what, model=self._service.scored_by(what.model).name)
+            what = dataclasses.replace(what, model=self._service.catalog.scored_by(what.model).name)
         is_packed = _takes_gzip(scope)
         headers: Headers = [JSON, *_SAFE, (b"vary", b"accept-encoding")]
         if is_packed:
@@ -119,8 +119,9 @@ class Pages:
             if told is not None and time.monotonic() - told[0] <= _KEPT_S:
                 return told[1]
             samples = await run(self._thread, watch.samples)
-            server, may_train = self._server(caller, address), caller.role >= Role.TRAIN
-            gathered = snapshot.gather(self._service, what, server, samples, may_train=may_train)
+            service, critic = self._service, self._service.critic if caller.role >= Role.TRAIN else None
+            server = self._server(caller, address)
+            gathered = snapshot.gather(watch, service.catalog, critic, what, server, samples)
             body = await run(self._thread, _written, gathered, is_packed)
             now = time.monotonic()
             self._kept = {other: kept for other, kept in self._kept.items() if now - kept[0] <= _KEPT_S}
@@ -136,7 +137,7 @@ class Pages:
             caller.need(Role.ADMIN, "to read samples' texts")
         query = query_of(scope)
         what = asked.read(query, "model", "window")
-        info = self._service.scored_by(query.get("model", ""))
+        info = self._service.catalog.scored_by(query.get("model", ""))
         start = self._service.watch.now() - what.window_s
         told: dict[str, Any] = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}
         if info.name in extremes:
@@ -151,9 +152,9 @@ class Pages:
             service.check_ready()
             _, body = await read_body(scope, receive, place, *self._body_limits)
             trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), 65_536)
-            info = service.scored_by(trial.model)
+            info = service.catalog.scored_by(trial.model)
             counted.model = info.name
-            tokenizer = service.tokenizer(info.name)
+            tokenizer = service.catalog.tokenizer(info.name)
             reply = await unless_left(service.score(info.name, trial.request, client), receive)
             payload = await unless_left(
                 service.reader.run(client, lambda: bodies.write(trying.answer(trial, info, reply, tokenizer))), receive
@@ -171,8 +172,14 @@ class Pages:
         return 200, headers, body
 
     def _server(self, caller: Caller, address: str | None) -> dict[str, Any]:
-        told = about.server()
+        service, told = self._service, status.server()
+        why = service.why_not_ready()
+        if why and service.critic is not None and service.critic.fault is not None and caller.role < Role.TRAIN:
+            why = "the critic has broken down; whoever has a key of the role train is told why"
         return {
+            "is_ready": service.is_ready(),
+            "why": why,
+            "has_keys": bool(service.access.names),
             "name": told["name"],
             "version": told["version"],
             "address": address,
@@ -187,7 +194,7 @@ class Pages:
 
     def _sample(self, one: Kept, info: ModelInfo) -> dict[str, Any]:
         prompt, response = one.prompt, one.response
-        tokenizer = self._service.tokenizer(info.name)
+        tokenizer = self._service.catalog.tokenizer(info.name)
         if one.tokens is not None and tokenizer is not None and one.vocabulary == info.vocabulary:
             pieces = tokenizer.pieces(one.tokens)
             prompt = "".join(pieces[: one.num_prompt_tokens]) or None
