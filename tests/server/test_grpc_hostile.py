@@ -20,6 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from guerdon.server.front import grpc_server
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ServerConfig

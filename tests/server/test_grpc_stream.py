@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from guerdon.server.front import grpc_server
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, SLOW_TOKEN, EchoService, reward_of
