@@ -26,7 +26,7 @@ from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 from report import machine
 
 VOCAB_SIZE = 8192

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import generated
 from generated import ROOT
-from guerdon.actor.measures import METRICS
+from guerdon.actor.run_metrics import METRICS
 from guerdon.server import metrics, triton
 
 PAGE = ROOT / "docs/metrics.md"

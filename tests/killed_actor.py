@@ -10,15 +10,15 @@ import torch
 from actor.runs import without_curves
 from guerdon import assembly
 from guerdon.actor import ppo, reinforce
-from guerdon.actor.checkpoints import Checkpoints
-from guerdon.actor.run import Run
+from guerdon.actor.run_checkpoints import Checkpoints
 from guerdon.actor.trackers import Trackers
+from guerdon.actor.training_run import Run
 from guerdon.client import CriticClient
 from guerdon.server import runtime
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import ServerConfig
 from guerdon.training.optimiser import Optimiser
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 from killing import Points, kill_at
 
 POINTS: Points = {

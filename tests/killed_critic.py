@@ -9,7 +9,7 @@ from guerdon.server import runtime
 from guerdon.server.critic.checkpoints import Checkpoints
 from guerdon.server.critic.journal import Journal
 from guerdon.settings.config import ServerConfig
-from guerdon.training.critic import CriticTrainer
+from guerdon.training.critic_trainer import CriticTrainer
 from guerdon.training.optimiser import Optimiser
 from killing import Points, kill_at
 

@@ -19,7 +19,7 @@ import pytest
 
 from disks import fill, remount, small_disk
 from guerdon import CriticClient, RetryPolicy, RewardClient, cli
-from guerdon.actor.checkpoints import Checkpoints, RunState
+from guerdon.actor.run_checkpoints import Checkpoints, RunState
 from guerdon.actor.saving import Saving, Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
 from guerdon.client.files import score_file

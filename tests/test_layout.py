@@ -59,7 +59,7 @@ BANNED = {  # path prefix: modules that it must not import
         ],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),
-    **dict.fromkeys(["actor/rollouts.py", "actor/data.py", "actor/rewards.py"], TORCH),
+    **dict.fromkeys(["actor/rollouts.py", "actor/prompts.py", "actor/remote_rewards.py"], TORCH),
     "training/algorithms": {"guerdon.core", "guerdon.engine", "guerdon.distributed", "guerdon.settings"},
     "engine/checkpoint/text.py": {"torch"},
     "engine/packing.py": TORCH,

@@ -58,7 +58,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
     """
     from guerdon.engine.checkpoint.critics import load_critic
     from guerdon.training.combined import CriticWithReward
-    from guerdon.training.critic import CriticTrainer
+    from guerdon.training.critic_trainer import CriticTrainer
     from guerdon.training.optimiser import check_layout, moment_bytes
 
     check(config)

@@ -21,7 +21,7 @@ from torch import distributed
 from actor.runs import without_curves
 from guerdon.actor import launch, ppo, reinforce, worker
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run import Run
+from guerdon.actor.training_run import Run
 from guerdon.errors import GuerdonError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from launched import launched

@@ -38,7 +38,7 @@ def parts(folder: Path, out: Path, *, steps: int, rollouts: dict[str, Any] | Non
 
 def without_curves(patch: pytest.MonkeyPatch) -> None:
     """Lets runs leave an empty file for their curves: to draw them takes longer than a few steps of a tiny policy."""
-    patch.setattr("guerdon.actor.run.curves", SimpleNamespace(save=lambda rows, path, title: path.touch()))
+    patch.setattr("guerdon.actor.training_run.curves", SimpleNamespace(save=lambda rows, path, title: path.touch()))
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:

@@ -16,9 +16,9 @@ import chats
 import zoo
 from actor.rollouts import serving
 from guerdon import CriticClient
-from guerdon.actor.critic import RemoteCritic
-from guerdon.actor.data import Prompts, check_sendable
-from guerdon.actor.rewards import RemoteRewards, samples_of
+from guerdon.actor.prompts import Prompts, check_sendable
+from guerdon.actor.remote_critic import RemoteCritic
+from guerdon.actor.remote_rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout, response_text
 from guerdon.adapters import areal, openrlhf, trl, verl
 from guerdon.server.runtime import RunningServer

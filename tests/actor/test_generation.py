@@ -21,7 +21,7 @@ from guerdon.engine.language import LanguageEngine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.settings.config import LanguageModelConfig
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 KINDS = {"llama": "packed", "gpt-oss": "packed", "gptj": "padded", "mamba": "alone"}
 """An architecture of each kind of decoder; gpt-oss has windows and sinks."""

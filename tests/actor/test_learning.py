@@ -19,7 +19,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.settings.actors import AlgorithmConfig, PolicyConfig, RolloutConfig
 from guerdon.training.algorithms.policy_losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 LENGTHS = (3, 1, 5, 2, 4)
 ADVANTAGES = (1.0, -2.0, 0.5, 3.0, -1.0)

@@ -18,8 +18,8 @@ import zoo
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy
 from guerdon.actor import ppo, reinforce, saving
-from guerdon.actor.checkpoints import Checkpoints
-from guerdon.actor.run import Run
+from guerdon.actor.run_checkpoints import Checkpoints
+from guerdon.actor.training_run import Run
 from guerdon.errors import ConfigError, RewardsFailed, StorageFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (
@@ -31,7 +31,7 @@ from guerdon.settings.actors import (
     RewardModelServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 EVEN = ModelConfig(model="actor.reward_functions:even")
 TIMEOUT_S = 300.0

@@ -16,8 +16,8 @@ from actor.rollouts import serving
 from actor.runs import parts, tiny_policy
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.actor import ppo, reinforce
-from guerdon.actor.critic import RemoteCritic
-from guerdon.actor.rewards import RemoteRewards
+from guerdon.actor.remote_critic import RemoteCritic
+from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (

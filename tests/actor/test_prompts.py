@@ -16,7 +16,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import zoo
-from guerdon.actor.data import SKIPPED, Prompts, check_sendable
+from guerdon.actor.prompts import SKIPPED, Prompts, check_sendable
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 

@@ -16,9 +16,9 @@ from actor.reward_functions import moments
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon.actor import reinforce
-from guerdon.actor.checkpoints import Checkpoints
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run import Run
+from guerdon.actor.run_checkpoints import Checkpoints
+from guerdon.actor.training_run import Run
 from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.settings.config import ModelConfig

@@ -13,7 +13,7 @@ import zoo
 from actor.reward_functions import FAVOURITE
 from actor.rollouts import rollout, serving
 from guerdon import AsyncCriticClient, CriticClient, RewardClient
-from guerdon.actor.critic import RemoteCritic
+from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
 from guerdon.client import ModelSignature
 from guerdon.errors import ConfigError, StartError

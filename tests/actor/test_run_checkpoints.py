@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.actor.checkpoints import Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.run_checkpoints import Checkpoints, RunState, check_settings, decisive_settings
 from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, RewardModelServer

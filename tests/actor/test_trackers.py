@@ -17,9 +17,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.measures import METRICS, rollout_metrics
 from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.trackers import Trackers, read_metrics, sample_table
 from guerdon.errors import ConfigError
 

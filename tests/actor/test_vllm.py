@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 import zoo
 from guerdon.actor.generation import make_generator
 from guerdon.actor.rollouts import Prompt
-from guerdon.actor.vllm import VllmGenerator, merged_weights
+from guerdon.actor.vllm_generator import VllmGenerator, merged_weights
 from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 

@@ -48,7 +48,7 @@ parts = assembly.Parts(trainer=build)
 """
 ENDLESS = """\
 import torch
-from guerdon.training.critic import CriticTrainer
+from guerdon.training.critic_trainer import CriticTrainer
 
 def train(*_):
     x = torch.ones(100, 100, requires_grad=True)

@@ -12,7 +12,7 @@ import torch
 from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.critics import load_critic
 from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig
-from guerdon.training.critic import CriticTrainer
+from guerdon.training.critic_trainer import CriticTrainer
 
 LR = 1e-3
 """Large enough that a step is seen in every weight."""

@@ -39,8 +39,8 @@ from guerdon.training.algorithms.policy_losses import (
     reinforce_loss,
 )
 from guerdon.training.combined import CriticWithReward
-from guerdon.training.critic import CriticTrainer
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.critic_trainer import CriticTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 LAYOUTS = {
     "data": ParallelConfig(),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import zoo
 from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.settings.actors import PolicyConfig
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 LR = 1e-3
 """Large enough that a step is seen in every weight."""

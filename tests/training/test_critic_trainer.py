@@ -17,7 +17,7 @@ from plain import request
 import zoo
 from guerdon.core import Sequence, TrainRequest
 from guerdon.errors import Offloaded, SampleFailed, ServerFault, TrainFailed
-from guerdon.training.critic import CriticTrainer
+from guerdon.training.critic_trainer import CriticTrainer
 
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:15]
 

@@ -13,7 +13,7 @@ from plain import PlainCritic, request
 
 import zoo
 from guerdon.core import TrainRequest
-from guerdon.training.critic import CriticTrainer
+from guerdon.training.critic_trainer import CriticTrainer
 
 SHARED = ((40, 5), (20, 3), (3, 3))
 """Two prompts with several responses, and three rows that share nothing worth sharing; a prefix and a twin."""

@@ -14,7 +14,7 @@ from guerdon.assembly import build_trainer
 from guerdon.engine.checkpoint import placement
 from guerdon.errors import CheckpointError, StartError
 from guerdon.settings.config import CriticConfig
-from guerdon.training import critic as training_critic
+from guerdon.training import critic_trainer as training_critic
 
 HELPS = ("lora", "adamw_8bit", "activation_checkpointing", "smaller model")
 

@@ -14,7 +14,7 @@ import zoo
 from guerdon.engine import language
 from guerdon.training.algorithms.advantages import estimate_advantages
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
-from guerdon.training.policy import Loss, PolicyTrainer
+from guerdon.training.policy_trainer import Loss, PolicyTrainer
 
 SINGLE = ("gptj", "falcon", "mamba", "jamba", "falcon-h1")
 """Outside the attention registry, or with a state: run one by one."""

@@ -20,10 +20,10 @@ from guerdon.engine.checkpoint import placement
 from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.errors import CheckpointError, ServerFault
 from guerdon.settings.actors import PolicyConfig
-from guerdon.training.adapters import is_adapter
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.training.lora import is_adapter
 from guerdon.training.optimiser import moment_bytes
-from guerdon.training.policy import Loss, PolicyTrainer, StepReport
+from guerdon.training.policy_trainer import Loss, PolicyTrainer, StepReport
 
 ROWS, PROMPTS, _ = rollouts()
 WIDTH = max(len(row) - start for row, start in zip(ROWS, PROMPTS, strict=True))

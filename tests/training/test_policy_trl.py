@@ -15,7 +15,7 @@ import zoo
 from guerdon.training.algorithms.advantages import estimate_advantages
 from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 pytestmark = pytest.mark.slow
 BETA, NUM_ROLLOUTS, NUM_STEPS, LR = 0.3, 4, 2, 3e-3

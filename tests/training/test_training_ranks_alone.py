@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from guerdon.distributed.ranks import ALONE, Member, Ranks
 from guerdon.errors import CheckpointError, ConfigError, ServerFault
 from guerdon.settings.config import CriticConfig
-from guerdon.training import parallel, sharded_checkpoint
+from guerdon.training import collectives, tensor_files
 from guerdon.training.optimiser import check_layout
 
 
@@ -46,7 +46,7 @@ def test_one_process_raises_its_own_errors() -> None:
         raise KeyError("its own")
 
     with pytest.raises(KeyError, match="its own"):
-        parallel.together(ALONE, fails)
+        collectives.together(ALONE, fails)
 
 
 class Two(Ranks):
@@ -67,7 +67,7 @@ def test_an_error_of_many_ranks_holds_no_tensors_once_it_is_done_with() -> None:
     gc.disable()
     try:
         with contextlib.suppress(ServerFault):
-            parallel.together(Two(size=2, members=(Member(0, "one", 7), Member(1, "two", 8))), fails)
+            collectives.together(Two(size=2, members=(Member(0, "one", 7), Member(1, "two", 8))), fails)
         assert [tensor() for tensor in held] == [None]
     finally:
         gc.enable()
@@ -84,9 +84,9 @@ def stored(folder: Path) -> Path:
 
 def test_parts_are_read_into_whole_tensors(tmp_path: Path) -> None:
     folder = stored(tmp_path / "optimizer")
-    assert sharded_checkpoint.StoredParts(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
+    assert tensor_files.StoredParts(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
     own = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    sharded_checkpoint.read_into(folder, own)
+    tensor_files.read_into(folder, own)
     assert all(torch.equal(own[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -95,17 +95,17 @@ def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        sharded_checkpoint.StoredParts(folder, TENSORS)
+        tensor_files.StoredParts(folder, TENSORS)
     file.unlink()
     with pytest.raises(CheckpointError, match="no files"):
-        sharded_checkpoint.StoredParts(folder, TENSORS)
+        tensor_files.StoredParts(folder, TENSORS)
 
 
 def test_a_last_part_that_is_missing_is_told(tmp_path: Path) -> None:
     """The files do not show that there was more behind what they hold."""
     own = TENSORS | {"a": torch.zeros(4, 3)}
     with pytest.raises(CheckpointError, match="6 of the 12 numbers of a: files are missing"):
-        sharded_checkpoint.StoredParts(stored(tmp_path / "optimizer"), own)
+        tensor_files.StoredParts(stored(tmp_path / "optimizer"), own)
     # Of a larger one all is there: which is another model's, as `check_same` says.
     own = TENSORS | {"a": torch.zeros(1, 3)}
-    assert sharded_checkpoint.StoredParts(tmp_path / "optimizer", own).shapes["a"] == (2, 3)
+    assert tensor_files.StoredParts(tmp_path / "optimizer", own).shapes["a"] == (2, 3)

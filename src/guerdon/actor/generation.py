@@ -19,7 +19,7 @@ from guerdon.engine.generating import Decoder, DecoderChoice
 from guerdon.engine.language import LanguageEngine
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import RolloutConfig
-from guerdon.training.policy import PolicyTrainer
+from guerdon.training.policy_trainer import PolicyTrainer
 
 MAX_BATCH_ROLLOUTS = 256
 """Beyond about this many rows a matrix product gains nothing on a CPU, and what they keep in memory grows.
@@ -54,7 +54,7 @@ class Generator(Protocol):
 def make_generator(policy: PolicyTrainer, config: RolloutConfig) -> Generator:
     """The generator that `config.engine` names, for the policy that is trained; raises ConfigError, CheckpointError."""
     if config.engine == "vllm":
-        from guerdon.actor.vllm import VllmGenerator
+        from guerdon.actor.vllm_generator import VllmGenerator
 
         return VllmGenerator(policy.policy, config)
     return TransformersGenerator(policy.policy, policy.engine, config.max_batch_rollouts)

@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from guerdon.actor.run import RunSummary
-from guerdon.actor.shared import SharedPolicy
+from guerdon.actor.policy_group import SharedPolicy
+from guerdon.actor.training_run import RunSummary
 from guerdon.actor.worker import PolicyWorker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse

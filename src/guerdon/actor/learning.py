@@ -24,7 +24,7 @@ from guerdon.training.algorithms.policy_losses import (
     reinforce_loss,
     truncated_importance_weights,
 )
-from guerdon.training.policy import StepReport
+from guerdon.training.policy_trainer import StepReport
 
 VLLM_IMPORTANCE_CAP = 2.0  # that of Yao et al., 2025
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from guerdon.actor.checkpoints import Checkpoint, Checkpoints
+from guerdon.actor.run_checkpoints import Checkpoint, Checkpoints
 from guerdon.core import CheckpointInfo, CriticState
 from guerdon.errors import CheckpointError, ConfigError
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from guerdon.engine.checkpoint.policies import LoadedPolicy
-from guerdon.training.policy import Logprobs, Loss, StepReport
+from guerdon.training.policy_trainer import Logprobs, Loss, StepReport
 
 
 class Policy(Protocol):

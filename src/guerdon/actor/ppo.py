@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from guerdon.actor.critic import RemoteCritic
 from guerdon.actor.experience import ppo_advantages, rewarded, unpadded
 from guerdon.actor.learning import measure, timed, update
+from guerdon.actor.policy_group import SharedPolicy
+from guerdon.actor.preemption import Stopping
+from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run import Run, RunSummary
-from guerdon.actor.shared import SharedPolicy
-from guerdon.actor.stopping import Stopping
+from guerdon.actor.training_run import Run, RunSummary
 from guerdon.core import TrainReport
 from guerdon.settings.actors import PPORunConfig, check_actor
 from guerdon.training.algorithms.advantages import Moments

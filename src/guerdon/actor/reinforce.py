@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from guerdon.actor.experience import reinforce_advantages, rewarded
 from guerdon.actor.learning import measure, timed, update
-from guerdon.actor.rewards import RemoteRewards
+from guerdon.actor.policy_group import SharedPolicy
+from guerdon.actor.preemption import Stopping
+from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run import Run, RunSummary
-from guerdon.actor.shared import SharedPolicy
-from guerdon.actor.stopping import Stopping
+from guerdon.actor.training_run import Run, RunSummary
 from guerdon.settings.actors import ReinforceRunConfig, check_actor
 from guerdon.training.algorithms.advantages import RunningMean
 

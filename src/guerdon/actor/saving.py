@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from guerdon.actor.checkpoints import Checkpoint, Checkpoints, RunState
 from guerdon.actor.pairing import Outcome, PairedCritic, save_critic
+from guerdon.actor.run_checkpoints import Checkpoint, Checkpoints, RunState
 from guerdon.errors import GuerdonError, StorageFailed
 
 log = logging.getLogger(__name__)

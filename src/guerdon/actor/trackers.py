@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from guerdon.actor.measures import METRICS
 from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run_metrics import METRICS
 from guerdon.durable import ASIDE
 from guerdon.errors import ConfigError, install_command
 

@@ -22,7 +22,7 @@ from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.engine.checkpoint.sharding import alike
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import check_layout, moment_bytes
-from guerdon.training.policy import Logprobs, Loss, PolicyTrainer
+from guerdon.training.policy_trainer import Logprobs, Loss, PolicyTrainer
 
 STEPS = 32
 """Tokens of each row in a round of generating. In between rank 0 gets what is finished, and may leave."""

@@ -34,7 +34,7 @@ _OWN_MODULES = frozenset(
         "guerdon.core",
         "guerdon.distributed.ranks",
         "guerdon.errors",
-        "guerdon.training.policy",
+        "guerdon.training.policy_trainer",
     }
 )
 """Of these the data classes, enumerations and errors; nothing but data is made by their constructors."""

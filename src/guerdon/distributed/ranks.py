@@ -241,7 +241,7 @@ ALONE = Ranks()
 
 _AGREED = "is_agreed"
 """The attribute of an error that every rank raises."""
-_OWN = (__file__, os.path.join("training", "parallel.py"), "contextlib.py")
+_OWN = (__file__, os.path.join("training", "collectives.py"), "contextlib.py")
 """Files that are not the place where ranks talk, but pass on what others say."""
 
 E = TypeVar("E", bound=BaseException)

@@ -15,8 +15,8 @@ from guerdon.distributed import frames
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed
-from guerdon.training import parallel
-from guerdon.training.critic import CriticTrainer
+from guerdon.training import collectives
+from guerdon.training.critic_trainer import CriticTrainer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class CriticWithReward:
         self._critic.onload()
         if not self._swaps:
             try:
-                parallel.together(self._ranks, self._reward.onload)
+                collectives.together(self._ranks, self._reward.onload)
             except Exception:
                 self.offload()
                 raise
@@ -198,7 +198,7 @@ class CriticWithReward:
                 raise TrainFailed(f"{e}: nothing was changed", 0) from None
 
         try:
-            parallel.together(self._ranks, bring)
+            collectives.together(self._ranks, bring)
         except TrainFailed:
             self._send_away()
             raise

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import ConfigError, install_command
 from guerdon.settings.config import LearningConfig
-from guerdon.training import parallel
+from guerdon.training import collectives
 
 EPS = 1e-8
 log = logging.getLogger(__name__)
@@ -86,18 +86,18 @@ class Optimiser:
 
     def _sum_over_ranks(self) -> None:
         ranks = self._ranks
-        whole = [name for name, p in self._parameters.items() if not parallel.is_sharded_over(p, parallel.DATA)]
+        whole = [name for name, p in self._parameters.items() if not collectives.is_sharded_over(p, collectives.DATA)]
         if ranks.data_size > 1 and whole:
             found = self._gradients()
             # A weight that nothing was computed with has no gradient, and is not to decay: unless another rank has one.
             has_any = ranks.total([float(name in found) for name in whole])
             wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
             # What has to be allocated is, before any rank waits for another in the sum itself.
-            made = parallel.together(ranks, lambda: [self._gradient_or_zeros(name) for name in wanted])
-            parallel.sum_gradients(made, ranks.data_group)
+            made = collectives.together(ranks, lambda: [self._gradient_or_zeros(name) for name in wanted])
+            collectives.sum_gradients(made, ranks.data_group)
         if ranks.tensor_size > 1:
             found = self._gradients()
-            parallel.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
+            collectives.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
 
     def gradient_norm(self) -> float:
         """The norm of all gradients together, before clipping; of many ranks, once they are summed."""
@@ -105,7 +105,7 @@ class Optimiser:
         if self._ranks.size == 1:
             return torch.nn.utils.get_total_norm(list(gradients.values())).item()
         with self._ranks.waiting():
-            return parallel.total_norm(gradients, self._parameters, self._ranks)
+            return collectives.total_norm(gradients, self._parameters, self._ranks)
 
     def apply(self, norm: float) -> None:
         """One step with the gradients, clipped by their `norm`; they are freed afterwards."""
@@ -116,7 +116,7 @@ class Optimiser:
         assert all(self._parameters[name].grad is None for name in self._copied()), "gradients were not collected"
         for name in self._lent():
             master, parameter = self._masters[name], self._parameters[name]
-            master.data = parallel.local(parameter)
+            master.data = collectives.local(parameter)
             master.grad = self._gradients_of(name)
         torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._largest_norm, torch.tensor(norm))
         for group in self._adamw.param_groups:
@@ -124,7 +124,7 @@ class Optimiser:
         self._adamw.step()
         with torch.no_grad():
             for name in self._copied():
-                parallel.local(self._parameters[name]).copy_(self._masters[name])
+                collectives.local(self._parameters[name]).copy_(self._masters[name])
         self.step += 1
         self.free()
         for name in self._lent():
@@ -151,7 +151,7 @@ class Optimiser:
         parameter, master = self._parameters[name], self._masters[name]
         if master.dtype != parameter.dtype:
             return master.grad
-        return parallel.local_gradient(parameter)
+        return collectives.local_gradient(parameter)
 
     def _gradient_or_zeros(self, name: str) -> Tensor:
         if (found := self._gradients_of(name)) is not None:
@@ -172,7 +172,7 @@ class Optimiser:
     def _collect(self, name: str) -> None:
         """Adds the parameter's gradient to its master's, so that micro-batches add up in float32."""
         parameter, master = self._parameters[name], self._masters[name]
-        gradient = parallel.local_gradient(parameter)
+        gradient = collectives.local_gradient(parameter)
         assert gradient is not None
         if master.grad is None:
             master.grad = gradient.float()
@@ -208,11 +208,11 @@ class Optimiser:
         for name, master in self._masters.items():
             parameter = self._parameters[name]
             if name in copied:
-                made[f"{name}/master"] = parallel.whole_of(master.data, parameter)
+                made[f"{name}/master"] = collectives.whole_of(master.data, parameter)
             for key, value in self._adamw.state[master].items():
                 if key not in CONSTANTS:
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                    made[f"{name}/{key}"] = tensor if key == "step" else parallel.whole_of(tensor, parameter)
+                    made[f"{name}/{key}"] = tensor if key == "step" else collectives.whole_of(tensor, parameter)
         return made
 
     def restore(self, step: int, read: Callable[[str], Tensor]) -> None:
@@ -243,8 +243,8 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     Of a sharded parameter it is this rank's part.
     """
     if parameter.dtype == torch.float32:
-        return nn.Parameter(parallel.local(parameter)) if isinstance(parameter, DTensor) else parameter
-    return nn.Parameter(parallel.local(parameter.detach()).float())
+        return nn.Parameter(collectives.local(parameter)) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(collectives.local(parameter.detach()).float())
 
 
 def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import CheckpointError, StorageFailed
-from guerdon.training import checkpoint, parallel, sharded_checkpoint
+from guerdon.training import collectives, tensor_files, trainer_checkpoint
 from guerdon.training.optimiser import Optimiser
 
 PARTS = "optimizer"
@@ -43,14 +43,14 @@ class TrainerState:
         Every file is fsynced, and all ranks return together. Raises StorageFailed, on all of them, where the disk of
         any does not take its part.
         """
-        parallel.together(self.ranks, lambda: self._check_shared(folder))
+        collectives.together(self.ranks, lambda: self._check_shared(folder))
         optimiser = self.optimiser.tensors()
         for stem, tensors in self.weights.items():
-            if sharded_checkpoint.is_sharded(tensors):
-                sharded_checkpoint.write_whole(folder, stem, tensors, self.ranks)
-        if sharded_checkpoint.is_sharded(optimiser):
-            sharded_checkpoint.write_parts(folder / PARTS, optimiser, self.ranks)
-        parallel.together(self.ranks, lambda: self._write_alone(folder, optimiser, files, facts))
+            if tensor_files.is_sharded(tensors):
+                tensor_files.write_whole(folder, stem, tensors, self.ranks)
+        if tensor_files.is_sharded(optimiser):
+            tensor_files.write_parts(folder / PARTS, optimiser, self.ranks)
+        collectives.together(self.ranks, lambda: self._write_alone(folder, optimiser, files, facts))
 
     def _check_shared(self, folder: Path) -> None:
         if self.ranks.size > 1 and not folder.is_dir():
@@ -65,15 +65,15 @@ class TrainerState:
         if not self.ranks.is_leader:
             return
         for stem, tensors in self.weights.items():
-            if not sharded_checkpoint.is_sharded(tensors):
-                checkpoint.write_tensors(folder, stem, tensors)
+            if not tensor_files.is_sharded(tensors):
+                trainer_checkpoint.write_tensors(folder, stem, tensors)
         for name, data in files.items():
-            checkpoint.write(folder / name, data)
-        if not sharded_checkpoint.is_sharded(optimiser):
-            checkpoint.write_tensors(folder, "optimizer", optimiser)
-        checkpoint.write_tensors(folder, "rng", checkpoint.rng_tensors(self.device))
+            trainer_checkpoint.write(folder / name, data)
+        if not tensor_files.is_sharded(optimiser):
+            trainer_checkpoint.write_tensors(folder, "optimizer", optimiser)
+        trainer_checkpoint.write_tensors(folder, "rng", trainer_checkpoint.rng_tensors(self.device))
         known = {"step": self.optimiser.step, "learning_rate": self.optimiser.learning_rate}
-        checkpoint.write(folder / "trainer.json", checkpoint.to_json(self.made_with | known | facts))
+        trainer_checkpoint.write(folder / "trainer.json", trainer_checkpoint.to_json(self.made_with | known | facts))
 
     def open(self, folder: Path) -> tuple[dict[str, Any], Callable[[], None]]:
         """The facts, and a function that restores everything; nothing is changed before it is called.
@@ -81,7 +81,7 @@ class TrainerState:
         Either is of this rank alone. Raises CheckpointError where the folder is damaged or was made with something
         else.
         """
-        facts = checkpoint.read_json(folder / "trainer.json")
+        facts = trainer_checkpoint.read_json(folder / "trainer.json")
         for name, own in self.made_with.items():
             if facts.get(name) not in (own, self.earlier.get(name, own)):
                 what = self.others.get(name, f"was made with {name}")
@@ -91,39 +91,39 @@ class TrainerState:
                 )
         restores = [self._open(folder, stem, own) for stem, own in self.weights.items()]
         restores.append(self._open_optimiser(folder, facts["step"]))
-        rng = checkpoint.open_tensors(folder, "rng")
+        rng = trainer_checkpoint.open_tensors(folder, "rng")
 
         def restore() -> None:
             for part in restores:
                 part()
-            checkpoint.restore_rng(rng, self.device)
+            trainer_checkpoint.restore_rng(rng, self.device)
 
         return facts, restore
 
     def _open(self, folder: Path, stem: str, own: dict[str, Tensor]) -> Callable[[], None]:
-        stored = checkpoint.open_tensors(folder, stem)
-        checkpoint.check_same({name: tensor.shape for name, tensor in stored.items()}, own, folder)
-        if sharded_checkpoint.is_sharded(own):
-            return lambda: sharded_checkpoint.read_into(folder, own)
-        return lambda: checkpoint.copy_into(own, stored)
+        stored = trainer_checkpoint.open_tensors(folder, stem)
+        trainer_checkpoint.check_same({name: tensor.shape for name, tensor in stored.items()}, own, folder)
+        if tensor_files.is_sharded(own):
+            return lambda: tensor_files.read_into(folder, own)
+        return lambda: trainer_checkpoint.copy_into(own, stored)
 
     def _open_optimiser(self, folder: Path, step: int) -> Callable[[], None]:
         own = self.optimiser.tensors()
         in_parts = (folder / PARTS).is_dir()
-        if not in_parts and not sharded_checkpoint.is_sharded(own):
-            stored = checkpoint.open_tensors(folder, "optimizer")
-            checkpoint.check_same({name: tensor.shape for name, tensor in stored.items()}, own, folder)
+        if not in_parts and not tensor_files.is_sharded(own):
+            stored = trainer_checkpoint.open_tensors(folder, "optimizer")
+            trainer_checkpoint.check_same({name: tensor.shape for name, tensor in stored.items()}, own, folder)
             return lambda: self.optimiser.restore(step, lambda name: stored[name][...])
         shapes = (
-            sharded_checkpoint.StoredParts(folder / PARTS, own).shapes
+            tensor_files.StoredParts(folder / PARTS, own).shapes
             if in_parts
-            else {name: tensor.shape for name, tensor in checkpoint.open_tensors(folder, "optimizer").items()}
+            else {name: tensor.shape for name, tensor in trainer_checkpoint.open_tensors(folder, "optimizer").items()}
         )
-        checkpoint.check_same(shapes, own, folder)
+        trainer_checkpoint.check_same(shapes, own, folder)
 
         def restore() -> None:
             # Into the state itself, but for the numbers that are none of tensors.
-            sharded_checkpoint.read_into(folder / PARTS if in_parts else folder, own)
+            tensor_files.read_into(folder / PARTS if in_parts else folder, own)
             self.optimiser.restore(step, own.__getitem__)
 
         return restore

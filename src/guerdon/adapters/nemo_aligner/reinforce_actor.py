@@ -23,7 +23,7 @@ from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
 from guerdon.settings.config import check
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
-from guerdon.training.policy import PolicyTrainer, StepReport
+from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 
 
 class NemoTokenizer:

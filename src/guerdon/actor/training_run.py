@@ -19,7 +19,13 @@ from typing import Any, TextIO, TypeVar
 import yaml
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.checkpoints import (
+from guerdon.actor.pairing import PairedCritic, load_critic, pairable
+from guerdon.actor.policy_group import SharedPolicy, opened
+from guerdon.actor.preemption import TIME_IS_UP, Left, Stopping, heeding
+from guerdon.actor.progress import Progress
+from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
+from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.run_checkpoints import (
     Checkpoint,
     Checkpoints,
     RunState,
@@ -27,14 +33,8 @@ from guerdon.actor.checkpoints import (
     decisive_contents,
     decisive_settings,
 )
-from guerdon.actor.data import Prompts, check_sendable, sent_ending
-from guerdon.actor.measures import METRICS, rollout_metrics
-from guerdon.actor.pairing import PairedCritic, load_critic, pairable
-from guerdon.actor.progress import Progress
-from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.saving import Saving, Snapshot
-from guerdon.actor.shared import SharedPolicy, opened
-from guerdon.actor.stopping import TIME_IS_UP, Left, Stopping, heeding
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, remote_of, scheduled

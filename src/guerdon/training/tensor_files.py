@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from guerdon.distributed.ranks import Ranks
 from guerdon.errors import CheckpointError, RanksLost, ServerFault
-from guerdon.training import checkpoint, parallel
+from guerdon.training import collectives, trainer_checkpoint
 
 
 def is_sharded(tensors: dict[str, Tensor]) -> bool:
@@ -33,7 +33,7 @@ def is_sharded(tensors: dict[str, Tensor]) -> bool:
 
 
 def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Writes what `checkpoint.write_tensors` writes of the whole tensors; all ranks must call it.
+    """Writes what `trainer_checkpoint.write_tensors` writes of the whole tensors; all ranks must call it.
 
     The ranks take turns by file: each gathers all parts of its own, and no rank holds more than a file of them. Raises
     StorageFailed, on every rank, where the disk of any does not take them; and at once where a rank cannot gather, for
@@ -41,7 +41,7 @@ def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Rank
     """
     on_paper = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     plan = split_torch_state_dict_into_shards(
-        on_paper, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=checkpoint.SHARD_BYTES
+        on_paper, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=trainer_checkpoint.SHARD_BYTES
     )
     error: Exception | None = None
     for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
@@ -60,7 +60,7 @@ def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Rank
             del whole
         try:
             if is_own and error is None:
-                checkpoint.write_file(folder / file, part)
+                trainer_checkpoint.write_file(folder / file, part)
         except Exception as e:
             error = e
 
@@ -68,9 +68,9 @@ def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Rank
         if error is not None:
             raise error
         if plan.is_sharded and ranks.is_leader:
-            checkpoint.write_index(folder, stem, plan)
+            trainer_checkpoint.write_index(folder, stem, plan)
 
-    parallel.together(ranks, finish)
+    collectives.together(ranks, finish)
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     except CheckpointException as e:
         rank, (why, _) = min(e.failures.items())
         if isinstance(why, OSError) or "SafetensorError" in type(why).__name__:
-            raise checkpoint.storage_failed(folder, why) from e  # type: ignore[arg-type]
+            raise trainer_checkpoint.storage_failed(folder, why) from e  # type: ignore[arg-type]
         raise ServerFault(f"{folder} cannot be written by rank {rank}: {type(why).__name__}: {why}") from e
     except RuntimeError as e:
         # What dcp does by itself on a rank it reports as above; this is a connection's.
@@ -130,7 +130,7 @@ def _wanted(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
 
 def _metadata(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
-        checkpoint.open_safetensors(file)  # says what is damaged, and what to do
+        trainer_checkpoint.open_safetensors(file)  # says what is damaged, and what to do
     found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if not found:
         raise CheckpointError(f"{folder} has no files of tensors", "load another checkpoint")

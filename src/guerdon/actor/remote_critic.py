@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from guerdon.actor.rewards import (
+from guerdon.actor.remote_rewards import (
     START_S,
     Pending,
     RemoteRewards,

@@ -25,7 +25,7 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.recompute import recompute_activations
 from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
 from guerdon.settings.config import LEARNING, CriticConfig
-from guerdon.training import adapters, checkpoint, parallel
+from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
 from guerdon.training.batches import GlobalBatch, global_batches
 from guerdon.training.optimiser import Optimiser, check_layout
@@ -57,17 +57,17 @@ class CriticTrainer:
         self._ranks = ranks
         if config.lora is None:
             folder = find_folder(loaded.config.model, loaded.config.revision)
-            self._files = checkpoint.critic_files(loaded, folder)
+            self._files = trainer_checkpoint.critic_files(loaded, folder)
         else:
-            adapters.add_adapters(
+            lora.add_adapters(
                 loaded.trunk,
                 config.lora,
                 config.lora_alpha,
                 config.lora_targets,
                 no_gradients=loaded.gathering.no_gradients,
             )
-            note = adapters.describe_adapters(loaded.trunk, loaded.config.model)
-            self._files = {"adapter_config.json": checkpoint.to_json(note)}
+            note = lora.describe_adapters(loaded.trunk, loaded.config.model)
+            self._files = {"adapter_config.json": trainer_checkpoint.to_json(note)}
         if config.activation_checkpointing:
             recompute_activations(loaded.trunk)
         self.engine = Engine(loaded)
@@ -80,7 +80,7 @@ class CriticTrainer:
         num_trained = sum(p.numel() for p in self._trained.values())
         part = f"{num_trained:,} of {self._num_parameters:,} parameters train"
         if config.lora is not None:
-            part += f": adapters on {adapters.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
+            part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
         self._history = _digest(json.dumps({**_decisive(config), **self._made_with()}, sort_keys=True))
         self._lineage = 0
@@ -179,8 +179,10 @@ class CriticTrainer:
         self.check_ready()
         tally = _Tally(self._optimiser.learning_rate)
         batches = self._batches(request)
-        for batch, sums in zip(batches, parallel.together(self._ranks, lambda: self._measured(batches)), strict=True):
-            tally.add(batch, parallel.sum_over_parts(sums, self._ranks))
+        for batch, sums in zip(
+            batches, collectives.together(self._ranks, lambda: self._measured(batches)), strict=True
+        ):
+            tally.add(batch, collectives.sum_over_parts(sums, self._ranks))
         return self._report(request, tally)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
@@ -192,8 +194,8 @@ class CriticTrainer:
             return [sum((stats for _, stats in self._losses(batch)), ValueLossStats()) for batch in batches]
 
     def _learn(self, batch: GlobalBatch, tally: _Tally) -> None:
-        own = parallel.together(self._ranks, lambda: self._add_gradients(batch))
-        sums = parallel.sum_over_parts(own, self._ranks)
+        own = collectives.together(self._ranks, lambda: self._add_gradients(batch))
+        sums = collectives.sum_over_parts(own, self._ranks)
         if batch.num_tokens:
             self._optimiser.sum_over_ranks()
             tally.grad_norm = self._optimiser.gradient_norm()
@@ -201,7 +203,7 @@ class CriticTrainer:
                 tally.learning_rate = self._optimiser.learning_rate
                 with self._changing("a step broke off inside the optimiser"):
                     norm = tally.grad_norm
-                    parallel.together(self._ranks, lambda: self._optimiser.apply(norm))
+                    collectives.together(self._ranks, lambda: self._optimiser.apply(norm))
                     self._history = _digest(self._history, *batch.rows, *batch.targets)
                 tally.num_steps += 1
             else:
@@ -224,7 +226,7 @@ class CriticTrainer:
         """Micro-batch by micro-batch of this rank's part its share of the batch's loss; the graph is to be used before
         the next."""
         clip = self._config.loss_clip_val
-        part = parallel.own_part(batch.rows, self._ranks)
+        part = collectives.own_part(batch.rows, self._ranks)
         for numbers, values in self.engine.values([batch.rows[i] for i in part]):
             if not numbers:
                 # A filler, whose backward the other ranks wait for.
@@ -268,9 +270,9 @@ class CriticTrainer:
         training from this checkpoint gave; None goes on under the saved one. Raises CheckpointError, with nothing
         changed on any rank, where the folder is damaged or was made with another model or other settings.
         """
-        facts, restore = parallel.together(self._ranks, lambda: self._state().open(folder))
+        facts, restore = collectives.together(self._ranks, lambda: self._state().open(folder))
         with self._changing("a checkpoint was read only in part"):
-            parallel.together(self._ranks, restore)
+            collectives.together(self._ranks, restore)
             self._history = facts["history"]
             self._lineage = facts["lineage"] if lineage is None else lineage
 
@@ -289,10 +291,10 @@ class CriticTrainer:
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
         """The model's own tensors as they go into files: by the file's stem and the name there."""
         if self._config.lora is None:
-            return {"model": checkpoint.model_tensors(self._loaded)}
+            return {"model": trainer_checkpoint.model_tensors(self._loaded)}
         trunk = self._loaded.trunk.named_parameters()
-        adapted = {name: parameter.data for name, parameter in trunk if adapters.is_adapter(name)}
-        return {"adapter_model": adapters.to_peft(adapted), "value_head": checkpoint.head_tensors(self._loaded)}
+        adapted = {name: parameter.data for name, parameter in trunk if lora.is_adapter(name)}
+        return {"adapter_model": lora.to_peft(adapted), "value_head": trainer_checkpoint.head_tensors(self._loaded)}
 
     def _made_with(self) -> dict[str, Any]:
         """What must be the same where a checkpoint is loaded."""
@@ -302,7 +304,7 @@ class CriticTrainer:
             "mean": self._loaded.head.mean,
             "std": self._loaded.head.std,
             "dtype": dtype_name(self.engine.dtype),
-            **checkpoint.learning_settings(self._config),
+            **trainer_checkpoint.learning_settings(self._config),
         }
 
     # ---------------------------------------------------------------------------------------- memory, and faults
@@ -316,7 +318,7 @@ class CriticTrainer:
     def onload(self) -> None:
         """Moves them back to the device, all or none, on all ranks or none."""
         try:
-            parallel.together(self._ranks, self._bring)
+            collectives.together(self._ranks, self._bring)
         except Exception:
             self.offload()
             raise

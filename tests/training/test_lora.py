@@ -19,7 +19,7 @@ import zoo
 from guerdon.engine.checkpoint.loading import load
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
-from guerdon.training.adapters import is_adapter
+from guerdon.training.lora import is_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 peft = pytest.importorskip("peft")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from guerdon.actor.generation import Generator, make_generator
 from guerdon.actor.policy import Policy
+from guerdon.actor.preemption import Stopping
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.stopping import Stopping
 from guerdon.actor.worker import Generate, GoOn, Load, Measure, MoveOptimizer, Open, Order, PolicyWorker, Save, Step
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
@@ -23,7 +23,7 @@ from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import moment_bytes
-from guerdon.training.policy import Logprobs, Loss, PolicyTrainer, StepReport
+from guerdon.training.policy_trainer import Logprobs, Loss, PolicyTrainer, StepReport
 
 
 class SharedPolicy:

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from guerdon.actor.stopping import Stopping
+from guerdon.actor.preemption import Stopping
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import parse_time_limit
 from processes import environment
 
 RUN = """
 import time
-from guerdon.actor.stopping import Stopping
+from guerdon.actor.preemption import Stopping
 stop = Stopping(None)
 stop.listen()
 print("listening", flush=True)

@@ -25,7 +25,7 @@ from guerdon.engine.language import LanguageEngine
 from guerdon.engine.recompute import recompute_activations
 from guerdon.errors import ServerFault
 from guerdon.settings.config import LearningConfig
-from guerdon.training import adapters, checkpoint, parallel
+from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.policy_losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_state import TrainerState
@@ -97,14 +97,14 @@ class PolicyTrainer:
         self.tokenizer = loaded.tokenizer
         self.keeps_reference = keeps_reference
         settings = {"architectures": [type(self.model).__name__]}
-        self._files = checkpoint.model_files(loaded.folder, self.model.dtype, settings)
+        self._files = trainer_checkpoint.model_files(loaded.folder, self.model.dtype, settings)
         if config.lora is not None:
             targets, without = config.lora_targets, loaded.gathering.no_gradients
-            adapters.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, without)
+            lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, without)
             base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
             # Beside an adapter a config.json would pass for a whole model's.
             del self._files["config.json"]
-            self._files["adapter_config.json"] = checkpoint.to_json(adapters.describe_adapters(self.model, base))
+            self._files["adapter_config.json"] = trainer_checkpoint.to_json(lora.describe_adapters(self.model, base))
         if config.activation_checkpointing:
             recompute_activations(loaded.trunk)
         self.engine = LanguageEngine(dataclasses.replace(loaded, trains=True))
@@ -168,7 +168,7 @@ class PolicyTrainer:
         """What the log-probs of `logprobs` were before the first step."""
         assert self.keeps_reference
         if self._reference is None:
-            with adapters.without_adapters(self.model):
+            with lora.without_adapters(self.model):
                 return self._gathered(self.engine, rows, prompt_lengths, temperature, False).logprobs
         return self._gathered(self._reference, rows, prompt_lengths, temperature, False).logprobs
 
@@ -191,9 +191,9 @@ class PolicyTrainer:
                             assert part is not None
                             whole[members] = part.cpu()
 
-            parallel.together(self._ranks, fill)
+            collectives.together(self._ranks, fill)
             for whole in made:
-                parallel.add_up(whole, self._ranks)
+                collectives.add_up(whole, self._ranks)
         return Logprobs(*made)
 
     def _of_own_rows(
@@ -208,7 +208,7 @@ class PolicyTrainer:
 
         Without numbers it is a filler, whose backward the other ranks wait for.
         """
-        part = np.array(parallel.own_part(rows, self._ranks), dtype=np.int64)
+        part = np.array(collectives.own_part(rows, self._ranks), dtype=np.int64)
         if not len(part) and not self._ranks.in_step:
             return
         width = _width(rows, prompt_lengths)
@@ -221,7 +221,7 @@ class PolicyTrainer:
 
     def _load_reference(self) -> LanguageEngine:
         """The model as loaded, once more; in the host's memory where the device has no room for it."""
-        own_bytes = sum(parallel.local(p).numel() * p.element_size() for p in self.model.parameters())
+        own_bytes = sum(collectives.local(p).numel() * p.element_size() for p in self.model.parameters())
         device = self.engine.device
         has_room = device.type != "cuda" or gpu_bytes(device, 2 * own_bytes) >= 2 * own_bytes
         # Parts of one model cannot be on the CPU here and on a GPU there: sharded, it must fit.
@@ -285,8 +285,8 @@ class PolicyTrainer:
                     own_count += 1
 
         try:
-            parallel.together(self._ranks, add_gradients)
-            sums = parallel.sum_over_parts(own, self._ranks)
+            collectives.together(self._ranks, add_gradients)
+            sums = collectives.sum_over_parts(own, self._ranks)
             count = round(float(self._ranks.total([float(own_count)])[0]))
         except BaseException:
             self._drop()
@@ -310,7 +310,7 @@ class PolicyTrainer:
                 log.warning("a step is left out: %g tokens count, the gradient's norm is %g", sums.sum_mask, norm)
             else:
                 with self._changing("a step broke off inside the optimiser"):
-                    parallel.together(self._ranks, lambda: self._optimiser.apply(norm))
+                    collectives.together(self._ranks, lambda: self._optimiser.apply(norm))
         finally:
             self._drop()
         return StepReport(sums, norm, rate, skipped, count)
@@ -355,17 +355,17 @@ class PolicyTrainer:
     def load(self, folder: Path) -> None:
         """Becomes what was saved, bitwise; raises CheckpointError, with nothing changed on any rank, where that cannot
         be."""
-        _, restore = parallel.together(self._ranks, lambda: self._state().open(folder))
+        _, restore = collectives.together(self._ranks, lambda: self._state().open(folder))
         self._drop()
         with self._changing("a checkpoint was read only in part"):
-            parallel.together(self._ranks, restore)
+            collectives.together(self._ranks, restore)
 
     def _state(self) -> TrainerState:
         made_with = {
             "format": FORMAT,
             "base": self.policy.info.weights_version,
             "dtype": dtype_name(self.model.dtype),
-            **checkpoint.learning_settings(self._config),
+            **trainer_checkpoint.learning_settings(self._config),
         }
         others = {"base": "belongs to a policy that began from another model, weights"}
         return TrainerState(
@@ -382,7 +382,7 @@ class PolicyTrainer:
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
         """The model's own tensors as they go into files: by the file's stem and the name there."""
         if self._config.lora is not None:
-            return {"adapter_model": adapters.to_peft({name: p.data for name, p in self._trained.items()})}
+            return {"adapter_model": lora.to_peft({name: p.data for name, p in self._trained.items()})}
         tied = self.model.all_tied_weights_keys
         return {"model": {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}}
 

@@ -13,7 +13,7 @@ import pytest
 import scorers
 import zoo
 from actor.rollouts import rollout, serving
-from guerdon.actor.rewards import RemoteRewards, samples_of
+from guerdon.actor.remote_rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout
 from guerdon.errors import ConfigError, StartError
 from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer

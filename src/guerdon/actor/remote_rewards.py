@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
+from guerdon.actor.preemption import heeding
 from guerdon.actor.rollouts import Ending, Rollout
-from guerdon.actor.stopping import heeding
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 from guerdon.messages import answered, ended

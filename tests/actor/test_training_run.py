@@ -22,12 +22,12 @@ import zoo
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon import CriticClient
-from guerdon.actor import run as actor_run
-from guerdon.actor import stopping
-from guerdon.actor.checkpoints import decisive_contents
-from guerdon.actor.measures import METRICS
+from guerdon.actor import preemption
+from guerdon.actor import training_run as actor_run
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run import Run, RunSummary
+from guerdon.actor.run_checkpoints import decisive_contents
+from guerdon.actor.run_metrics import METRICS
+from guerdon.actor.training_run import Run, RunSummary
 from guerdon.engine.checkpoint.files import Checkpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
@@ -204,7 +204,7 @@ def test_the_time_limit_saves_and_leaves_and_the_run_goes_on(
     seconds: tuple[int, ...], done: int, folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    for module in (actor_run, stopping):
+    for module in (actor_run, preemption):
         monkeypatch.setattr(module, "time", clock)
 
     def passes(step: int) -> None:
@@ -309,14 +309,14 @@ def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
         return {path: value for path, value in decisive_contents(*contents).items() if "ending" not in path}
 
     with monkeypatch.context() as patch:
-        patch.setattr("guerdon.actor.run.decisive_contents", kept_by_0_1)
+        patch.setattr("guerdon.actor.training_run.decisive_contents", kept_by_0_1)
         train(config(1))
     assert train(config(2)).step == 2
     assert ("begun by guerdon 0.1, which did not end answers" in caplog.text) == warned
     caplog.clear()
     assert train(config(3)).step == 3
     assert "guerdon 0.1" not in caplog.text
-    monkeypatch.setattr("guerdon.actor.run.sent_ending", lambda *_: "<other>")
+    monkeypatch.setattr("guerdon.actor.training_run.sent_ending", lambda *_: "<other>")
     with pytest.raises(
         CheckpointError, match=r"the ending of answers that the reward model gets '.*'; now .* '<other>'"
     ):
