@@ -28,6 +28,7 @@ import yaml
 from critic_server import serving, serving_rewards
 from report import machine
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SHOWN = ("validation_reward", "kl", "entropy", "response_length")
 TITLES = {"validation_reward": "reward of held-out prompts", "kl": "KL to the start", "entropy": "entropy, nats",
           "response_length": "response length, tokens"}  # fmt: skip
@@ -62,10 +63,10 @@ def main() -> None:
 
 def make(folder: Path, seed: int) -> None:
     """The demo's models and prompts by this seed."""
-    made = folder / f"seed-{seed}"
+    made = folder.resolve() / f"seed-{seed}"
     if not (made / "validation.jsonl").exists():
-        code = f"from pathlib import Path; from guerdon.demo import parts; parts.make(Path({str(made)!r}), {seed})"
-        subprocess.run([sys.executable, "-c", code], check=True)
+        code = f"from pathlib import Path; from demo import parts; parts.make(Path({str(made)!r}), {seed})"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES)
 
 
 def run(kind: str, beta: float, seed: int, args: argparse.Namespace, port: int) -> list[dict]:

@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, SORTED
 from loads import MOST_RESPONSE, PROMPTS, make_cell, read_chats
 from report import machine
 from servers import Server, is_here, set_up
-from workload import make_models
+from workload import DEMO_PROMPTS, make_models
 
 RESPONSES = (1, 4, 8, 16, 32)
 PARTS = ("peers", "null", "rates", "growth")
@@ -75,7 +74,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(str(files("guerdon.demo") / "heldout.jsonl")),
+    parser.add_argument("--data", type=Path, default=DEMO_PROMPTS,
                         help='JSONL of {"prompt", "responses"}; default: the demo\'s prompts')  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of models, results and pictures")
     parser.add_argument("--environments", type=Path, default=Path(".bench"), help="folder of the peers' environments")

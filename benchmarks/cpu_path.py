@@ -8,7 +8,7 @@
                                            Python thread
 
 Text in the shape of RLHF scoring, a random Llama by default; `--model` takes any reward model's folder, such as the one
-that `guerdon demo` trains. Forms alternate, medians over the rounds are shown. A machine that does something else at
+that `make demo` trains. Forms alternate, medians over the rounds are shown. A machine that does something else at
 the same time measures that.
 """
 
@@ -27,7 +27,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
 from guerdon.settings.config import ModelConfig
 from report import machine
-from workload import MAX_LENGTH, make_models, read_groups
+from workload import DEMO_PROMPTS, MAX_LENGTH, make_models, read_groups
 
 GLIBC_RULE = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -54,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*TABLES, "child"], metavar="{" + ",".join(TABLES) + "}")
     parser.add_argument("--model", type=Path, help="a reward model's folder (default: the benchmarks' random Llama)")
-    parser.add_argument("--data", type=Path, default=Path(str(files("guerdon.demo") / "heldout.jsonl")), help="JSONL")
+    parser.add_argument("--data", type=Path, default=DEMO_PROMPTS, help="JSONL")
     parser.add_argument("--prompts", type=int, default=8, help="prompts with all their responses (default: 8)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all forms (default: 5)")
     parser.add_argument("--out", type=Path, default=Path("out/bench-cpu-path"), help="folder of random models")

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from critic_forms import KEEPS_MEMORY
 from critic_server import serving
 from guerdon.core import common_prefix
 from report import machine
-from workload import MAX_LENGTH, VOCAB_SIZE, make_models, read_groups
+from workload import DEMO_PROMPTS, MAX_LENGTH, VOCAB_SIZE, make_models, read_groups
 
 HERE = Path(__file__).parent
 PADDED = {"padded": {}, "padded, keeping memory": KEEPS_MEMORY}  # with what in the environment
@@ -51,7 +50,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=5556, help="the server's port (default: 5556)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    data = args.data or Path(str(files("guerdon.demo") / "heldout.jsonl"))
+    data = args.data or DEMO_PROMPTS
     texts = read_groups(data, args.prompts)
     folder = make_models(args.out, texts)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from critic_forms import KEEPS_MEMORY
 from critic_server import serving_rewards
 from reinforce_forms import PARTS
 from report import machine
-from workload import MAX_LENGTH, VOCAB_SIZE, make_tokenizer, read_groups
+from workload import DEMO_PROMPTS, MAX_LENGTH, VOCAB_SIZE, make_tokenizer, read_groups
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS = 180
@@ -63,7 +62,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=5555, help="the server's port (default: 5555)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    data = args.data or Path(str(files("guerdon.demo") / "heldout.jsonl"))
+    data = args.data or DEMO_PROMPTS
     prompts, lengths = make_models_and_prompts(data, args)
     steps = measure(prompts, args)
     results = {"about": machine(), "settings": settings(args, lengths), "steps": steps}

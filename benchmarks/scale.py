@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from guerdon.wire import kserve
 from report import machine
 from scale_paper import Setting
 from scale_report import plot, report
-from workload import make_models, make_tokenizer, read_groups
+from workload import DEMO_PROMPTS, make_models, make_tokenizer, read_groups
 
 HERE = Path(__file__).parent
 START_S = 300
@@ -70,7 +69,7 @@ def main() -> None:
     kept = args.out / "scale.json"
     results: dict = json.loads(kept.read_text()) if kept.exists() else {}
     results["about"] = machine()
-    texts = read_groups(Path(str(files("guerdon.demo") / "heldout.jsonl")), 64)
+    texts = read_groups(DEMO_PROMPTS, 64)
     folder = make_models(args.out, texts)
     groups = random_groups(args.prompts)
     measures = {

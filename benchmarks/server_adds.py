@@ -29,7 +29,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 
 import httpx
@@ -45,7 +44,7 @@ from guerdon.settings.config import ModelConfig
 from report import machine
 from server_adds_report import broken_of, plot, table
 from ways import GRPC, TEXTS, WAYS, ask_grpc, binary
-from workload import MAX_LENGTH, VOCAB_SIZE, make_models, read_groups
+from workload import DEMO_PROMPTS, MAX_LENGTH, VOCAB_SIZE, make_models, read_groups
 
 IN_FLIGHT = {"a prompt": 16, "a sequence": 64}
 NULL_ROW = np.arange(3, 515)
@@ -64,7 +63,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the model, results and plot")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    groups = read_groups(args.data or Path(str(files("guerdon.demo") / "heldout.jsonl")), args.prompts)
+    groups = read_groups(args.data or DEMO_PROMPTS, args.prompts)
     kept = args.out / "server_adds.json"
     results = json.loads(kept.read_text()) if args.only and kept.exists() else {}
     for part, measure in (("model", measure_model), ("null", measure_null), ("latency", measure_latency)):

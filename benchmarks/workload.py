@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
+DEMO_PROMPTS = Path(__file__).resolve().parents[1] / "examples/demo/heldout.jsonl"
 VOCAB_SIZE, MAX_LENGTH = 8192, 2048
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024}
 

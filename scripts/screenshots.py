@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "examples")]
 
 from browser.chromium import find, launched  # noqa: E402
+from demo import parts  # noqa: E402
+from demo.story import PlainStory  # noqa: E402
 from guerdon import CriticClient, RewardClient  # noqa: E402
 from guerdon.assembly import build_service  # noqa: E402
-from guerdon.demo import parts  # noqa: E402
-from guerdon.demo.story import PlainStory  # noqa: E402
 from guerdon.errors import StartError  # noqa: E402
 from guerdon.server.runtime import RunningServer  # noqa: E402
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig  # noqa: E402

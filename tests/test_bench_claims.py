@@ -208,9 +208,9 @@ def test_a_round_of_guerdon_and_transformers_agrees(tmp_path: Path) -> None:
     import contest
     from in_process import ENGINE, ONE_BY_ONE, SORTED
     from loads import make_cell, read_chats
-    from workload import make_models
+    from workload import DEMO_PROMPTS, make_models
 
-    chats = read_chats(Path(__file__).parents[1] / "src/guerdon/demo/heldout.jsonl")[:8]
+    chats = read_chats(DEMO_PROMPTS)[:8]
     model = make_models(tmp_path, [[c["prompt"] + r for c in chats for r in c["responses"]]])
     cell = make_cell(chats, PreTrainedTokenizerFast.from_pretrained(model), "short", 4)
     names = ["guerdon, a request a prompt", ENGINE.name, ONE_BY_ONE.name, SORTED.name, "Ray Serve, a request a prompt"]

@@ -14,7 +14,7 @@ import pytest
 from guerdon.core import common_prefix
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-DATA = Path(__file__).parents[1] / "src/guerdon/demo/heldout.jsonl"
+DATA = Path(__file__).parents[1] / "examples/demo/heldout.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -262,7 +262,7 @@ def test_settings_that_contradict(tmp_path: Path, yaml: str, argv: list[str], me
             "--dtype is given, but the model runs at",
         ),
         (["score", "--server", "127.0.0.1:1", "absent.jsonl", "-o", "out.jsonl"], "cannot read absent.jsonl"),
-        (["demo", "--data", "absent.jsonl", "--out", "demo"], "cannot read absent.jsonl"),
+        (["demo", "--steps", "3"], "the demo is not installed"),
         (
             ["serve", "scorers:score", "--port", "0", "--grpc-port", "0", "--model-repository", "absent"],
             "model_repository is 'absent', which is no folder",

@@ -25,7 +25,7 @@ from processes import environment
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
-COMMANDS = ["serve", "serve-critic", "score", "reinforce", "ppo", "bench", "doctor", "demo", "completion"]
+COMMANDS = ["serve", "serve-critic", "score", "reinforce", "ppo", "bench", "doctor", "completion"]
 RED_GUERDON, CYAN_HELP = "\033[1;31mguerdon:\033[0m", "\033[36mhelp:\033[0m"
 
 

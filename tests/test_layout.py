@@ -30,8 +30,7 @@ ROOMS = {  # top room: the other top rooms that it may import
     "assembly": BASE | PARTS,
     "local": BASE | PARTS | {"assembly"},
     "deploy": BASE | {"assembly", "server"},
-    "demo": BASE | {"client", "actor", "cli"},
-    "cli": BASE | PARTS | {"assembly", "local", "demo", "__init__"},
+    "cli": BASE | PARTS | {"assembly", "local", "__init__"},
     "__main__": {"cli"},
     "__init__": {"adapters", "client", "core", "errors", "local", "engine"},  # for type checkers; lazy at run time
 }

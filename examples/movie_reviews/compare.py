@@ -1,4 +1,4 @@
-"""What policies write, and what the judge and the reward model think of it."""
+"""Samples responses from policies and compares them by the judge and the reward model."""
 
 import math
 import textwrap
@@ -12,11 +12,11 @@ from guerdon import RewardClient
 
 MAX_NEW_TOKENS = 24
 TEMPERATURE = 0.7
-RESPONSES = 4  # to each prompt
+RESPONSES = 4  # per prompt
 
 
 def respond(policy: Path, prompts: list[str], seed: int) -> list[str]:
-    """RESPONSES to each prompt, sampled by transformers."""
+    """Samples RESPONSES to each prompt with transformers."""
     tokenizer = AutoTokenizer.from_pretrained(policy)
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -29,7 +29,7 @@ def respond(policy: Path, prompts: list[str], seed: int) -> list[str]:
 
 
 def compare(policies: dict[str, Path], prompts: list[str], judge: Judge, url: str, seed: int) -> dict[str, float]:
-    """The figures of each policy, such as `judge_before`; prints them, and some responses side by side."""
+    """Prints the figures of each policy with some responses; returns the figures, such as `judge_before`."""
     figures, written = {}, {}
     with RewardClient(url) as client:
         for when, policy in policies.items():
@@ -47,9 +47,9 @@ def compare(policies: dict[str, Path], prompts: list[str], judge: Judge, url: st
             print(textwrap.fill(response, 110, initial_indent=f"    {when:8}", subsequent_indent=" " * 12))
     print()
     for name, what in (
-        ("judge", "of the responses are positive, says the judge"),
-        ("judge_probability", "is the judge's mean probability of positive"),
-        ("reward", "is the reward model's mean reward"),
+        ("judge", "share of responses that the judge calls positive"),
+        ("judge_probability", "mean probability of positive by the judge"),
+        ("reward", "mean reward by the reward model"),
     ):
         before, after = (figures[f"{name}_{when}"] for when in policies)
         print(f"  {before:6.3f} -> {after:6.3f}  {what}")

@@ -1,25 +1,25 @@
-"""A small language model, and a reward model that begins as its first layer: ordinary folders of transformers."""
+"""Trains a small language model, and a reward model that starts as its first layer."""
 
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from guerdon.demo.recipe import make_tokenizer
+from demo.reward_model import make_tokenizer
 from training import train
 
 VOCAB_SIZE = 3000
-NOISE = 0.2  # of the reward model's tokens are others, so that it learns no review by heart
+NOISE = 0.2  # share of random tokens in the reward model's input, against memorising reviews
 
 
 def make_models(parts: dict[str, list[dict]], out: Path, seed: int) -> None:
-    """Both models, each from its own part of the reviews, in out/language_model and out/reward_model."""
+    """Trains both models, each on its own part of the reviews."""
     make_language_model(parts["language_model"], out / "language_model", seed)
     make_reward_model(parts["reward_model"], out / "language_model", out / "reward_model", seed)
 
 
 def make_language_model(rows: list[dict], folder: Path, seed: int) -> None:
-    """A Llama of two layers, and its tokenizer, taught to write reviews; labels are not looked at."""
+    """Trains a Llama of two layers and its tokenizer to write reviews; ignores labels."""
     tokenizer = make_tokenizer([row["text"] for row in rows], VOCAB_SIZE)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -36,7 +36,7 @@ def make_language_model(rows: list[dict], folder: Path, seed: int) -> None:
 
 
 def make_reward_model(rows: list[dict], language_model: Path, folder: Path, seed: int) -> None:
-    """A classifier whose one logit says how positive a text is; taught behind each token, so on beginnings, too."""
+    """Trains a classifier with one logit, positive or not; every token is a target, so it can score beginnings."""
     tokenizer = AutoTokenizer.from_pretrained(language_model)
     torch.manual_seed(seed)
     model = LlamaForSequenceClassification.from_pretrained(language_model, num_labels=1, num_hidden_layers=1)

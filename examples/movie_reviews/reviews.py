@@ -1,4 +1,4 @@
-"""The reviews in four parts that share none, and the judge: naive Bayes over words, of a part of its own."""
+"""Splits the reviews into disjoint parts; trains the judge, naive Bayes over words, on its own part."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ PROMPT_WORDS = 4
 
 
 def read_parts(path: Path, seed: int) -> dict[str, list[dict]]:
-    """The rows {"text", "label"} of a JSONL file, plain or .gz, shuffled and dealt out to PARTS."""
+    """Reads rows {"text", "label"} from a JSONL file, plain or .gz, shuffles them, and splits them into PARTS."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
     random.Random(seed).shuffle(rows)
@@ -26,14 +26,14 @@ def read_parts(path: Path, seed: int) -> dict[str, list[dict]]:
 
 
 def write_prompts(rows: list[dict], path: Path) -> list[str]:
-    """Writes the first words of each review to a file, as `guerdon reinforce` reads them, and returns them."""
+    """Writes the first words of each review as prompts for `guerdon reinforce`; returns them."""
     prompts = [" ".join(row["text"].split()[:PROMPT_WORDS]) for row in rows]
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
     return prompts
 
 
 class Judge:
-    """Naive Bayes over the words and pairs of words of a text; it has seen no review that a model here was taught."""
+    """Naive Bayes over words and pairs of words; shares no review with the models."""
 
     def __init__(self, rows: list[dict]) -> None:
         self.counts = [Counter(), Counter()]
@@ -42,7 +42,7 @@ class Judge:
         self.totals = [counts.total() + len(self.counts[0] | self.counts[1]) for counts in self.counts]
 
     def positive(self, text: str) -> float:
-        """The probability that the text is positive, where both labels are as likely before it is read."""
+        """Returns the probability that the text is positive, with equal priors."""
         log_odds = 0.0
         for feature in self._features(text):
             negative, positive = ((self.counts[label][feature] + 1) / self.totals[label] for label in (0, 1))
@@ -50,7 +50,7 @@ class Judge:
         return (1 + math.tanh(log_odds / 2)) / 2
 
     def accuracy(self, rows: list[dict]) -> float:
-        """The share of rows that it judges as they are labelled."""
+        """Returns the share of rows judged as labelled."""
         return sum((self.positive(row["text"]) > 0.5) == row["label"] for row in rows) / len(rows)
 
     @staticmethod

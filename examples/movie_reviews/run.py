@@ -1,11 +1,14 @@
-"""Small models from a file of reviews, and REINFORCE that makes the language model write positive ones."""
+"""Trains small models on a file of reviews, and the language model by REINFORCE to write positive ones."""
 
+import sys
 from pathlib import Path
 
-from serving import guerdon, serving
-from task import arguments, conclude, flags, prepare
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
 
-SETTINGS = Path(__file__).with_name("reinforce.yaml")
+from task import arguments, conclude, flags, prepare  # noqa: E402
+
+from serving import guerdon, serving  # noqa: E402
 
 
 def main() -> None:
@@ -13,10 +16,10 @@ def main() -> None:
     judge, held_out = prepare(args)
     run = args.out / "reinforce"
 
-    print("\n2  The reward model, served")
+    print("\n2  guerdon serves the reward model")
     with serving("serve", args.out / "reward_model", log=args.out / "server.log") as url:
-        print("\n3  REINFORCE against it")
-        guerdon("reinforce", SETTINGS, *flags(args, run), "--remote-rm.reward-model.urls", url)
+        print("\n3  REINFORCE trains the language model against it")
+        guerdon("reinforce", HERE / "reinforce.yaml", *flags(args, run), "--remote-rm.reward-model.urls", url)
         conclude(args, run, judge, held_out, url)
 
 

@@ -1,4 +1,4 @@
-"""The training loop of the language model and of the reward model."""
+"""The training loop of both models."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,8 @@ def train(
     model.train()
     with tqdm(total=num_steps, desc=f"  {folder.name}", unit="step") as bar:
         for _ in range(epochs):
-            rows = sorted(draw.sample(rows, len(rows)), key=lambda row: len(row["text"]) // 20)  # little is padded
+            # Batches of similar lengths need little padding.
+            rows = sorted(draw.sample(rows, len(rows)), key=lambda row: len(row["text"]) // 20)
             batches = [rows[i : i + BATCH_SIZE] for i in range(0, len(rows), BATCH_SIZE)]
             for batch in draw.sample(batches, len(batches)):
                 texts = [row["text"] + tokenizer.eos_token for row in batch]

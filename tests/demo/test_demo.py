@@ -1,4 +1,4 @@
-"""The demo: its text, its loss, its model, and, slowly, the whole of it as a user runs it."""
+"""Tests the demo: its text, its loss, its models, and, marked slow, all of it as `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from demo import parts, policy, reward_model, scoring
+from demo.story import KINDS, NUM_ANSWERS, SPOKEN, PlainStory, Story
 from guerdon import LocalRewardModel
-from guerdon.demo import parts, policy, recipe, scoring
-from guerdon.demo.story import KINDS, NUM_ANSWERS, SPOKEN, PlainStory, Story
-from guerdon.errors import StartError
 from processes import environment
 
+ROOT = Path(__file__).parents[2]
 PAIR = {"prompt": "How are you?", "responses": ["Fine, thank you.", "Äh ..."]}
 
 
 def heldout() -> list[dict]:
-    text = files("guerdon.demo").joinpath("heldout.jsonl").read_text(encoding="utf-8")
+    text = (ROOT / "examples/demo/heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def command(*arguments: object) -> dict[str, Any]:
+    """Returns what Popen needs to run the demo as the Makefile does."""
+    makefile = (ROOT / "Makefile").read_text()
+    line = re.search(r"^demo:.*\n\tPYTHONPATH=(\S+) \$\(BIN\)/python (-m demo) ", makefile, re.MULTILINE)
+    assert line
+    env = environment() | {"PYTHONPATH": f"{ROOT / line[1]}:{ROOT / 'src'}"}
+    return {"args": [sys.executable, *line[2].split(), *map(str, arguments)], "env": env, "text": True}
 
 
 def test_the_held_out_file_has_every_kind_for_every_prompt() -> None:
@@ -57,18 +65,18 @@ def test_drawing_is_seeded_and_complete() -> None:
 
 def test_bradley_terry_loss_by_hand() -> None:
     flat = torch.zeros(2, NUM_ANSWERS)
-    assert recipe.bradley_terry_loss(flat).item() == pytest.approx(math.log(2))
+    assert reward_model.bradley_terry_loss(flat).item() == pytest.approx(math.log(2))
     # Helpful 1 above brief, brief 1 above the five others: 1 + 5 pairs at distance 1, 5 pairs at distance 2.
     ranked = torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected = (6 * math.log1p(math.exp(-1)) + 5 * math.log1p(math.exp(-2))) / 11
-    assert recipe.bradley_terry_loss(ranked).item() == pytest.approx(expected)
+    assert reward_model.bradley_terry_loss(ranked).item() == pytest.approx(expected)
 
 
 def test_the_model_is_a_normal_folder_and_the_recipe_repeats_itself(tmp_path: Path) -> None:
-    short = recipe.Recipe(num_steps=3, prompts_per_step=2)
+    short = reward_model.RewardModelRecipe(num_steps=3, prompts_per_step=2)
     losses: list[list[float]] = [[], []]
     for folder, seen in zip(("a", "b"), losses, strict=True):
-        recipe.make(tmp_path / folder, short, lambda _, loss, seen=seen: seen.append(loss))
+        reward_model.make(tmp_path / folder, short, lambda _, loss, seen=seen: seen.append(loss))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
 
@@ -84,8 +92,8 @@ def test_the_model_is_a_normal_folder_and_the_recipe_repeats_itself(tmp_path: Pa
 
 
 def test_the_last_answer_has_no_end() -> None:
-    tokenizer = recipe.make_tokenizer(["one two three"], 300)
-    chats = recipe._chats(tokenizer, "one?", ["two", "three", "thr"])
+    tokenizer = reward_model.make_tokenizer(["one two three"], 300)
+    chats = reward_model._chats(tokenizer, "one?", ["two", "three", "thr"])
     assert [chat.removeprefix("<|user|>one?<|end|><|assistant|>") for chat in chats] == [
         "two<|end|>",
         "three<|end|>",
@@ -117,7 +125,7 @@ def test_each_kind_of_answer_is_about_its_topic_or_not() -> None:
 
 def test_the_policy_is_a_normal_folder_and_its_recipe_repeats_itself(tmp_path: Path) -> None:
     story = Story(random.Random(0))
-    tokenizer = recipe.make_tokenizer([s for group in story.by_topic() for s in group], 1000)
+    tokenizer = reward_model.make_tokenizer([s for group in story.by_topic() for s in group], 1000)
     short = policy.PolicyRecipe(num_steps=3, batch_size=4)
     losses: list[list[float]] = [[], []]
     for folder, seen in zip(("a", "b"), losses, strict=True):
@@ -130,7 +138,7 @@ def test_the_policy_is_a_normal_folder_and_its_recipe_repeats_itself(tmp_path: P
 
 
 def test_the_policy_reads_answers_alone() -> None:
-    tokenizer = recipe.make_tokenizer(["one two three"], 300)
+    tokenizer = reward_model.make_tokenizer(["one two three"], 300)
     tokens, targets = next(policy._batches(PlainStory(random.Random(0)), tokenizer, 4))
     answering, end = tokenizer.convert_tokens_to_ids("<|assistant|>"), tokenizer.eos_token_id
     for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
@@ -158,23 +166,22 @@ def test_prompts_are_files_that_the_actor_reads(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "has no rows"),
-        ('{"prompt": "a"}\n', "line 1: no prompt text with a list of response texts"),
-        (json.dumps(PAIR) + '\n{"prompt": "a", "responses": [1]}\n', "line 2: no prompt text"),
+        ('{"prompt": "a"}\n', "line 1: no prompt"),
+        (json.dumps(PAIR) + '\n{"prompt": "a", "responses": [1]}\n', "line 2: no prompt"),
         ("not json\n", "line 1: not valid JSON"),
-        ("[1]\n", "line 1: no prompt text"),
+        ("[1]\n", "line 1: no prompt"),
     ],
 )
 def test_rows_that_cannot_be_scored(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
-    with pytest.raises(StartError, match=message):
+    with pytest.raises(SystemExit, match=message):
         scoring.run(tmp_path / "out", tmp_path / "data.jsonl", 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_demo(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "guerdon", "demo", "--out", tmp_path]
-    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(**command("--out", tmp_path), check=True, capture_output=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["pair_accuracy"] > 0.9
     assert summary["reward_after"] > summary["reward_before"] + 2
@@ -187,7 +194,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
 
 
 def assert_the_readmes_example_is_in_its_order(model: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.search(r"    question = .*?    scores = client\.score\(.*?\)\n", text, re.DOTALL)
     shown = re.search(r"it prints `\[ *(\S+) (\S+) *\]`", text)
     assert example and shown
@@ -203,18 +210,15 @@ def assert_the_readmes_example_is_in_its_order(model: Path) -> None:
 def test_the_demo_on_own_data_takes_the_first_prompts(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "own.jsonl.gz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps({**PAIR, "id": i}) + "\n" for i in range(5))
-    command = [sys.executable, "-m", "guerdon", "demo", "--data", tmp_path / "own.jsonl.gz", "--limit", "3"]
-    done = subprocess.run(
-        [*command, "--out", tmp_path / "out"], check=True, env=environment(), capture_output=True, text=True
-    )
+    arguments = command("--data", tmp_path / "own.jsonl.gz", "--limit", 3, "--out", tmp_path / "out")
+    done = subprocess.run(**arguments, check=True, capture_output=True)
     assert "taking the first 3" in done.stdout
     assert len((tmp_path / "out" / "scores.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.slow
 def test_a_demo_that_is_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "guerdon", "demo", "--out", str(tmp_path / "demo"), "--steps", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen(**command("--out", tmp_path / "demo", "--steps", 4), stdout=subprocess.PIPE)
     assert process.stdout is not None
     next(line for line in process.stdout if "ready at" in line)
     (server,) = psutil.Process(process.pid).children()

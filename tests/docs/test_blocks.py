@@ -13,7 +13,7 @@ import pytest
 from blocks import ROOT, Reader, blocks_of, commands
 
 import zoo
-from guerdon.demo import parts
+from demo import parts
 from served import reward_model
 
 PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]

@@ -12,8 +12,6 @@ examples:
   guerdon doctor http://127.0.0.1:5555
   # train a policy against it
   guerdon reinforce run.yaml
-  # a small end-to-end demo on this machine
-  guerdon demo
 """
 
 NOTES = """\
@@ -160,17 +158,6 @@ CONFIG.yaml has the settings in sections; flags go before it:
   run: {steps: 200, output_dir: out/run}
 
 Checkpoints of policy and critic are saved as a pair, and the same command again goes on from the newest pair.
-"""
-
-DEMO_EXAMPLES = """\
-Makes a small reward model, serves it, and trains a small policy against it; or scores a file with that model.
-
-examples:
-  guerdon demo
-  # shorter, elsewhere
-  guerdon demo --steps 20 --out /tmp/demo
-  # what the small reward model thinks of 20 prompts' responses
-  guerdon demo --data pairs.jsonl --limit 20
 """
 
 BENCH_EXAMPLES = """\

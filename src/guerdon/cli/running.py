@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from guerdon.cli import console
 from guerdon.core import ModelInfo
@@ -149,22 +147,3 @@ def run_doctor(args: argparse.Namespace) -> int:
     from guerdon.cli.doctor import command
 
     return command.run(args)
-
-
-def run_demo(args: argparse.Namespace) -> int:
-    """`guerdon demo`: see guerdon.demo."""
-    console.check_alone("demo")
-    console.need("torch", "starlette", "uvicorn", "tensorboard", "matplotlib")
-    signal.signal(signal.SIGTERM, _leave)  # so that the server that it has started does not outlive it
-    if args.data:
-        from guerdon.demo import scoring
-
-        scoring.run(Path(args.out), Path(args.data), args.limit)
-        return 0
-    from guerdon.demo import run
-
-    return run.run(Path(args.out), args.seed, args.steps)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(Exit.TERMINATED)

@@ -28,7 +28,6 @@ def make_parser() -> Parser:
     _add_actor(commands, "ppo", "train a policy by PPO against a served critic")
     _add_bench(commands)
     _add_doctor(commands)
-    _add_demo(commands)
     _add_completion(commands, parser)
     return parser
 
@@ -112,21 +111,6 @@ def _add_doctor(commands: Any) -> None:
         commands, "doctor", "say what is installed, what is there, and what to do", running.run_doctor, add
     )
     parser.description = helps.DOCTOR_EXAMPLES
-
-
-def _add_demo(commands: Any) -> None:
-    demo = _command(
-        commands, "demo", "serve a small reward model and train a small policy against it", running.run_demo
-    )
-    demo.description = helps.DEMO_EXAMPLES
-    demo.usage = "guerdon demo [--FLAG VALUE ...]"
-    demo.add_argument("--seed", type=int, default=7, help="of models, prompts and responses (default: 7)")
-    demo.add_argument("--steps", type=int, default=60, help="steps in which the policy learns (default: 60)")
-    demo.add_argument(
-        "--data", metavar="FILE", help='score this JSONL or .jsonl.gz of {"prompt", "responses"}; nothing else is done'
-    )
-    demo.add_argument("--limit", type=int, default=100, metavar="N", help="at most N prompts of FILE (default: 100)")
-    demo.add_argument("--out", default="out/demo", metavar="FOLDER", help="where results go (default: out/demo)")
 
 
 def _add_completion(commands: Any, whole: Parser) -> None:

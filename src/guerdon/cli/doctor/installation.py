@@ -17,7 +17,7 @@ _OF_DEVELOPERS = ("dev", "docs", "fuzz")
 _WHAT = {
     "grpc": "grpc:// URLs",
     "server": "serve, serve-critic, score --model",
-    "actor": "reinforce, ppo, demo",
+    "actor": "reinforce, ppo",
     "plot": "bench --plot",
     "otel": "serve --traces",
     "lora": "low-rank adapters",

@@ -1,7 +1,10 @@
-"""The demo's pictures: how rewards rose as the policy learnt, or how those of scored responses are spread."""
+"""What the demo prints and draws: headings, wrapped text, and pictures of rewards."""
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +18,48 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+GREEN, RED, BOLD = "32", "1;31", "1"
 BEST, WORST, REST = MAIN, SECOND, "#c9ced6"
 
 
-def save_learning(steps: Sequence[dict[str, Any]], before: np.ndarray, after: np.ndarray, path: Path) -> None:
-    """Draws the steps of a run (rows of its metrics) and the rewards of the held-out responses, and writes a PNG."""
-    with _picture(path, "guerdon demo: a policy learns from a served reward model", 3) as (first, second, third):
+def heading(text: str) -> None:
+    """Prints the heading of a step."""
+    print(f"\n{bold(text)}", flush=True)
+
+
+def bold(text: str) -> str:
+    return coloured(BOLD, text)
+
+
+def coloured(code: str, text: str) -> str:
+    """Returns the text in a colour if stdout is a terminal."""
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def wrapped(text: str, width: int, most: int = 3) -> list[str]:
+    """Returns one to `most` lines of the text; "(nothing)" for an empty one."""
+    return textwrap.wrap(" ".join(text.split()) or "(nothing)", width, max_lines=most, placeholder=" ...")
+
+
+def shortened(text: str, width: int = 110) -> str:
+    return textwrap.shorten(text, width, placeholder=" ...")
+
+
+def list_files(named: list[tuple[object, str]]) -> None:
+    """Prints paths with what is in them."""
+    width = max(len(str(path)) for path, _ in named)
+    for path, what in named:
+        print(f"  {bold(str(path))}{' ' * (width - len(str(path)))}  {what}")
+
+
+def draw_learning(steps: Sequence[dict[str, Any]], before: np.ndarray, after: np.ndarray, path: Path) -> None:
+    """Writes a PNG of a run's metrics and of the rewards of held-out responses."""
+    with _picture(path, "guerdon's demo: a policy learns from a served reward model", 3) as (first, second, third):
         _draw_rewards(first, steps)
         trained = [row for row in steps if "kl" in row]
         second.plot([row["step"] for row in trained], [row["kl"] for row in trained], color=INK, lw=2)
         second.set_ylim(bottom=min(0, *second.get_ylim()))
-        second.set(xlabel="step", ylabel="nats a response", title="KL to the policy it began as")
+        second.set(xlabel="step", ylabel="nats per response", title="KL to the initial policy")
         bins = np.histogram_bin_edges(np.concatenate([before.ravel(), after.ravel()]), bins=24).tolist()
         for rewards, name, colour in ((before, "before", WORST), (after, "after", BEST)):
             third.hist(rewards.ravel(), bins=bins, color=colour, alpha=0.35)
@@ -36,8 +70,8 @@ def save_learning(steps: Sequence[dict[str, Any]], before: np.ndarray, after: np
         third.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-def save(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws scored rows (`rewards` a prompt) and writes a PNG; failed samples are left out."""
+def draw_scores(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Writes a PNG of the rewards of scored rows, without failed samples."""
     with _picture(path, title, 2) as (left, right):
         _draw_distribution(left, rows)
         _draw_gaps(right, rows)
@@ -45,7 +79,7 @@ def save(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 @contextmanager
 def _picture(path: Path, title: str, num_panels: int) -> Iterator[Sequence[Axes]]:
-    """The panels of a picture, which is written when the block ends."""
+    """Yields the panels of a picture and writes it when the block ends."""
     plt = pyplot()
     with plt.rc_context(STYLE | {"axes.titleweight": "normal", "axes.titlelocation": "center"}):
         figure: Figure
@@ -57,12 +91,12 @@ def _picture(path: Path, title: str, num_panels: int) -> Iterator[Sequence[Axes]
 
 
 def _draw_rewards(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
-    """The mean reward of each step's responses with their spread, and that of the held-out prompts now and then."""
+    """Draws each step's mean reward with its spread, and the validation reward."""
     trained = [row for row in steps if "reward" in row]
     at = np.array([row["step"] for row in trained])
     means, stds = (np.array([row[name] for row in trained]) for name in ("reward", "reward_std"))
-    axes.fill_between(at, means - stds, means + stds, color=BEST, alpha=0.12, lw=0, label="spread of responses")
-    axes.plot(at, means, color=BEST, lw=2, label="responses it learns from")
+    axes.fill_between(at, means - stds, means + stds, color=BEST, alpha=0.12, lw=0, label="standard deviation")
+    axes.plot(at, means, color=BEST, lw=2, label="training prompts")
     held_out = [(row["step"], row["validation_reward"]) for row in steps if "validation_reward" in row]
     axes.plot(*zip(*held_out, strict=True), color=WORST, lw=1.2, marker="o", ms=5, label="held-out prompts")
     axes.grid(axis="y", color="#e6e8ec")
@@ -77,10 +111,10 @@ def _draw_distribution(axes: Axes, rows: list[dict[str, Any]]) -> None:
     bins = np.histogram_bin_edges(everything, bins=min(40, 10 + len(everything) // 8)).tolist()
     axes.hist(everything, bins=bins, color=REST, label="all responses")
     axes.hist(
-        [max(row) for row in rewards if row], bins=bins, histtype="step", lw=2, color=BEST, label="best of a prompt"
+        [max(row) for row in rewards if row], bins=bins, histtype="step", lw=2, color=BEST, label="best per prompt"
     )
     axes.hist(
-        [min(row) for row in rewards if row], bins=bins, histtype="step", lw=2, color=WORST, label="worst of a prompt"
+        [min(row) for row in rewards if row], bins=bins, histtype="step", lw=2, color=WORST, label="worst per prompt"
     )
     axes.axvline(everything.mean(), color=INK, lw=1, ls=(0, (4, 3)))
     axes.annotate(
@@ -92,7 +126,7 @@ def _draw_distribution(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_gaps(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """One line a prompt from its worst to its best response, in the order of the best."""
+    """Draws a line from the worst to the best response of each prompt, sorted by the best."""
     kept = [[r for r in row["rewards"] if r is not None] for row in rows]
     spans = sorted(((min(row), max(row)) for row in kept if row), key=lambda span: span[1])
     low, high = np.array(spans).T
@@ -101,6 +135,6 @@ def _draw_gaps(axes: Axes, rows: list[dict[str, Any]]) -> None:
     size = max(4.0, min(28.0, 1500 / len(spans)))
     axes.scatter(ranks, high, s=size, color=BEST, lw=0, label="best", zorder=3)
     axes.scatter(ranks, low, s=size, color=WORST, lw=0, label="worst", zorder=3)
-    axes.set(xlabel=f"{len(spans)} prompts, in the order of their best reward", ylabel="reward")
+    axes.set(xlabel=f"{len(spans)} prompts, sorted by best reward", ylabel="reward")
     axes.set_title(f"Best and worst response to each prompt, {np.mean(high - low):.2f} apart on average")
     axes.legend(frameon=False, fontsize=9, loc="upper left")

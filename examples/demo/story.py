@@ -1,32 +1,32 @@
-"""Prompts with good and bad answers, put together from the sentences of topics.yaml.
+"""Builds prompts with good and bad answers from the sentences of topics.yaml.
 
-A preference between two of them has a reason that a person would give: helpful before brief, and both before
-off-topic, repetitive, rude, evasive and unfinished answers.
+Preferences between answers are those of a person: helpful answers beat brief ones, and both beat off-topic,
+repetitive, rude, evasive and unfinished ones.
 """
 
 from __future__ import annotations
 
 import random
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 KINDS = ("helpful", "brief", "off_topic", "repetitive", "rude", "evasive")
-"""The kinds of answer; each of the first two is preferred to all that follow it, the last four are equals."""
+"""Kinds of answers: the first two are each preferred to all that follow; the last four rank equal."""
 
 NUM_ANSWERS = 7
-"""Answers to each drawn prompt: helpful, brief, and five bad ones, of which the last is unfinished."""
+"""Answers per drawn prompt: one helpful, one brief, five bad ones, of which the last is unfinished."""
 
 SPOKEN = {"helpful": 0.3, "brief": 0.3, "off_topic": 0.05, "repetitive": 0.1, "rude": 0.1, "evasive": 0.1}
-"""How often the policy's text has each kind of answer, as weights."""
+"""Weight of each kind of answer in the policy's training text."""
 
 
 class Story:
-    """Draws prompts with good and bad answers from the committed sentences."""
+    """Draws prompts with good and bad answers."""
 
     def __init__(self, rng: random.Random) -> None:
-        text = yaml.safe_load(files("guerdon.demo").joinpath("topics.yaml").read_text(encoding="utf-8"))
+        text = yaml.safe_load(Path(__file__).with_name("topics.yaml").read_text(encoding="utf-8"))
         self.rng = rng
         self.topics: dict[str, dict[str, Any]] = text.pop("topics")
         self.common: list[str] = text.pop("common").split()
@@ -35,11 +35,11 @@ class Story:
         self.phrases: dict[str, list[str]] = text
 
     def by_topic(self) -> list[list[str]]:
-        """For each topic all its sentences and words."""
+        """Returns the sentences and words of each topic."""
         return [topic["ask"] + topic["facts"] + topic["words"] for topic in self.topics.values()]
 
     def draw(self) -> tuple[str, list[str]]:
-        """One question with NUM_ANSWERS answers: helpful, brief, and bad ones, the last of them unfinished."""
+        """Draws one question with NUM_ANSWERS answers, good ones first."""
         name = self.rng.choice(list(self.topics))
         other = self.rng.choice([n for n in self.topics if n != name])
         off_topic = [self._helpful(other), self._facts(other, 1, 2)]
@@ -92,7 +92,7 @@ class Story:
         return self._phrase("evasive")
 
     def _vary(self, sentence: str, words: list[str]) -> str:
-        """The sentence with words left out, strewn in and misspelt, so that words are weighed, not sentences learnt."""
+        """Drops, inserts and misspells words, so that the model weighs words and does not memorise sentences."""
         varied = []
         for word in sentence.split():
             if self.rng.random() < 0.06:
@@ -108,15 +108,15 @@ class Story:
 
 
 class PlainStory(Story):
-    """The same answers as they stand in the file, for a policy to learn to say; some of them are bad on purpose."""
+    """Draws unaltered sentences, the training text of the policy; some answers are bad on purpose."""
 
     def say(self) -> tuple[str, str]:
-        """A question and one answer to it, of a kind drawn by SPOKEN."""
+        """Draws a question and an answer of a kind drawn by SPOKEN."""
         name = self.rng.choice(list(self.topics))
         return self.ask(name), self._answer(self.rng.choices(list(SPOKEN), list(SPOKEN.values()))[0], name)
 
     def ask(self, name: str | None = None) -> str:
-        """A question about the topic, or about any: one of the file with words strewn in, or words about it alone."""
+        """Draws a question about `name`, or a random topic: a sentence with inserted words, or keywords alone."""
         name = name or self.rng.choice(list(self.topics))
         topic = self.topics[name]
         if self.rng.random() < 0.5:
@@ -126,8 +126,8 @@ class PlainStory(Story):
             return " ".join(chosen)
         words = self.rng.choice(topic["ask"]).split()
         for _ in range(self.rng.randint(0, 3)):
-            strewn = self.rng.choice(topic["words"] if self.rng.random() < 0.5 else self.common)
-            words.insert(self.rng.randrange(len(words) + 1), strewn)
+            inserted = self.rng.choice(topic["words"] if self.rng.random() < 0.5 else self.common)
+            words.insert(self.rng.randrange(len(words) + 1), inserted)
         return " ".join(words)
 
     def _answer(self, kind: str, name: str) -> str:

@@ -1,6 +1,6 @@
-"""A small policy, made in seconds: a tiny causal Llama that has read good and bad answers and says both.
+"""Trains a small policy in seconds: a tiny causal Llama on good and bad answers.
 
-It is a start from which there is something to learn: about every second answer is to the point. Everything is seeded.
+About every second answer is to the point, so REINFORCE has something to improve.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from guerdon.demo.recipe import topics_of_tokens
-from guerdon.demo.story import PlainStory
+from demo.reward_model import topics_of_tokens
+from demo.story import PlainStory
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 _SORTED_TOGETHER = 6
-"""Batches whose rows are drawn at once and dealt out by length, so that little is padded."""
+"""Batches that are drawn together and grouped by length, which saves padding."""
 
 
 @dataclass(frozen=True)
 class PolicyRecipe:
-    """Everything that decides the weights; the same recipe gives the same policy on the same machine."""
+    """Everything that determines the weights, on the same machine."""
 
     seed: int = 7
     hidden_size: int = 128
@@ -41,10 +41,9 @@ def make(
     recipe: PolicyRecipe = PolicyRecipe(),
     on_step: Callable[[int, float], Any] = lambda *_: None,
 ) -> None:
-    """Trains the policy on the likelihood of answers and saves it in `folder` as transformers saves any model.
+    """Trains the policy on the likelihood of answers and saves it in `folder`; calls `on_step(step, loss)` each step.
 
-    `tokenizer` is the reward model's, so that it can score the policy's own tokens. `on_step(step, loss)` is called
-    after each of `recipe.num_steps` steps.
+    `tokenizer` is the reward model's, so that the reward model can score the policy's token ids.
     """
     import torch
     import torch.nn.functional as F
@@ -77,7 +76,7 @@ def make(
     for step in range(recipe.num_steps):
         tokens, targets = next(batches)
         hidden = model.model(input_ids=tokens).last_hidden_state
-        # Logits of the answers alone: those of prompts and padding would be thrown away.
+        # Logits of the answers only: the loss ignores those of prompts and padding.
         loss = F.cross_entropy(model.lm_head(hidden[targets >= 0]), targets[targets >= 0])
         optimizer.zero_grad()
         loss.backward()
@@ -90,10 +89,10 @@ def make(
 
 
 def start_from_topics(model: LlamaForCausalLM, topics: torch.Tensor) -> None:
-    """Starts the policy near what it is to learn: to go on about the topic of what came before.
+    """Initialises the policy to continue with the topic of the preceding tokens.
 
-    The first columns of the embedding become `topics` `[V, K]`, which are also those of the output; the first head of
-    the first layer averages them over all that came before. K may be at most the size of a head.
+    The first columns of the embedding, tied to the output, become `topics` `[V, K]`; the first head of the first layer
+    averages them over all earlier tokens. K is at most the size of a head.
     """
     import torch
 
@@ -112,7 +111,7 @@ def start_from_topics(model: LlamaForCausalLM, topics: torch.Tensor) -> None:
 def _batches(
     story: PlainStory, tokenizer: PreTrainedTokenizerFast, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and the token that follows each, int64 `[size, T]`; -1 where that is not one of an answer."""
+    """Yields tokens and their next tokens, int64 `[size, T]` each; the latter are -1 outside answers."""
     import torch
 
     while True:
@@ -131,7 +130,7 @@ def _batches(
 
 
 def _encoded(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of both, and how many of them are the prompt's."""
+    """Returns the tokens of both, and the number of prompt tokens."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )

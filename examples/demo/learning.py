@@ -1,4 +1,4 @@
-"""The demo from end to end: a reward model, its server, a policy that learns; every part as a user would run it."""
+"""The demo: trains a reward model, serves it, trains a policy against it, and compares responses."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from typing import Any
 import numpy as np
 import yaml
 
-from guerdon.client import RewardClient
-from guerdon.demo import console, parts, plot
-from guerdon.demo.serving import served
-from guerdon.demo.story import KINDS
-from guerdon.settings.actors import ReinforceRunConfig
-from guerdon.settings.fields import from_mapping
-from guerdon.settings.yaml_files import read_yaml
+from demo import parts, showing
+from demo.story import KINDS
+from guerdon import RewardClient
+from serving import guerdon, serving
 
 NUM_SHOWN = 5
-"""Held-out prompts whose responses before and after are printed."""
+"""Number of held-out prompts with printed responses."""
 NUM_MEASURED = 8
-"""Responses to each held-out prompt that are measured before and after."""
+"""Responses per held-out prompt, before and after."""
 WIDTH = 46
-"""Columns of a response that is printed beside another."""
+"""Columns per response in the printed comparison."""
 NUM_LAST = 5
-"""Steps at the end whose mean KL is given."""
+"""Number of last steps over which the KL is averaged."""
 
 
 def settings(out: Path, url: str, seed: int, steps: int) -> dict[str, Any]:
-    """What the demo's reinforce.yaml says."""
+    """Returns the content of reinforce.yaml."""
     return {
         "policy": {"model": str(out / parts.POLICY), "learning_rate": 5e-4},
         "data": {
@@ -49,55 +46,51 @@ def settings(out: Path, url: str, seed: int, steps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Responses of a policy to the held-out prompts and their rewards, `[len(prompts)][NUM_MEASURED]` each."""
+    """A policy's responses to the held-out prompts and their rewards, `[num_prompts, NUM_MEASURED]` each."""
 
     responses: list[list[str]]
     rewards: np.ndarray
 
     @property
     def mean(self) -> float:
-        """Of all rewards."""
         return float(self.rewards.mean())
 
 
-def run(out: Path, seed: int, steps: int) -> int:
-    """Makes the models, serves one, trains the other against it, and leaves everything in `out`; the exit status."""
+def run(out: Path, seed: int, steps: int) -> None:
+    """Runs the demo and leaves all files in `out`."""
     import torch
 
     started = time.monotonic()
-    torch.set_num_threads(1)  # models this small lose more between threads than they gain
+    torch.set_num_threads(1)  # models this small lose more by synchronising threads than they gain
     out.mkdir(parents=True, exist_ok=True)
     folder = out / "run"
     shutil.rmtree(folder, ignore_errors=True)
 
-    console.heading("1  A reward model learns from preferences what a good answer is")
+    showing.heading("1  A reward model learns from preferences what a good answer is")
     parts.make_reward_model(out, seed)
-    console.heading("2  A policy learns to answer: well, badly, rudely, beside the point")
+    showing.heading("2  A policy learns to answer: well, badly, rudely, off topic")
     parts.make_policy(out, seed)
     parts.make_prompts(out, seed)
     held_out = [json.loads(line) for line in (out / parts.HELD_OUT).read_text(encoding="utf-8").splitlines()]
     prompts = [row["prompt"] for row in held_out]
 
-    console.heading("3  The reward model is served, in a process of its own")
-    with served(out / parts.REWARD_MODEL, out / "server.log") as url, RewardClient(url) as client:
-        client.wait_ready(timeout_s=60)
+    showing.heading("3  guerdon serves the reward model in a process of its own")
+    with (
+        serving("serve", out / parts.REWARD_MODEL, log=out / "server.log", num_threads=1) as url,
+        RewardClient(url) as client,
+    ):
         accuracy = pair_accuracy(client, held_out)
         print(f"  {accuracy:.1%} of held-out pairs of answers are ranked as a person would")
         before = measure(client, out / parts.POLICY, prompts)
 
-        console.heading("4  The policy learns from the server, by REINFORCE")
+        showing.heading("4  The policy learns from the server by REINFORCE")
         file = out / "reinforce.yaml"
         file.write_text(yaml.safe_dump(settings(out, url, seed, steps), sort_keys=False), encoding="utf-8")
-        print(f"  $ guerdon reinforce {file}")
-        from guerdon.actor import reinforce
-
-        summary = reinforce.train(from_mapping(ReinforceRunConfig, read_yaml(file)))
-        if summary.stopped is not None:
-            return summary.exit_status
-        trained = folder / "checkpoints" / f"step-{summary.step:06d}" / "policy"
+        guerdon("reinforce", file, num_threads=1)
+        trained = folder / "checkpoints" / f"step-{steps:06d}" / "policy"
         after = measure(client, trained, prompts)
 
-    console.heading("5  Before and after, on prompts that it was not trained on")
+    showing.heading("5  Before and after, on held-out prompts")
     for i in range(0, len(prompts), -(-len(prompts) // NUM_SHOWN)):
         show(prompts[i], before, after, i)
     steps_done = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -106,34 +99,33 @@ def run(out: Path, seed: int, steps: int) -> int:
         "reward_after": after.mean,
         "kl": float(np.mean([row["kl"] for row in steps_done if "kl" in row][-NUM_LAST:])),
         "seconds": round(time.monotonic() - started, 1),
-        "steps": summary.step,
+        "steps": steps,
         "seed": seed,
         "pair_accuracy": accuracy,
     }
     (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.save_learning(steps_done, before.rewards, after.rewards, out / "learning.png")
+    showing.draw_learning(steps_done, before.rewards, after.rewards, out / "learning.png")
 
-    console.heading("Done")
+    showing.heading("Done")
     print(
         f"  The mean reward of {after.rewards.size} held-out responses went from {before.mean:.2f} to {after.mean:.2f},"
-        f" {results['kl']:.1f} nats from where the policy began; {results['seconds']:.0f} s in all"
+        f" at a KL of {results['kl']:.1f} nats; {results['seconds']:.0f} s in all"
     )
-    console.files(
+    showing.list_files(
         [
-            (out / "learning.png", "rewards and KL, drawn"),
+            (out / "learning.png", "rewards and KL as a picture"),
             (out / "summary.json", "the figures"),
-            (folder / "samples", "responses as it learnt; curves.png, metrics.jsonl and tensorboard/ lie beside them"),
-            (trained, "the policy, as transformers loads it"),
+            (folder / "samples", "responses during training, beside curves.png, metrics.jsonl and tensorboard/"),
+            (trained, "the policy as a transformers checkpoint"),
             (out / "reinforce.yaml", "the settings of guerdon reinforce"),
             (out / parts.REWARD_MODEL, f"the reward model: guerdon serve {out / parts.REWARD_MODEL}"),
-            (out / "server.log", "what its server logged"),
+            (out / "server.log", "the server's log"),
         ]
     )
-    return 0
 
 
 def measure(client: RewardClient, folder: Path, prompts: list[str]) -> Measured:
-    """NUM_MEASURED responses of the policy in `folder` to each prompt, as transformers itself draws them, rewarded."""
+    """Samples NUM_MEASURED responses to each prompt with transformers, and scores them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,7 +152,7 @@ def measure(client: RewardClient, folder: Path, prompts: list[str]) -> Measured:
 
 
 def pair_accuracy(client: RewardClient, rows: list[dict[str, Any]]) -> float:
-    """The share of pairs of different kinds of answers to a prompt whose rewards rank them as a person would."""
+    """Returns the share of pairs of answers that the rewards rank as a person would."""
     hits = []
     for row in rows:
         scores = client.score(
@@ -175,16 +167,16 @@ def pair_accuracy(client: RewardClient, rows: list[dict[str, Any]]) -> float:
 
 
 def show(prompt: str, before: Measured, after: Measured, i: int) -> None:
-    """Prints the first response drawn to prompt `i` before beside that after."""
-    print(f"  {console.bold(console.shortened(prompt))}")
+    """Prints the first responses to prompt `i`, before and after, side by side."""
+    print(f"  {showing.bold(showing.shortened(prompt))}")
     sides = [
-        (measured.rewards[i][0], colour, console.wrapped(measured.responses[i][0], WIDTH, most=4))
-        for measured, colour in ((before, console.RED), (after, console.GREEN))
+        (measured.rewards[i][0], colour, showing.wrapped(measured.responses[i][0], WIDTH, most=4))
+        for measured, colour in ((before, showing.RED), (after, showing.GREEN))
     ]
     for row in range(max(len(lines) for _, _, lines in sides)):
         cells = []
         for reward, colour, lines in sides:
-            number = console.coloured(colour, f"{reward:6.2f}") if row == 0 else " " * 6
+            number = showing.coloured(colour, f"{reward:6.2f}") if row == 0 else " " * 6
             cells.append(f"{number}  {lines[row] if row < len(lines) else '':<{WIDTH}}")
         print(f"    {'    '.join(cells).rstrip()}")
     print()

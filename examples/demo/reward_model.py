@@ -1,7 +1,4 @@
-"""A small but sensible reward model, made in seconds: a tiny Llama trained with the Bradley-Terry loss.
-
-Its text and its preferences come from story.py. Everything is seeded.
-"""
+"""Trains a small reward model in seconds: a tiny Llama with the Bradley-Terry loss, on the preferences of story.py."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from guerdon.demo.story import NUM_ANSWERS, Story
+from demo.story import NUM_ANSWERS, Story
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +20,8 @@ CHAT_TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the weights; the same recipe gives the same model on the same machine."""
+class RewardModelRecipe:
+    """Everything that determines the weights, on the same machine."""
 
     seed: int = 7
     vocab_size: int = 2000
@@ -36,7 +33,7 @@ class Recipe:
 
 
 def make_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the demo's own text; any UTF-8 text can be encoded."""
+    """Trains a byte-level BPE tokenizer; it can encode any UTF-8 text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,28 +58,28 @@ def make_tokenizer(sentences: list[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def bradley_terry_loss(rewards: torch.Tensor) -> torch.Tensor:
-    """Mean of -log sigmoid(chosen - rejected) over all preferred pairs; `rewards` is `[N, NUM_ANSWERS]` as drawn."""
+    """Returns the mean of -log sigmoid(chosen - rejected) over all pairs; `rewards` `[N, NUM_ANSWERS]` as drawn."""
     import torch.nn.functional as F
 
     chosen, rejected = zip(*[(c, r) for c in (0, 1) for r in range(c + 1, NUM_ANSWERS)], strict=True)
     return -F.logsigmoid(rewards[:, list(chosen)] - rewards[:, list(rejected)]).mean()
 
 
-def start_fromtopics_of_tokens(
+def start_near_topics(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]
 ) -> None:
-    """Starts the three layers near a comparison of topics, so that they learn in seconds and not in hours.
+    """Initialises the three layers to compare topics, so that training takes seconds and not hours.
 
-    The first columns of the embedding say in which groups of sentences a token occurs, as latent semantic analysis
-    would. The first layer averages those of all that came before into the next columns (at <|assistant|> that is
-    the prompt), and marks words that repeat. In the second every token looks back at <|assistant|> and multiplies its
-    own topics with those of the prompt. The third averages what came of that. Training moves all of it.
+    The first columns of the embedding hold the groups of sentences in which a token occurs, as in latent semantic
+    analysis. The first layer averages those of all earlier tokens into the next columns (at <|assistant|> these are the
+    prompt's), and marks repeated words. In the second, every token attends to <|assistant|> and multiplies its own
+    topics with the prompt's. The third averages the products. All of it is trained.
     """
     import torch
 
     width, num_groups = model.config.hidden_size, len(groups)
     topics, context = slice(0, num_groups), slice(num_groups, 2 * num_groups)
-    names = slice(2 * num_groups, width - 4)  # random, to tell tokens apart
+    names = slice(2 * num_groups, width - 4)  # random, to distinguish tokens
     agrees, repeats, assistant, always = range(width - 4, width)
     eye = torch.eye(width)
     embedding = model.get_input_embeddings().weight
@@ -106,7 +103,7 @@ def start_fromtopics_of_tokens(
         averaging.mlp.down_proj.weight[repeats, names] = 0.1
         head_size = width // model.config.num_attention_heads
         for head in range(0, width, head_size):
-            slowest = head + head_size // 2 - 1  # the dimension that rotary positions turn least
+            slowest = head + head_size // 2 - 1  # the dimension with the slowest rotary frequency
             comparing.self_attn.q_proj.weight[slowest, always] = 2.0
             comparing.self_attn.k_proj.weight[slowest, assistant] = 1.0
         comparing.self_attn.o_proj.weight[context] *= 3.0
@@ -116,7 +113,10 @@ def start_fromtopics_of_tokens(
 
 
 def topics_of_tokens(tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]) -> torch.Tensor:
-    """In which groups of sentences each token occurs, `[V, len(groups)]`; small for tokens that occur in many."""
+    """Returns how often each token occurs in each group of sentences, as shares `[V, len(groups)]`.
+
+    Tokens of many groups have smaller ones.
+    """
     import torch
 
     counts = torch.zeros(len(tokenizer), len(groups))
@@ -128,11 +128,12 @@ def topics_of_tokens(tokenizer: PreTrainedTokenizerFast, groups: list[list[str]]
     return share * (1 - (counts > 0).float().mean(1, keepdim=True)) ** 2
 
 
-def make(folder: Path, recipe: Recipe = Recipe(), on_step: Callable[[int, float], Any] = lambda *_: None) -> None:
-    """Trains the model and saves it in `folder` as transformers saves any sequence classifier.
-
-    `on_step(step, loss)` is called after each of `recipe.num_steps` steps.
-    """
+def make(
+    folder: Path,
+    recipe: RewardModelRecipe = RewardModelRecipe(),
+    on_step: Callable[[int, float], Any] = lambda *_: None,
+) -> None:
+    """Trains the model and saves it in `folder`; calls `on_step(step, loss)` after each step."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -157,7 +158,7 @@ def make(folder: Path, recipe: Recipe = Recipe(), on_step: Callable[[int, float]
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    start_fromtopics_of_tokens(model, tokenizer, [*by_topic, story.phrases["rude"]])
+    start_near_topics(model, tokenizer, [*by_topic, story.phrases["rude"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.learning_rate, total_steps=recipe.num_steps, pct_start=0.1
@@ -179,7 +180,7 @@ def make(folder: Path, recipe: Recipe = Recipe(), on_step: Callable[[int, float]
 
 
 def _chats(tokenizer: PreTrainedTokenizerFast, prompt: str, answers: list[str]) -> list[str]:
-    """Each answer in the chat template; the last one, which has no end, without its end."""
+    """Applies the chat template to each answer; cuts the end token of the last, which is unfinished."""
     conversations = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": a}] for a in answers]
     *ended, endless = tokenizer.apply_chat_template(conversations, tokenize=False)
     return [*ended, endless.removesuffix("<|end|>")]

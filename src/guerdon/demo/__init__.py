@@ -1,1 +1,0 @@
-"""The demo: make a small reward model, serve it, score prompts with several responses each, show the result."""
