@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.scheduler import Scheduler
 
 SECONDS = 0.5
 BREAKS = "breaks"
@@ -15,6 +15,6 @@ def score(texts: list[str]) -> list[float]:
     """Each text's length, after a while; after a text with BREAKS the server's thread ends, as by a bug of its own."""
     if any(BREAKS in text for text in texts):
         broken: Any = None
-        Lane.observe = broken
+        Scheduler.observe = broken
     time.sleep(SECONDS)
     return [float(len(text)) for text in texts]

@@ -14,7 +14,7 @@ import numpy as np
 import zoo
 from guerdon.assembly import PLAIN, Parts, build_service
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.server.batching.loop import Order
+from guerdon.server.batching.orders import Order
 from guerdon.server.service import Service
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 

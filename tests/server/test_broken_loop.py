@@ -13,22 +13,22 @@ import pytest
 
 from guerdon.core import ScoreRequest
 from guerdon.errors import ServerFault
-from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.scheduler import Scheduler
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of
 
 _SERVED = """\
 from guerdon.settings.config import ServerConfig
-from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.runtime import run
 from server.echo_service import EchoService
-Lane.observe = None
+Scheduler.observe = None
 run(EchoService(), ServerConfig(port=0, grpc_port=0), on_started=lambda http, _: print(http, flush=True))
 """
 
 
 async def test_what_is_asked_afterwards_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lane, "observe", None)
+    monkeypatch.setattr(Scheduler, "observe", None)
     service = EchoService()
     service.start()
     reply = await service.score("reward_model", ScoreRequest(tokens=[np.array([5])]))

@@ -415,8 +415,8 @@ def test_an_outcome_after_the_end_of_the_event_loop_is_no_error(caplog: pytest.L
 async def test_how_long_to_wait_counts_what_is_held_back() -> None:
     async with running(max_queue_sequences=4) as service:
         await values(service, *range(100))
-        lane = service._loop._lanes["critic_infer"]
-        lane._room._tokens_per_s = 10.0
+        scheduler = service._loop._schedulers["critic_infer"]
+        scheduler.room.pace._tokens_per_s = 10.0
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: bool(service.trainer.trained))
         queued = asyncio.create_task(train(service, request("queued", 1, 2, 3, 4, length=100)))

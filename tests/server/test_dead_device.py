@@ -11,7 +11,7 @@ import pytest
 
 from guerdon.core import ScoreRequest
 from guerdon.errors import ServerFault, TrainFailed
-from guerdon.server.batching.attempt import check_device
+from guerdon.server.batching.halving import check_device
 from guerdon.server.service import Service
 from server.arithmetic_critic import ArithmeticService, request
 from server.echo_service import EchoService

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.batching.lane import Lane
+from guerdon.server.batching.orders import Reservation
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
-from guerdon.server.batching.shares import Shares
+from guerdon.server.batching.sharing import Shares
 
 BUDGET = 100
 
@@ -150,7 +150,7 @@ def test_every_sequence_is_taken_once_or_dropped(
     assert set(seen.values()) <= {1}
     assert all((made, i) in seen for made in jobs if not made.cancelled for i in range(len(made.sequences)))
     assert s.num_sequences == s.room.tokens.taken == s.room.sequences.taken == 0
-    assert not s._groups and all(not s.room.tokens.held(c) for c in "abc")
+    assert not s._prefixes and all(not s.room.tokens.held(c) for c in "abc")
 
 
 @settings(max_examples=150)
@@ -187,7 +187,7 @@ def test_a_client_alone_is_served_as_without_names(requests: list[tuple[str, lis
 def test_memory_that_ends_amid_a_choice_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     s, a = scheduler(), job("a", 30, 30, 30, 30)
     s.add(a)
-    head, calls = s._head, []
+    head, calls = s._queue.head, []
 
     def short() -> Job | None:
         calls.append(1)
@@ -195,7 +195,7 @@ def test_memory_that_ends_amid_a_choice_loses_no_sequence(monkeypatch: pytest.Mo
             raise MemoryError
         return head()
 
-    monkeypatch.setattr(s, "_head", short)
+    monkeypatch.setattr(s._queue, "head", short)
     with pytest.raises(MemoryError):
         s.take(0.0)
     batch = s.take(0.0)
@@ -203,7 +203,7 @@ def test_memory_that_ends_amid_a_choice_loses_no_sequence(monkeypatch: pytest.Mo
     assert s.num_sequences == 1
 
 
-def refused(s: Scheduler | Lane[object], made: Job) -> bool:
+def refused(s: Scheduler, made: Job) -> bool:
     try:
         s.add(made)
     except Overloaded:
@@ -259,38 +259,32 @@ def test_a_request_larger_than_its_client_could_have_gets_in_and_takes_nothing_o
 
 
 def test_what_is_announced_is_refused_only_where_it_could_find_no_room() -> None:
-    lane: Lane[object] = Lane(scheduler(max_queue_tokens=100))
-    lane.add(job("", 40))
+    s = scheduler(max_queue_tokens=100)
+    s.add(job("", 40))
     for num_tokens in (60, 61, 100, 101, 4_000_000):  # much of them may be padding, and what is larger than all gets in
-        lane.check_room(1, num_tokens)
-    lane.add(job("", 30, start=10))
-    lane.check_room(1, 30)
+        s.room.check_coming(1, num_tokens, "")
+    s.add(job("", 30, start=10))
+    s.room.check_coming(1, 30, "")
     for num_tokens in (31, 60, 100):
         with pytest.raises(Overloaded):
-            lane.check_room(1, num_tokens)
-    lane.check_room(1, 101)
-    lane.add(job("", 101, start=20))
+            s.room.check_coming(1, num_tokens, "")
+    s.room.check_coming(1, 101, "")
+    s.add(job("", 101, start=20))
     for num_tokens in (0, 101):
         with pytest.raises(Overloaded):
-            lane.check_room(1, num_tokens)
+            s.room.check_coming(1, num_tokens, "")
 
 
 def test_the_room_of_what_is_held_behind_an_order_is_its_clients() -> None:
-    lane: Lane[object] = Lane(scheduler(("a", "b"), max_queue_sequences=8))
-    place = Order()
-    lane.add_order(place)
-    assert sum(not refused(lane, job("a", 1, start=i)) for i in range(20)) == 5  # and one is the order's
-    assert sum(not refused(lane, job("b", 1, start=100 + i)) for i in range(20)) == 2
-    lane.drop_order(place)
-    assert lane.num_sequences == 7 and not refused(lane, job("a", 1, start=200))
-    batch = lane.take(0.0)
-    assert batch is not None and lane.num_sequences == lane.num_tokens == 0
-
-
-class Order:
-    num_sequences = num_tokens = 0
-    is_ready = False
-    client = ""
+    s = scheduler(("a", "b"), max_queue_sequences=8)
+    place = Reservation()
+    s.orders.add(place)
+    assert sum(not refused(s, job("a", 1, start=i)) for i in range(20)) == 5  # and one is the order's
+    assert sum(not refused(s, job("b", 1, start=100 + i)) for i in range(20)) == 2
+    s.orders.drop(place)
+    assert s.room.sequences.taken == 7 and not refused(s, job("a", 1, start=200))
+    batch = s.take(0.0)
+    assert batch is not None and s.room.sequences.taken == s.room.tokens.taken == 0
 
 
 AMOUNTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=60)

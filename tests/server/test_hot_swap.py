@@ -469,13 +469,13 @@ async def test_a_change_holds_the_server_up_for_no_collection_of_all_its_memory(
 async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -> None:
     zoo.tokenizer(zoo.checkpoint("bert", root / "bert", seed=3))
     async with serving(root) as service:
-        lane = service._loop._lanes["reward_model"]
-        lane.resize(64)  # as where there was no memory for more
-        assert lane.limits.shares
+        scheduler = service._loop._schedulers["reward_model"]
+        scheduler.resize(64)  # as where there was no memory for more
+        assert scheduler.limits.shares
         await service.repository.load("reward_model", "bert")
         info = service.catalog.model("reward_model")
         assert isinstance(info, ModelInfo) and info.path == "packed"
-        assert not lane.limits.shares and lane.limits.max_batch_tokens > 64
+        assert not scheduler.limits.shares and scheduler.limits.max_batch_tokens > 64
 
 
 async def test_a_model_is_found_by_the_checkpoint_that_was_named_at_the_start(root: Path) -> None:

@@ -17,10 +17,10 @@ import pytest
 import zoo
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import ServerFault, Unavailable
-from guerdon.server.batching.attempt import Attempt, is_out_of_memory
 from guerdon.server.batching.budget import Budget
+from guerdon.server.batching.halving import is_out_of_memory
 from guerdon.server.batching.loop import Loop
-from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 from guerdon.server.metrics import Metrics
 
 TESTS = Path(__file__).parents[1]
@@ -166,13 +166,14 @@ def test_what_says_that_memory_ended(error: BaseException, expected: bool) -> No
 @pytest.mark.parametrize("error", [ServerFault("out of memory"), OutOfMemoryError("out of memory")])
 def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception) -> None:
     class Failing(SmallWorker):
-        def lead(self, command: Command) -> Scored:
+        def lead(self, command: Command) -> Scored | None:
+            if command.signal is Signal.EXIT:
+                return None
             activations = np.zeros(10)  # noqa: F841 - what a forward's frame holds
             raise error
 
-    job = Job([Sequence(np.arange(5))])
-    scored = Attempt(Failing(0), "m").score(Batch([(job, 0)], [5], 5))
-    (answer,) = scored.results
+    with Running(Failing(0)) as running:
+        (answer,) = running.score(5)
     assert isinstance(answer, ServerFault) and answer.__traceback__ is None
     assert error.__traceback__ is None
 
@@ -201,7 +202,7 @@ def test_memory_that_ends_beside_a_forward_fails_that_batch_and_the_loop_goes_on
 
 def test_memory_that_ends_while_a_batch_is_chosen_delays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with Running(SmallWorker(1000)) as running:
-        right, calls = running.scheduler._head, []
+        right, calls = running.scheduler._queue.head, []
 
         def short() -> Job | None:
             calls.append(1)
@@ -209,7 +210,7 @@ def test_memory_that_ends_while_a_batch_is_chosen_delays_it(monkeypatch: pytest.
                 raise MemoryError
             return right()
 
-        monkeypatch.setattr(running.scheduler, "_head", short)
+        monkeypatch.setattr(running.scheduler._queue, "head", short)
         assert running.score(100, 90, 80) == [100.0, 90.0, 80.0]
 
 

@@ -43,7 +43,7 @@ def simulate(
     arrives, leaving = 0.0, []
     while now < seconds:
         batch = s.take(now)
-        s.late.clear()
+        s.take_late()
         ends = arrives
         if batch is not None:
             took = sum(x.num_tokens for x in batch.sequences) / RATE * luck.uniform(0.9, 1.1)
@@ -59,7 +59,7 @@ def simulate(
             arrives += luck.expovariate(load / mean_s)
         now = ends
         if batch is not None:
-            s.observe(batch.num_tokens, took)
+            s.observe(took)
             counts["computed"] += sum(x.num_tokens for x in batch.sequences)
             for job, count in batch.jobs().items():
                 job.unanswered -= count
@@ -122,7 +122,7 @@ def full_batch(s: Scheduler, seconds: float) -> None:
     s.add(make_job(900_000, 20, 0.0, 1e9))
     batch = s.take(0.0)
     assert batch is not None and not s.num_sequences
-    s.observe(batch.num_tokens, seconds)
+    s.observe(seconds)
 
 
 def test_what_cannot_be_done_in_time_is_refused_but_never_what_is_alone() -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_be_done_in_time_is_refused_but_never_what_is_alone() -> Non
         s.add(make_job(1000, 64, 0.0, 2.0), 0.0)
     assert refused.value.retry_after_s >= 1
     s.add(make_job(1000, 64, 0.0, 4.0), 0.0)
-    assert s.take(0.0) is not None and s.late == [alone]
+    assert s.take(0.0) is not None and s.take_late() == [alone]
 
 
 def test_a_pace_that_was_measured_wrong_is_measured_again() -> None:
@@ -148,9 +148,9 @@ def test_a_pace_that_was_measured_wrong_is_measured_again() -> None:
             except Overloaded:
                 continue
         while (batch := s.take(float(i))) is not None:
-            s.observe(batch.num_tokens, batch.num_tokens / RATE)
+            s.observe(batch.num_tokens / RATE)
             served += len(batch.entries)
-        s.late.clear()
+        s.take_late()
     assert served > 64 * 40 * 2
 
 
@@ -165,7 +165,7 @@ def test_small_batches_mend_a_pace_that_was_measured_too_low() -> None:
             except Overloaded:
                 refused += 1
         while (batch := s.take(float(i))) is not None:
-            s.observe(batch.num_tokens, batch.num_tokens / RATE)
+            s.observe(batch.num_tokens / RATE)
     assert 0 < refused < 10
 
 

@@ -51,7 +51,7 @@ def test_other_limits_while_sequences_wait_lose_none(shares: bool) -> None:
     s.cancel(second)
     s.add(job(40))
     assert taken(s.take(0.0)) == [40]
-    assert s.num_sequences == s.room.sequences.taken == 0 and not s._groups
+    assert s.num_sequences == s.room.sequences.taken == 0 and not s._prefixes
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
@@ -149,8 +149,10 @@ def test_a_cancelled_request_costs_nothing_more() -> None:
 
 def test_a_full_queue_refuses_with_the_time_to_wait() -> None:
     s = scheduler(max_queue_tokens=200)
+    s.add(job(10))
+    s.take(0.0)
+    s.observe(seconds=1.0)
     s.add(job(150))
-    s.observe(num_tokens=10, seconds=1.0)
     with pytest.raises(Overloaded) as refused:
         s.add(job(60))
     assert refused.value.retry_after_s == pytest.approx(7.5)
@@ -237,6 +239,6 @@ def test_dropped_requests_leave_even_behind_others_that_go_first() -> None:
         dropped = job(10, start=20_000 * (i + 1))
         s.add(dropped)
         s.cancel(dropped)
-    assert len(s._lines[""].jobs) <= 3
+    assert len(s._queue._lines[""].jobs) <= 3
     assert taken(s.take(0.0)) == [90]
     assert s.take(0.0) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from guerdon.server.batching.turns import FairTurns
+from guerdon.server.batching.sharing import FairTurns
 
 
 async def order_of(turns: FairTurns, clients: str) -> str:

@@ -29,7 +29,9 @@ from guerdon.errors import (
     TooLarge,
     Unsupported,
 )
-from guerdon.server.batching.loop import Group, Loop, Order
+from guerdon.server.batching.halving import Group
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.catalog import Catalog, Entry, Served
 from guerdon.server.logs import failure

@@ -14,7 +14,7 @@ from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server import tracing
-from guerdon.server.batching.turns import FairTurns
+from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Served, Steps, Tokenizer
 
 T = TypeVar("T")

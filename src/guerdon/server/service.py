@@ -24,8 +24,9 @@ from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overl
 from guerdon.server import reading, tracing, triton
 from guerdon.server import truncation as samples
 from guerdon.server.auth import Access
-from guerdon.server.batching.loop import Group, Loop
-from guerdon.server.batching.scheduler import Job, Limits, Result, Scheduler
+from guerdon.server.batching.halving import Group
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 from guerdon.server.catalog import Catalog, Served
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as Done
@@ -281,7 +282,7 @@ class Service:
         if self.critic is not None and self.critic.lane == name and (fault := self.critic.fault) is not None:
             raise fault
         version, sequences, wrong = await self._sequences(name, request, client)
-        results: list[Result | None] = [*wrong]
+        results: list[Score | GuerdonError | None] = [*wrong]
         accepted = [i for i, error in enumerate(wrong) if error is None]
         job = Job([sequences[i] for i in accepted], request.priority, started, client, deadline)
         job.traced = tracing.part(name)

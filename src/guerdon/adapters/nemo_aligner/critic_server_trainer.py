@@ -16,7 +16,7 @@ from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.server.batching.loop import Group
+from guerdon.server.batching.halving import Group
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.critic import Critic
 from guerdon.server.service import Service

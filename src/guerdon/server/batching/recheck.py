@@ -11,7 +11,7 @@ import numpy as np
 
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
-from guerdon.server.batching.attempt import Group
+from guerdon.server.batching.halving import Group
 from guerdon.server.batching.scheduler import Batch
 from guerdon.server.logs import failure
 from guerdon.server.metrics import Metrics

@@ -1,27 +1,80 @@
-"""What may wait in one model's queue, by client, and how soon there is room again. Pure: no clock, no thread."""
+"""How much may wait in one model's queue, and how fast it is worked off. Pure: no clock, no thread."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from guerdon.errors import Overloaded
-from guerdon.server.batching.shares import Shares
+from guerdon.server.batching.sharing import Shares
+
+_NEW = 0.2
+"""Weight of the last batch in the moving average."""
+_SPARE = 0.2
+"""Share of the remaining time that estimates keep free when a request arrives, because no estimate is exact."""
+
+
+class Pace:
+    """Estimates the computed tokens per second of full batches.
+
+    Smaller batches are slower. So before the first full batch the estimate serves `retry_after_s` only, and after it a
+    smaller batch counts only if it was faster: then the estimate was too low.
+    """
+
+    def __init__(self) -> None:
+        self.batch_tokens = 0
+        """Tokens of the last full batch."""
+        self._tokens_per_s = 0.0
+        self._running = 0
+        self._is_full = False
+        self._is_known = False
+
+    def begin(self, num_tokens: int, *, is_full: bool) -> None:
+        """Notes that a batch of this many tokens begins."""
+        self._running, self._is_full = num_tokens, is_full
+
+    def end(self, seconds: float) -> None:
+        """Notes how long that batch took."""
+        rate = self._running / max(seconds, 1e-6)
+        is_first = not self._tokens_per_s or (self._is_full and not self._is_known)
+        if self._is_full:
+            self.batch_tokens, self._is_known = self._running, True
+        if is_first:
+            self._tokens_per_s = rate
+        elif self._is_full or not self._is_known or rate > self._tokens_per_s:
+            self._tokens_per_s += (rate - self._tokens_per_s) * _NEW
+        self._running = 0
+
+    def is_late(self, num_tokens: int, seconds_left: float) -> bool:
+        """Whether this many tokens certainly take longer than `seconds_left`."""
+        return self._is_known and num_tokens > self._tokens_per_s * seconds_left
+
+    def would_be_late(self, num_tokens: int, seconds_left: float) -> bool:
+        """Whether this many tokens, after the running batch, probably take longer than `seconds_left`."""
+        return self.is_late(num_tokens + self._running, (1 - _SPARE) * seconds_left)
+
+    def seconds_for(self, num_tokens: float) -> float:
+        """Returns the estimated seconds for this many tokens; 0.0 before the first batch."""
+        return num_tokens / self._tokens_per_s if self._tokens_per_s else 0.0
 
 
 class Room:
-    """The sequences and tokens that wait, and how many may; of `clients` each has a part that no other can take."""
+    """Counts the sequences and tokens that wait, and bounds them; each of `clients` has a part of its own.
 
-    def __init__(self, max_sequences: int, max_tokens: int, clients: Collection[str] = ()) -> None:
+    `pace` tells refused clients when to retry.
+    """
+
+    def __init__(
+        self, max_sequences: int, max_tokens: int, clients: Collection[str] = (), pace: Pace | None = None
+    ) -> None:
         self.sequences = Shares(max_sequences, clients)
         self.tokens = Shares(max_tokens, clients)
-        self._tokens_per_s = 0.0
+        self.pace = pace or Pace()
 
     def check(self, num_sequences: int, num_tokens: int, client: str) -> None:
-        """Raises Overloaded where the client may not have so much more wait.
+        """Raises Overloaded if the client may not queue this much more.
 
-        Unless more waits already than should, a client of whom nothing waits may send a request of any size, and every
-        client one that is larger than all that it could have: so a request that no empty queue has the room for is not
-        refused for ever, and what waits beyond the bounds is one request at most.
+        An oversized request, or any request of a client with nothing queued, is admitted unless the queue is over its
+        limits already: so nothing is refused for ever, and at most one request exceeds the limits.
         """
         sequences, tokens = self.sequences, self.tokens
         is_within = sequences.taken <= sequences.total and tokens.taken <= tokens.total
@@ -39,30 +92,23 @@ class Room:
         )
 
     def check_coming(self, num_sequences: int, num_tokens: int, client: str) -> None:
-        """As `check`, of a request that nobody has read yet: it has at most about so many tokens, padding included.
+        """Does `check` for a request that has not been decoded yet; `num_tokens` is an upper bound, padding included.
 
-        Of one that may be as large as half of what the client could have no more than that half is asked for.
+        Asks for at most half of what the client could hold, unless the request is larger than all of it.
         """
         most = self.tokens.most(client)
         self.check(num_sequences, num_tokens if num_tokens > most else min(num_tokens, most // 2), client)
 
     def take(self, num_sequences: int, num_tokens: int, client: str) -> None:
-        """Counts what waits from now on."""
+        """Counts what joins the queue."""
         self.sequences.take(client, num_sequences)
         self.tokens.take(client, num_tokens)
 
     def give(self, num_sequences: int, num_tokens: int, client: str) -> None:
-        """Counts what waits no longer."""
+        """Counts what leaves the queue."""
         self.sequences.give(client, num_sequences)
         self.tokens.give(client, num_tokens)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a finished batch how fast the worker is, for Retry-After."""
-        rate = num_tokens / max(seconds, 1e-6)
-        self._tokens_per_s = rate if not self._tokens_per_s else 0.9 * self._tokens_per_s + 0.1 * rate
-
     def retry_after_s(self) -> float:
-        """Seconds until half of what waits now will be done, between 1 and 60."""
-        if not self._tokens_per_s:
-            return 1.0
-        return min(60.0, max(1.0, 0.5 * self.tokens.taken / self._tokens_per_s))
+        """Returns the seconds until half of the queue is done, between 1 and 60."""
+        return min(60.0, max(1.0, self.pace.seconds_for(0.5 * self.tokens.taken)))

@@ -40,7 +40,9 @@ from guerdon.errors import (
     TrainFailed,
 )
 from guerdon.server.aside import off_loop
-from guerdon.server.batching.loop import Group, Loop, Order
+from guerdon.server.batching.halving import Group
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.orders import Order, Reservation
 from guerdon.server.critic import train_checks
 from guerdon.server.critic.answers import Answer, other_content
 from guerdon.server.critic.history import History
@@ -142,7 +144,7 @@ class Critic:
         A train, offload or onload that was accepted is done, whoever leaves. Raises InvalidRequest, Overloaded,
         Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded where `asked.timeout_s` has passed.
         """
-        place = Order(client=client)
+        place = Reservation(client)
         try:
             loop.order(self.lane, place)
         except GuerdonError as e:
@@ -155,19 +157,20 @@ class Critic:
             content = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
             timeout_s = content.timeout_s
             if isinstance(content, ControlRequest):
-                order = place
-                self._fill(loop, order, what, functools.partial(self._controls()[operation], content))
+                run = functools.partial(self._controls()[operation], content)
+                order, is_known = Order(run, client=client, name=what), False
+                loop.fill(self.lane, place, order)
             else:
                 content.id = content.id or uuid.uuid4().hex
                 what = f"{operation} {content.id}"
-                order = await self._trained(operation, content, loop, place, era)
+                order, is_known = await self._trained(operation, content, loop, place, era)
         except BaseException as e:
             loop.drop(self.lane, place)
             if isinstance(e, GuerdonError | asyncio.CancelledError):
                 self.refused(operation, e, what)
             raise
         del content  # where the same waits already, its arrays go now
-        if is_known := order is not place:
+        if is_known:
             loop.drop(self.lane, place)
             if not isinstance(asked, TrainRequest | ControlRequest):
                 asked.release()
@@ -182,43 +185,27 @@ class Critic:
         if operation is Operation.TRAIN:
             self.metrics.add("guerdon_train_requests", 1, self.name, type(error).__name__)
 
-    async def _trained(self, operation: Operation, asked: TrainRequest, loop: Loop, place: Order, era: int) -> Order:
+    async def _trained(
+        self, operation: Operation, asked: TrainRequest, loop: Loop, place: Reservation, era: int
+    ) -> tuple[Order, bool]:
         """The order for rows: the one in `place`, or that which waits or runs for the same train request."""
         digest = await off_loop(functools.partial(train_checks.checked, asked, self._trainer.info), asked.tokens.nbytes)
-        size = (len(asked), asked.tokens.size)
+        size: dict[str, Any] = {"num_sequences": len(asked), "num_tokens": asked.tokens.size, "client": place.client}
         what = f"{operation} {asked.id}"
         if operation is Operation.VALIDATE:
-            self._fill(loop, place, what, functools.partial(self._validate, asked), size)
-            return place
+            order = Order(functools.partial(self._validate, asked), name=what, **size)
+            loop.fill(self.lane, place, order)
+            return order, False
         key = (era, asked.id)
         if (waits := self._waiting.get(key)) is not None:
             if waits[0] != digest:
                 raise other_content(asked.id)
-            return waits[1]
-        self._fill(loop, place, what, functools.partial(self._train, asked, digest), size, self._save_if_due)
-        self._waiting[key] = (digest, place)
-        place.outcome.add_done_callback(lambda _: self._waiting.pop(key, None))
-        return place
-
-    def _fill(
-        self,
-        loop: Loop,
-        order: Order,
-        what: str,
-        run: Callable[[Group], Result],
-        size: tuple[int, int] = (0, 0),
-        then: Callable[[Group], None] | None = None,
-    ) -> None:
-        """Says what the order does; where that fails, it is said on the log."""
-
-        def run_and_tell(group: Group) -> Result:
-            try:
-                return run(group)
-            except GuerdonError as e:
-                warn(what, e)
-                raise
-
-        loop.fill(self.lane, order, run_and_tell, *size, then)
+            return waits[1], True
+        order = Order(functools.partial(self._train, asked, digest), then=self._save_if_due, name=what, **size)
+        loop.fill(self.lane, place, order)
+        self._waiting[key] = (digest, order)
+        order.outcome.add_done_callback(lambda _: self._waiting.pop(key, None))
+        return order, False
 
     def _controls(self) -> dict[Operation, Callable[[ControlRequest, Group], Result]]:
         return {

@@ -8,7 +8,8 @@ from typing import Any
 
 from guerdon.core import Operation
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError
-from guerdon.server.batching.loop import Loop, Order
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.orders import Order
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from guerdon.errors import Overloaded
-from guerdon.server.batching.shares import Shares
+from guerdon.server.batching.sharing import Shares
 from guerdon.settings.config import LimitsConfig
 
 RETRY_AFTER_S = 1.0

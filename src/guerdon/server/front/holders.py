@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from guerdon.errors import Overloaded
-from guerdon.server.batching.shares import Shares
+from guerdon.server.batching.sharing import Shares
 from guerdon.server.front.gate import RETRY_AFTER_S
 
 TIME_TO_ASK_S = 1.0

@@ -22,7 +22,7 @@ from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
 from guerdon.server.aside import off_loop
 from guerdon.server.auth import Caller
-from guerdon.server.batching.turns import FairTurns
+from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.front.asgi import JSON, Headers, Reply, query_of, unless_left
 from guerdon.server.front.body import read_body
 from guerdon.server.front.gate import Gate, Place

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guerdon.errors import InvalidRequest, Overloaded
-from guerdon.server.batching.shares import Shares
-from guerdon.server.batching.turns import FairTurns
+from guerdon.server.batching.sharing import FairTurns, Shares
 from guerdon.server.front.body import UploadTooSlow
 from guerdon.server.front.gate import RETRY_AFTER_S
 from guerdon.settings.config import LimitsConfig

@@ -1,0 +1,122 @@
+"""Entered only if a batch's forward raises: scores the batch by halves, so that only the guilty sample fails."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+from guerdon.core import Command, Scored, Signal
+from guerdon.errors import GuerdonError, ServerFault, Unavailable
+from guerdon.server.logs import failure, without_frames
+
+if TYPE_CHECKING:
+    from guerdon.server.batching.scheduler import Batch
+
+log = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (
+    "out of memory", "_STATUS_ALLOC_FAILED", "not enough memory", "allocate memory", "bad_alloc", "OutOfMemoryError",
+)  # fmt: skip
+"""Found in the texts of errors: of CUDA and its libraries, of torch on a CPU, of C++, and of another rank's error,
+which arrives as text."""
+_FAULTS = (
+    "an illegal memory access", "an illegal instruction", "device-side assert", "misaligned address",
+    "unspecified launch failure", "invalid program counter", "hardware stack error", "uncorrectable",
+    "the launch timed out", "context is destroyed",
+)  # fmt: skip
+_DEAD = re.compile(
+    r"(?:rank \d+ on \S+: )?(?:global batch \d+ of \d+ failed \()?(?:rank \d+ on \S+: )?"
+    rf"AcceleratorError: (\w+ error: (?:{'|'.join(_FAULTS)})[^\n]*)"
+)
+"""Matches the start of an error after which CUDA refuses every call; also of other ranks and of trains."""
+
+
+class Group(Protocol):
+    """Executes one command on every rank and returns rank 0's result."""
+
+    def lead(self, command: Command) -> Any: ...
+
+
+class Halving:
+    """Scores one failed batch of a model; `num_out_of_memory` counts the forwards that ran out of memory."""
+
+    def __init__(self, group: Group, model: str) -> None:
+        self.num_out_of_memory = 0
+        self._group = group
+        self._model = model
+        self._most_fitted = 0
+        self._is_sample_too_large = False
+
+    @property
+    def fits(self) -> int | None:
+        """How many tokens fitted the memory at once, if the batch had too many; else None.
+
+        None as well if memory did not suffice for a single sample: that one failed, and no smaller batch would have
+        helped it.
+        """
+        is_batchs = self.num_out_of_memory and not self._is_sample_too_large
+        return self._most_fitted if is_batchs and self._most_fitted else None
+
+    def judge(self, batch: Batch, error: BaseException) -> GuerdonError:
+        """Returns the answer to a sample that alone raises this error; raises as `check_device`."""
+        if isinstance(error, Unavailable):
+            return error
+        is_alone = len(batch.entries) == 1
+        if is_out_of_memory(error):
+            self.num_out_of_memory += 1
+            self._is_sample_too_large |= is_alone
+        else:
+            check_device(error)
+        if isinstance(error, GuerdonError):
+            return without_frames(error)  # frames may hold a forward's tensors
+        answer = ServerFault(f"the model failed on this sample: {type(error).__name__}: {error}")
+        if is_alone:
+            failure(log, logging.ERROR, "%s failed on a sample", self._model, error=error)
+        without_frames(error)  # for whoever else holds it
+        return answer
+
+    def split(self, batch: Batch, error: GuerdonError) -> Scored:
+        """Returns results in batch order: the halves' scores, or `error` for a single sample.
+
+        Unavailable is no sample's fault, and so the answer to every sample.
+        """
+        is_over = isinstance(error, Unavailable) or len(batch.entries) == 1
+        if is_over or all(job.cancelled for job, _ in batch.entries):
+            return Scored([error] * len(batch.entries), "")
+        first, second = (self._score(half) for half in batch.halves())
+        return Scored([*first.results, *second.results], first.weights_version or second.weights_version)
+
+    def _score(self, batch: Batch) -> Scored:
+        try:
+            scored = check_count(self._group.lead(Command(Signal.FORWARD, self._model, batch.sequences)), batch)
+        except BaseException as e:  # SystemExit as well: a user's function must not end this thread
+            error = self.judge(batch, e)
+        else:
+            self._most_fitted = max(self._most_fitted, batch.num_tokens)
+            return scored
+        return self.split(batch, error)  # outside of the handler, so that the error's frames are free
+
+
+def check_count(scored: Any, batch: Batch) -> Scored:
+    """Raises ValueError if there is not one result per sample."""
+    assert isinstance(scored, Scored)
+    if len(scored.results) != len(batch.entries):
+        raise ValueError(f"{len(scored.results)} results for {len(batch.entries)} samples")
+    return scored
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error reports a lack of memory; torch has a class of its own only for GPUs."""
+    return isinstance(error, MemoryError) or any(text in f"{type(error).__name__}: {error}" for text in _OUT_OF_MEMORY)
+
+
+def check_device(error: BaseException) -> None:
+    """Raises ServerFault if the error says that the device computes nothing more until its process restarts.
+
+    Only the start of the text counts: what follows may be a client's.
+    """
+    for known in (error, error.__cause__):
+        dead = _DEAD.match(str(known) if isinstance(known, GuerdonError) else f"{type(known).__name__}: {known}")
+        if dead is not None:
+            raise ServerFault(f"the device computes nothing any more, and the server ends ({dead[1]})") from error

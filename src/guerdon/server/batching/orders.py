@@ -1,0 +1,202 @@
+"""Work that is not a score but keeps its order among a model's scores: a critic's operations, swaps of weights.
+
+An order waits for the scores before it, and scores behind it wait for it: a score sent after a train is computed by the
+trained weights, one sent before it by the old ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+from guerdon.errors import GuerdonError, RanksLost, ServerFault
+from guerdon.server import tracing
+from guerdon.server.batching.halving import Group, check_device
+from guerdon.server.batching.room import Room
+from guerdon.server.logs import failure
+
+if TYPE_CHECKING:
+    from guerdon.server.batching.scheduler import Job
+
+log = logging.getLogger(__name__)
+
+
+class Order:
+    """Runs `run(group)` on the loop's thread between two batches of a model, in its turn.
+
+    `outcome` gets what that returns or raises; `then(group)` runs once it is known. `num_sequences` and `num_tokens`
+    are what the order holds while it waits, for `client`. `name` is for the log: a failure that is reported to the
+    caller is logged under it.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Group], Any],
+        *,
+        client: str = "",
+        num_sequences: int = 0,
+        num_tokens: int = 0,
+        then: Callable[[Group], None] | None = None,
+        name: str = "",
+    ) -> None:
+        self.client = client
+        self.num_sequences = num_sequences
+        self.num_tokens = num_tokens
+        self.name = name
+        self.outcome: Future[Any] = Future()
+        self.outcome.set_running_or_notify_cancel()  # what was accepted is done even if the client disconnects
+        self.traced = tracing.part()
+        self._run: Callable[[Group], Any] | None = run
+        self._then = then
+
+    def execute(self, group: Group) -> None:
+        """Runs it; whatever it raises goes into the outcome. Raises as `check_device`, and then nothing follows."""
+        run, then, self._run, self._then = self._run, self._then, None, None  # frees what they hold
+        assert run is not None
+        traced, self.traced = self.traced, None
+        try:
+            with contextlib.nullcontext() if traced is None else traced.order(self.num_sequences, self.num_tokens):
+                result = run(group)
+        except GuerdonError as e:
+            if self.name:
+                log_unsuccessful(self.name, e)
+            self.fail(e)
+            check_device(e)
+        except BaseException as e:
+            failure(log, logging.ERROR, "an order failed", error=e)
+            self.fail(ServerFault(f"{type(e).__name__}: {e}"))
+            check_device(e)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self.outcome.set_result(result)
+        if then is not None:
+            try:
+                then(group)
+            except RanksLost as e:
+                log.error("the work after an order was not done: %s", e)
+            except BaseException as e:
+                failure(log, logging.ERROR, "the work after an order failed", error=e)
+
+    def fail(self, error: GuerdonError) -> None:
+        """Sets the error as the outcome if there is none yet; thread-safe."""
+        with contextlib.suppress(InvalidStateError):
+            self.outcome.set_exception(error)
+
+
+class Reservation:
+    """A place in a model's queue for an order that is still being read and checked; all behind it wait for it."""
+
+    num_sequences = 1
+    num_tokens = 0
+
+    def __init__(self, client: str = "") -> None:
+        self.client = client
+        self.traced = tracing.part()
+
+
+class HeldBack:
+    """The orders that wait for one model, and the jobs behind them. Not thread-safe: its owner holds a lock.
+
+    Jobs before the first order are the scheduler's; `put(job)` gives it those that no order holds back any more.
+    Everything here counts in `room`, an order as at least one sequence.
+    """
+
+    def __init__(self, room: Room, put: Callable[[Job], None]) -> None:
+        self._room = room
+        self._put = put
+        self._items: deque[Job | Order | Reservation] = deque()  # never begins with a job
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` would return an order."""
+        return bool(self._items) and isinstance(self._items[0], Order)
+
+    def add(self, order: Order | Reservation, *, finds_room: bool = False) -> None:
+        """Queues an order behind everything; raises Overloaded if there is no room, unless it `finds_room` anyway."""
+        if not finds_room:
+            self._room.check(*_size(order))
+        self.hold(order)
+
+    def hold(self, item: Job | Order | Reservation) -> None:
+        """Queues an item for which there is room."""
+        self._items.append(item)
+        self._room.take(*_size(item))
+
+    def fill(self, reservation: Reservation, order: Order) -> bool:
+        """Puts the order in the reserved place; returns False if the reservation was dropped meanwhile.
+
+        Raises Overloaded if there is no room for the order; then the reservation stays.
+        """
+        if reservation not in self._items:
+            return False
+        self._room.give(*_size(reservation))
+        try:
+            self._room.check(order.num_sequences, order.num_tokens, order.client)
+        except BaseException:
+            self._room.take(*_size(reservation))
+            raise
+        self._items[self._items.index(reservation)] = order
+        self._room.take(*_size(order))
+        order.traced = reservation.traced  # it waits since then
+        return True
+
+    def drop(self, item: Job | Order | Reservation) -> bool:
+        """Removes an item; returns False if it was not there, as an order that has begun."""
+        if item not in self._items:
+            return False
+        self._items.remove(item)
+        self._room.give(*_size(item))
+        self._release()
+        return True
+
+    def drop_reservations(self) -> bool:
+        """Removes all reservations; returns whether there were any."""
+        found = [item for item in self._items if isinstance(item, Reservation)]
+        for reservation in found:
+            self.drop(reservation)
+        return bool(found)
+
+    def drop_all(self) -> tuple[list[Job], list[Order]]:
+        """Removes everything; returns the jobs and the orders."""
+        jobs: list[Job] = []
+        orders: list[Order] = []
+        for item in self._items:
+            self._room.give(*_size(item))
+            if isinstance(item, Order):
+                orders.append(item)
+            elif not isinstance(item, Reservation):
+                item.cancelled = True
+                jobs.append(item)
+        self._items.clear()
+        return jobs, orders
+
+    def take(self) -> Order | None:
+        """Takes the first order out and releases the jobs behind it; None if there is none, or only a reservation."""
+        if not self._items or not isinstance(order := self._items[0], Order):
+            return None
+        self._items.popleft()
+        self._room.give(*_size(order))
+        self._release()
+        return order
+
+    def _release(self) -> None:
+        while self._items and not isinstance(job := self._items[0], Order | Reservation):
+            self._items.popleft()
+            self._put(job)
+
+
+def log_unsuccessful(what: str, error: BaseException) -> None:
+    """Logs that an operation did not succeed."""
+    log.warning("%s: %s: %s", what, type(error).__name__, str(error))
+
+
+def _size(item: Job | Order | Reservation) -> tuple[int, int, str]:
+    """Returns the sequences, the tokens and the client that count in the room."""
+    return max(1, item.num_sequences), item.num_tokens, item.client

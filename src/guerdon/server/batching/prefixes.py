@@ -1,0 +1,90 @@
+"""Which waiting sequences begin alike, so that one batch computes their shared prefix once. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Hashable
+from collections.abc import Sequence as ListLike
+from typing import TYPE_CHECKING
+
+from guerdon.core import MIN_SHARED, Sequence, common_prefix
+
+if TYPE_CHECKING:
+    from guerdon.server.batching.scheduler import Job
+
+
+class PrefixGroups:
+    """The waiting sequences grouped by their first tokens; without `is_on` every sequence stands alone."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, job: Job, numbers: ListLike[int]) -> None:
+        """Adds sequences of a job."""
+        if self._is_on:
+            for i in numbers:
+                self._groups.setdefault(_key(job.sequences[i]), deque()).append((job, i))
+
+    def discard(self, job: Job, i: int) -> None:
+        """Forgets a sequence that is not queued any more."""
+        if not self._is_on:
+            return
+        key = _key(job.sequences[i])
+        members = self._groups[key]
+        while members and not members[0][0].queued[members[0][1]]:
+            members.popleft()
+        if not members:
+            del self._groups[key]
+
+    def costs(self, sequences: list[Sequence]) -> list[int]:
+        """Estimates each sequence's cost: without the prefix that it shares with the first of its group."""
+        costs = []
+        firsts: dict[Hashable, Sequence] = {}
+        for s in sequences:
+            first = firsts.setdefault(_key(s), s) if self._is_on else s
+            alike = 0 if first is s else common_prefix(first.tokens, s.tokens)
+            costs.append(s.num_tokens - (alike if alike >= MIN_SHARED else 0))
+        return costs
+
+    def members(self, job: Job, budget: int) -> list[tuple[Job, int, int]]:
+        """Returns the group of the job's next sequence, the job's own first, with the tokens each adds to a batch.
+
+        At most half a budget of a shared prefix counts, so that a long prompt keeps its responses together. A group
+        larger than one budget is cut there, because all of a queue may begin alike.
+        """
+        first = job.sequences[job.waiting[0]]
+        if not self._is_on:
+            return [(job, job.waiting[0], first.num_tokens)]
+        group = self._groups[_key(first)]
+        own = ((j, i) for j, i in group if j is job and j.queued[i])
+        others = ((j, i) for j, i in group if j is not job and j.queued[i])
+        members: list[tuple[Job, int, int]] = []
+        total = 0
+        for owner, i in itertools.chain(own, others):
+            s = owner.sequences[i]
+            alike = common_prefix(first.tokens, s.tokens) if members else 0
+            cost = s.num_tokens - (alike if alike >= MIN_SHARED else 0)
+            if len(members) == 1:
+                surplus = max(0, alike - budget // 2)
+                members[0] = (*members[0][:2], members[0][2] - surplus)
+                total -= surplus
+            members.append((owner, i, cost))
+            total += cost
+            if total > budget and len(members) > 1:
+                break
+        return members
+
+
+def shared_tokens(members: list[tuple[Job, int, int]]) -> int:
+    """Returns the length of the longest prefix that a group's members share with its first."""
+    return max((owner.sequences[i].num_tokens - cost for owner, i, cost in members[1:]), default=0)
+
+
+def _key(s: Sequence) -> Hashable:
+    """Returns the first tokens, and the sender's group if given; two senders may both count theirs from 0."""
+    return (s.tokens[:MIN_SHARED].tobytes(), s.group) if s.text is None else id(s)
