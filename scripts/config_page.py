@@ -1,10 +1,8 @@
-"""Writes docs/config.md from the dataclasses that the settings are; `--check` says whether it is out of date."""
+"""Writes docs/config.md from the dataclasses of the settings; `--check` fails if it is out of date."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -12,8 +10,9 @@ from typing import Any, Literal
 import generated
 from generated import ROOT
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
-from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
-from guerdon.settings.flags import CRITIC_PORTS
+from guerdon.settings.config import ComponentConfig, CriticConfig, EngineConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.fields import default_of, without_none
+from guerdon.settings.sources import CRITIC_PORTS, grouped_fields, nested_fields
 
 PAGE = ROOT / "docs/config.md"
 
@@ -22,18 +21,18 @@ HEAD = """\
 
 <!-- Made by scripts/config_page.py from the dataclasses. Change those, and run it again. -->
 
-Every setting is a key of a YAML file, and nearly every one a flag; a flag overrides the file. A value that is not of
-its type, or out of its bounds, is an error at the start that names the setting. `auto` stands for a value that is found
-out at start, and an empty default for none. A flag whose setting is `true` or `false` takes that word, or none for
-`true`, and has a second form that turns it off: `--fsdp`, `--fsdp true`, `--no-fsdp`.
+Every setting is a key of a YAML file, and almost every one is also a flag. Flags override the file. A value of a wrong
+type or out of its bounds is an error at startup that names the setting. `auto` means that the value is chosen at
+startup; an empty default means no value. A boolean flag stands alone or with a value, and has a negative form:
+`--fsdp`, `--fsdp true`, `--no-fsdp`.
 
-| section | is given to |
+| section | where it is given |
 | --- | --- |
 | [The server](#the-server) | `guerdon serve`, `guerdon serve-critic`: at the top of `--config FILE.yaml`, or as flags |
 | [Models](#models) | each item of `models:` in that file, or flags of `guerdon serve MODEL` |
 | [Sums of rewards](#sums-of-rewards) | each item of `rewards:` in that file; see [rewards.md](rewards.md) |
 | [The critic](#the-critic) | `critic:` in that file, or flags of `guerdon serve-critic MODEL` |
-| [The actors](#the-actors) | sections of the file of `guerdon reinforce` and `guerdon ppo`, or flags of their paths |
+| [The actors](#the-actors) | sections of the file of `guerdon reinforce` and `guerdon ppo`, or flags with their paths |
 """
 
 SERVER = """
@@ -52,16 +51,15 @@ models:
 MODELS = """
 ## Models
 
-A file's `models:` has one item for each; with one model, flags set the same. `guerdon score --model` takes these flags,
-too.
+In a file, `models:` has one item per model. If there is only one model, flags set the same. `guerdon score --model`
+also takes these flags.
 """
 
 CRITIC = """
 ## The critic
 
-Under `critic:`, or as flags of `guerdon serve-critic`. It has also all settings of
-[how a checkpoint is served](#how-a-checkpoint-is-served-whether-it-scores-or-learns) and
-[how it is loaded](#how-a-checkpoint-is-loaded-and-its-forward-run). [critic.md](critic.md) says what they mean.
+Under `critic:`, or as flags of `guerdon serve-critic`. The groups of the same names above show the settings that
+critics share with models. [critic.md](critic.md) explains these settings.
 """
 
 SUMS = """
@@ -73,28 +71,16 @@ Under `rewards:`; there are no flags.
 ACTORS = """
 ## The actors
 
-A setting's path is its key: `rollouts.temperature` is `temperature` under `rollouts:`, and
-`--rollouts.temperature 0.9` on the command line. [actors.md](actors.md) says what they mean.
+A setting's path is its key: `rollouts.temperature` is `temperature` under `rollouts:` in the file, and
+`--rollouts.temperature 0.9` on the command line. [actors.md](actors.md) explains these settings.
 """
 
 COLUMNS = ("setting", "flag", "type", "default", "what")
 
 
-def fields_of(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
-    """The dataclass and its bases, each with the fields that stand in it and in none before it."""
-    told: set[str] = set()
-    by_name = {field.name: field for field in dataclasses.fields(cls)}
-    for base in cls.__mro__:
-        own = [name for name in inspect.get_annotations(base) if name in by_name and name not in told]
-        told.update(own)
-        if own:
-            yield base, [by_name[name] for name in own]
-
-
 def type_text(field: dataclasses.Field[Any], hint: Any) -> str:
-    """A setting's type and its bounds, in words."""
-    if isinstance(hint, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    """Returns a setting's type and bounds, in words."""
+    hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is list:
@@ -109,8 +95,8 @@ def type_text(field: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """A setting's default as YAML has it; empty where there is none."""
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    """Returns a setting's default as in YAML; empty if there is none."""
+    value = default_of(field)
     if field.metadata["auto"]:
         return "`auto`"
     if value is None or value in ("", []):
@@ -118,8 +104,8 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def row(path: str, field: dataclasses.Field[Any], hint: Any, has_flag: bool) -> str:
-    """One setting's line of a table."""
+def row(path: str, field: dataclasses.Field[Any], hint: Any, has_flag: bool = True) -> str:
+    """Returns one setting's line of a table."""
     flag = "`--" + path.replace("_", "-") + "`" if has_flag else ""
     what = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
     cells = (f"`{path}`", flag, type_text(field, hint), default_text(field), what)
@@ -127,57 +113,58 @@ def row(path: str, field: dataclasses.Field[Any], hint: Any, has_flag: bool) -> 
 
 
 def table(rows: list[str]) -> list[str]:
-    """The lines of a table of these rows."""
+    """Returns the lines of a table with these rows."""
     return ["", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), *rows]
 
 
-def by_class(cls: type, *, without: type | None = None, flags: bool = True) -> Iterator[str]:
-    """A heading and a table for the dataclass and each of its bases, but those that `without` has, too."""
-    hints = typing.get_type_hints(cls)
-    for base, fields in fields_of(cls):
-        if without is None or not issubclass(without, base):
-            yield f"\n### {(base.__doc__ or base.__name__).splitlines()[0].rstrip('.')}"
-            yield from table([row(f.name, f, hints[f.name], flags and f.metadata["flag"]) for f in fields])
+def by_group(cls: type, *, without: type | None = None) -> Iterator[str]:
+    """Yields a heading and a table for each group of the dataclass's settings, except those that `without` has."""
+    left_out = {field.name for field in dataclasses.fields(without)} if without else set()
+    for title, found in grouped_fields(cls):
+        if rows := [row(field.name, field, hint) for field, hint in found if field.name not in left_out]:
+            yield f"\n### {title[0].upper()}{title[1:]}"
+            yield from table(rows)
 
 
-def of_section(cls: type, prefix: str) -> Iterator[str]:
-    """The rows of an actor's section and the sections within it."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from of_section(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield row(prefix + field.name, field, hints[field.name], True)
+def without_flags(cls: type, *names: str) -> Iterator[str]:
+    """Yields the table of those settings of the dataclass that have no flag."""
+    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
+    yield from table([row(f.name, f, hints[f.name], False) for f in fields if not names or f.name in names])
 
 
 def actors() -> Iterator[str]:
-    """A heading and a table for each section of the two actors' settings."""
+    """Yields a heading and a table for each section of the two actors' settings."""
     commands = {ReinforceRunConfig: "guerdon reinforce", PPORunConfig: "guerdon ppo"}
-    seen: dict[str, tuple[dataclasses.Field[Any], type, list[str]]] = {}
+    seen: dict[str, tuple[str, type, list[str]]] = {}
     for cls, command in commands.items():
         for field in dataclasses.fields(cls):
             hint = typing.get_type_hints(cls)[field.name]
-            seen.setdefault(field.name, (field, hint, []))[2].append(f"`{command}`")
-    for name, (field, cls, told) in seen.items():
-        yield f"\n### `{name}`: {field.metadata['help']}"
-        yield f"\n{' and '.join(told)}. {(cls.__doc__ or '').splitlines()[0]}"
-        yield from table(list(of_section(cls, f"{name}.")))
+            seen.setdefault(field.name, (field.metadata["help"], hint, []))[2].append(f"`{command}`")
+    for name, (help_text, cls, where) in seen.items():
+        yield f"\n### `{name}`"
+        yield f"\n{' and '.join(where)}. {help_text}"
+        yield from table([row(*found) for found in nested_fields(cls, f"{name}.")])
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Returns the whole page, as Markdown."""
     ports = " and ".join(f"`{name}` {port}" for name, port in CRITIC_PORTS.items())
     lines = [
         HEAD + SERVER,
-        f"`guerdon serve-critic` has other defaults for {ports}; `--no-grpc` turns gRPC off.",
-        *by_class(ServerConfig),
+        f"`guerdon serve-critic` has the default ports {ports}; `--no-grpc` turns gRPC off.",
+        *by_group(ServerConfig),
+        "\n### What is served",
+        *without_flags(ServerConfig, "models", "rewards", "critic"),
         MODELS.rstrip(),
-        *by_class(ModelConfig),
+        *without_flags(ModelConfig, "model"),
+        *by_group(ModelConfig),
         SUMS.rstrip(),
-        *by_class(RewardConfig, flags=False),
-        *by_class(ComponentConfig, flags=False),
+        *without_flags(RewardConfig),
+        "\n### Components",
+        *without_flags(ComponentConfig),
         CRITIC.rstrip(),
-        *by_class(CriticConfig, without=ModelConfig),
+        *without_flags(CriticConfig, "model"),
+        *by_group(CriticConfig, without=EngineConfig),
         ACTORS.rstrip(),
         *actors(),
     ]

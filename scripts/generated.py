@@ -1,4 +1,4 @@
-"""A file that is made from the code: written anew, or held against what it would be."""
+"""Writes a file that is generated from the code, or checks that it is up to date."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(about: str | None, file: Path, text: Callable[[], str]) -> None:
-    """The command of a script that makes one file; with `--check` it ends with 1 where the file is out of date."""
+    """Runs the command of a script that generates one file; `--check` exits with 1 if the file is out of date."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where the file is out of date")
+    parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 if the file is out of date.")
     parser.add_argument(
-        "--out", type=Path, default=file, metavar="FILE", help=f"the file (default: {file.relative_to(ROOT)})"
+        "--out", type=Path, default=file, metavar="FILE", help=f"The file to write. (default: {file.relative_to(ROOT)})"
     )
     args = parser.parse_args()
     if not args.check:

@@ -15,18 +15,18 @@ import pytest
 
 from guerdon import __version__, cli
 from guerdon.errors import ConfigError
-from guerdon.settings import flags
-from guerdon.settings.actors import ReinforceRunConfig, check_actor, scheduled
+from guerdon.settings import sources
+from guerdon.settings.actors import ReinforceRunConfig, check_actor, resolve_schedule
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
 
 
 def settings(*argv: str) -> ServerConfig:
-    return flags.server_config(cli.make_parser().parse_args(["serve", *argv]))
+    return sources.read_server_settings(cli.make_parser().parse_args(["serve", *argv]))
 
 
 def critic_settings(*argv: str) -> ServerConfig:
-    return flags.critic_server_config(cli.make_parser().parse_args(["serve-critic", *argv]))
+    return sources.read_critic_settings(cli.make_parser().parse_args(["serve-critic", *argv]))
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -209,9 +209,9 @@ def test_help_of_a_critic_shows_its_own_defaults(capsys: pytest.CaptureFixture[s
             "critic: {lr_schedule: cosine, total_steps: 5, warmup_steps: 5}",
             "lr_schedule is cosine, and total_steps is 5",
         ),
-        ("critic: {save_every: 5}", "save_every is 5, and there is no folder"),
-        ("critic: {keep_best: loss}", "keep_best is loss, and there is no folder"),
-        ("critic: {reward_model_memory: swap}", "swap, and there is no reward model"),
+        ("critic: {save_every: 5}", "save_every is 5.* no folder"),
+        ("critic: {keep_best: loss}", "keep_best is loss.* no folder"),
+        ("critic: {reward_model_memory: swap}", "swap.* no reward model"),
         ("models: [{name: a}]", r"models\[0\] names no model"),
         ("[1]", "must be a mapping"),
     ],
@@ -366,7 +366,7 @@ def test_weights_with_a_leading_minus(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def actor_settings(*argv: str) -> ReinforceRunConfig:
-    return flags.sectioned_config(cli.make_parser().parse_args(["reinforce", *argv]), ReinforceRunConfig)
+    return sources.read_actor_settings(cli.make_parser().parse_args(["reinforce", *argv]), ReinforceRunConfig)
 
 
 @pytest.fixture
@@ -453,21 +453,21 @@ def test_an_actors_yaml_alone(run_yaml: str) -> None:
         (["--data.prompts", ""], "data.prompts is not given"),
         (["--policy.model", ""], "policy.model is not given"),
         (["--rollouts.temperature", "0"], "rollouts.temperature is 0"),
-        (["--rollouts.rollouts-per-prompt", "1"], "rloo compares responses to one prompt"),
+        (["--rollouts.rollouts-per-prompt", "1"], "rloo compares responses"),
         (["--rollouts.top-p", "1.5"], "top_p is 1.5"),
         (["--reinforce.clip-low", "0"], "clip_low is 0"),
         (["--run.trackers", "paper"], "run.trackers has paper"),
-        (["--policy.dtype", "float16"], "gradients vanish"),
+        (["--policy.dtype", "float16"], "dtype is float16"),
         (["--run.steps", "0"], "run.steps is 0"),
         (["--reinforce.global-batch-size", "0"], "reinforce.global_batch_size is 0"),
         (["--reinforce.epochs", "0"], "reinforce.epochs is 0"),
         (["--policy.lr-schedule", "linear", "--policy.warmup-steps", "9999"], "policy.lr_schedule is linear"),
         (["--rollouts.repetition-penalty", "0"], "rollouts.repetition_penalty is 0"),
-        (["--rollouts.min-new-tokens", "200"], "rollouts.min_new_tokens is 200, and max_new_tokens is 128"),
+        (["--rollouts.min-new-tokens", "200"], "rollouts.min_new_tokens is 200"),
         (["--rollouts.top-k", "1"], "rollouts.top_k is 1"),
         (["--rollouts.top-p", "0"], "rollouts.top_p is 0"),
-        (["--remote-rm.send", "text", "--remote-rm.pad-to-length", "64"], "remote_rm.pad_to_length is 64, and"),
-        (["--remote-rm.suffix", "</s>"], "remote_rm.suffix is '</s>', and remote_rm.send is tokens"),
+        (["--remote-rm.send", "text", "--remote-rm.pad-to-length", "64"], "remote_rm.pad_to_length is 64"),
+        (["--remote-rm.suffix", "</s>"], "remote_rm.suffix is"),
         (["--run.time-limit", "12:00"], "run.time_limit is '12:00'"),
         ([], "there is no ./p"),
     ],
@@ -493,7 +493,7 @@ def test_the_schedules_length_is_that_of_the_run() -> None:
     config.policy.lr_schedule = "linear"
     config.run.steps, config.reinforce.epochs, config.reinforce.global_batch_size = 10, 3, 40
     check_actor(config)
-    assert scheduled(config).total_steps == 60  # 16 prompts of 4 responses are 2 global batches of 40
+    assert resolve_schedule(config).total_steps == 60  # 16 prompts of 4 responses are 2 global batches of 40
     assert config.policy.total_steps is None  # another run with the same settings may be of another length
 
 

@@ -16,10 +16,10 @@ from guerdon.settings.config import (
     ModelConfig,
     RewardConfig,
     ServerConfig,
-    check,
+    check_settings,
 )
 from guerdon.settings.fields import from_mapping
-from guerdon.settings.yaml_files import read_yaml
+from guerdon.settings.sources import read_yaml
 
 
 def test_a_mapping_becomes_nested_settings() -> None:
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_named(data: Any, message: str, help_text: str) -> None
             r"models\[1\]\.recheck_share is 7",
         ),
         (ServerConfig(critic=CriticConfig(std=-1.0)), r"critic\.std is -1"),
-        (ServerConfig(critic=CriticConfig(save_every=1)), r"critic\.save_every is 1, and there is no folder"),
+        (ServerConfig(critic=CriticConfig(save_every=1)), r"critic\.save_every is 1.* no folder"),
         (ModelConfig(max_length=0), "max_length is 0"),
         (ModelConfig(max_batch_tokens=-5), "max_batch_tokens is -5"),
         (ModelConfig(std=0.0), "std is 0"),
@@ -70,13 +70,13 @@ def test_what_is_wrong_is_named(data: Any, message: str, help_text: str) -> None
 )
 def test_values_out_of_range_are_refused(settings: ModelConfig | ServerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(settings)
+        check_settings(settings)
 
 
 def test_defaults_are_in_range() -> None:
-    check(ServerConfig())
-    check(ModelConfig())
-    check(CriticConfig())
+    check_settings(ServerConfig())
+    check_settings(ModelConfig())
+    check_settings(CriticConfig())
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
@@ -88,7 +88,7 @@ def test_every_number_is_finite(cls: type, number: float) -> None:
         if kinds & {float, list[float]}:
             value = number if float in {hint, *typing.get_args(hint)} and hint != list[float] else [0.5, number]
             with pytest.raises(ConfigError, match=f"{name} is .*(inf|nan)") as caught:
-                check(cls(**{name: value}))
+                check_settings(cls(**{name: value}))
             assert caught.value.help == "give a finite number"
             checked += 1
     assert checked >= 1
@@ -96,9 +96,9 @@ def test_every_number_is_finite(cls: type, number: float) -> None:
 
 def test_a_critic_does_not_train_in_float16() -> None:
     with pytest.raises(ConfigError, match="float16") as caught:
-        check(CriticConfig(dtype="float16"))
+        check_settings(CriticConfig(dtype="float16"))
     assert "bfloat16 or float32" in caught.value.help
-    check(ModelConfig(dtype="float16"))
+    check_settings(ModelConfig(dtype="float16"))
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,17 @@ def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_revision": "v2"}, "reward_revision is v2, and there is no reward model"),
-        ({"reward_pooling": "mean"}, "reward_pooling is mean, and there is no reward model"),
-        ({"reward_mean": 0.0}, "reward_mean is 0.0, and there is no reward model"),
-        ({"reward_std": 2.0}, "reward_std is 2.0, and there is no reward model"),
-        ({"reward_attribute_weights": [1.0]}, "reward_attribute_weights is .*, and there is no reward model"),
+        ({"reward_revision": "v2"}, "reward_revision is v2.* no reward model"),
+        ({"reward_pooling": "mean"}, "reward_pooling is mean.* no reward model"),
+        ({"reward_mean": 0.0}, "reward_mean is 0.0.* no reward model"),
+        ({"reward_std": 2.0}, "reward_std is 2.0.* no reward model"),
+        ({"reward_attribute_weights": [1.0]}, "reward_attribute_weights is .*.* no reward model"),
         ({"reward_model": "r", "reward_std": 0.0}, "reward_std is 0"),
     ],
 )
 def test_settings_of_a_reward_model(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(CriticConfig(**settings))
+        check_settings(CriticConfig(**settings))
 
 
 def summed(*components: dict[str, Any], **more: Any) -> ServerConfig:
@@ -140,7 +140,7 @@ def summed(*components: dict[str, Any], **more: Any) -> ServerConfig:
 
 def test_a_reward_is_a_sum_of_several() -> None:
     config = summed({"model": "a", "normalize": "given", "mean": 1}, {"model": "b", "weight": 0, "clip": 2})
-    check(config)
+    check_settings(config)
     a, b = config.rewards[0].components
     assert (config.rewards[0].name, a.weight, a.normalize, a.mean, a.std) == ("reward_model", 1.0, "given", 1.0, None)
     assert (b.weight, b.normalize, b.clip) == (0.0, "none", 2.0)
@@ -150,28 +150,28 @@ def test_a_reward_is_a_sum_of_several() -> None:
     ("config", "message"),
     [
         (summed(), r"rewards\[0\] has no components"),
-        (summed({"model": "c"}), r"rewards\[0\]\.components\[0\]\.model is 'c', which is none of `models:`"),
+        (summed({"model": "c"}), r"rewards\[0\]\.components\[0\]\.model is 'c'.*not in `models:`"),
         (summed({"weight": 1}), r"components\[0\]\.model is ''"),
         (summed({"model": "a"}, {"model": "a"}), r"rewards\[0\] has a twice"),
         (summed({"model": "a", "weight": 0}), r"rewards\[0\]: all weights are 0"),
         (summed({"model": "a"}, clip=0), r"rewards\[0\]\.clip is 0"),
         (summed({"model": "a", "clip": -1}), r"components\[0\]\.clip is -1"),
         (summed({"model": "a", "weight": math.nan}), r"components\[0\]\.weight is nan"),
-        (summed({"model": "a", "normalize": "given"}), "normalize is given, and there is neither mean nor std"),
-        (summed({"model": "a", "mean": 0}), r"components\[0\]\.mean is 0, and normalize is none"),
-        (summed({"model": "a", "normalize": "running", "std": 2}), r"\.std is 2, and normalize is running"),
+        (summed({"model": "a", "normalize": "given"}), "normalize is given.* neither mean nor std"),
+        (summed({"model": "a", "mean": 0}), r"components\[0\]\.mean is 0.*normalize is none"),
+        (summed({"model": "a", "normalize": "running", "std": 2}), r"\.std is 2.*normalize is running"),
         (summed({"model": "a", "normalize": "given", "std": 0}), r"rewards\[0\]\.components\[0\]\.std is 0"),
         (summed({"model": "a"}, name="b"), "two models are named b"),
         (
             ServerConfig(critic=CriticConfig(), models=[ModelConfig(name="critic_save")]),
             "two models are named critic_s",
         ),
-        (ServerConfig(rewards=[RewardConfig(components=[ComponentConfig("a")])]), "none of `models:`"),
+        (ServerConfig(rewards=[RewardConfig(components=[ComponentConfig("a")])]), "not in `models:`"),
     ],
 )
 def test_a_sum_that_cannot_be(config: ServerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        check(config)
+        check_settings(config)
     assert caught.value.help
 
 
@@ -212,16 +212,16 @@ def test_a_name_that_no_client_could_ask_for(name: str) -> None:
         ServerConfig(critic=CriticConfig(model="x", name=name or "/")),
     ):
         with pytest.raises(ConfigError, match="cannot be a model's name"):
-            check(config)
-    check(ServerConfig(models=models))
+            check_settings(config)
+    check_settings(ServerConfig(models=models))
 
 
 def test_a_component_may_not_have_the_name_of_the_sum() -> None:
     config = ServerConfig(models=[ModelConfig(model="x", name="score")])
-    check(config)
+    check_settings(config)
     config.rewards = [RewardConfig("total", [ComponentConfig("score")])]
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.components\[0\]\.model is score"):
-        check(config)
+        check_settings(config)
 
 
 def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
@@ -231,10 +231,10 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
 
 def test_a_choice_is_checked_that_python_gave_and_named_by_its_section() -> None:
     with pytest.raises(ConfigError, match=r"policy\.optimizer is 'sgd'") as caught:
-        check(CriticConfig(optimizer="sgd"), "policy.")  # type: ignore[arg-type]
+        check_settings(CriticConfig(optimizer="sgd"), "policy.")  # type: ignore[arg-type]
     assert caught.value.help == "choose one of adamw, adamw_8bit"
     with pytest.raises(ConfigError, match=r"policy\.betas is"):
-        check(CriticConfig(betas=[2.0, 0.9]), "policy.")
+        check_settings(CriticConfig(betas=[2.0, 0.9]), "policy.")
 
 
 MISTAKEN = """
@@ -281,7 +281,7 @@ def test_a_files_one_mistake_is_the_error_itself(tmp_path: Path) -> None:
 def test_settings_that_contradict_are_told_at_once() -> None:
     critic = CriticConfig(model="c", lr_schedule="linear", save_every=3)
     with pytest.raises(ConfigError) as caught:
-        check(ServerConfig(dashboard=False, dashboard_samples=True, critic=critic))
+        check_settings(ServerConfig(dashboard=False, dashboard_samples=True, critic=critic))
     assert [note.partition(" is ")[0] for note in caught.value.__notes__] == [
         "critic.lr_schedule",
         "critic.save_every",

@@ -29,7 +29,7 @@ from guerdon.cli.doctor.findings import Finding, line
 from guerdon.cli.doctor.requirements import of_extra, parsed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
-from guerdon.settings.flags import CRITIC_PORTS
+from guerdon.settings.sources import CRITIC_PORTS
 from processes import environment
 from served import free_port, reward_model
 from server.keys import ADMIN, SCORE, bearer, keyed

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.fields import from_mapping
-from guerdon.settings.yaml_files import read_yaml
+from guerdon.settings.sources import read_yaml
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

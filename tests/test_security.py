@@ -11,7 +11,7 @@ import pytest
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import check_addresses
 from guerdon.settings.config import ServerConfig
-from guerdon.settings.yaml_files import read_yaml
+from guerdon.settings.sources import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/security.md").read_text()

@@ -25,7 +25,7 @@ from guerdon.client import Credentials, CriticClient, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, Overloaded, ServerFault, StartError, TrainFailed
 from guerdon.server import tracing
 from guerdon.server.runtime import RunningServer, check_addresses
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check_settings
 from processes import environment
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, EchoService
@@ -481,13 +481,13 @@ def test_a_malformed_environment_is_a_start_error(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", "http://", "http://a:x", "http://a?b=c"])
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="traces is") as caught:
-        check(ServerConfig(traces=url))
+        check_settings(ServerConfig(traces=url))
     assert "4318" in caught.value.help
 
 
 def test_an_endpoint_with_a_key_is_refused_without_telling_it() -> None:
     with pytest.raises(ConfigError) as caught:
-        check(ServerConfig(traces="http://x:hunter2@127.0.0.1:4318"))
+        check_settings(ServerConfig(traces="http://x:hunter2@127.0.0.1:4318"))
     assert "hunter2" not in f"{caught.value} {caught.value.help}"
 
 

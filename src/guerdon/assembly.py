@@ -28,7 +28,7 @@ from guerdon.server.auth import Access
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.critic import Critic
 from guerdon.server.service import Service
-from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check
+from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check_settings
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
     from guerdon.training.critic_trainer import CriticTrainer
     from guerdon.training.optimiser import check_layout, moment_bytes
 
-    check(config)
+    check_settings(config)
     check_layout(config, ranks)
     with ranks.alike(), _needing_memory(config):
         loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config), ranks=ranks)
@@ -152,7 +152,7 @@ def run(
     and the others follow it until it ends; `device` is as `ranks.start` has it. Where one of them is lost, all end with
     EXIT_STATUS; where one cannot start, all of them raise what is wrong. When they have ended they heed neither signal.
     """
-    check(config)
+    check_settings(config)
     ranks = start(config, device)
     if ranks.size == 1:
         runtime.check_addresses(config)  # before models are loaded, which may take minutes
@@ -268,7 +268,7 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
         if ranks.size > 1 and ranks.is_leader:
             runtime.check_addresses(config)
             _check_repository(config)
-        check(config)
+        check_settings(config)
         if not config.models and config.critic is None:
             raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
     served = []

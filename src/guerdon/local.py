@@ -18,7 +18,7 @@ from guerdon.client.results import Scores
 from guerdon.core import ModelInfo, ScoreRequest
 from guerdon.errors import Cancelled, GuerdonError
 from guerdon.server.service import Service
-from guerdon.settings.config import ModelConfig, ServerConfig, check
+from guerdon.settings.config import ModelConfig, ServerConfig, check_settings
 from guerdon.settings.fields import from_mapping
 from guerdon.wire import reward_model, signature
 
@@ -44,7 +44,7 @@ class LocalRewardModel:
         Raises StartError where it cannot be served, ConfigError for a setting that is unknown or out of bounds.
         """
         config: ModelConfig = from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)})
-        check(config)
+        check_settings(config)
         limits = {"request_timeout_s": _FOREVER_S, "max_request_sequences": sys.maxsize}
         self._service = build_service(ServerConfig(models=[config], **limits))  # type: ignore[arg-type]
         self._model, self._name = config.model, config.name

@@ -25,7 +25,7 @@ from guerdon.settings.actors import (
     PPORunConfig,
     RemoteCriticConfig,
     RewardModelServer,
-    scheduled,
+    resolve_schedule,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
 
@@ -115,7 +115,7 @@ def test_the_warm_up_trains_the_critic_alone(folder: Path, tmp_path: Path) -> No
     for name, weight in warm.items():
         assert torch.equal(weight, begun[name]), name
     assert any(not torch.equal(weight, after[name]) for name, weight in warm.items())
-    assert scheduled(config).total_steps == 1 and config.policy.total_steps is None
+    assert resolve_schedule(config).total_steps == 1 and config.policy.total_steps is None
 
 
 def test_the_critic_learns_while_the_policy_does(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from guerdon.client.retry import RetryPolicy
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.settings.fields import from_mapping
-from guerdon.settings.flags import critic_server_config, server_config
+from guerdon.settings.sources import read_critic_settings, read_server_settings
 from processes import environment
 from server.echo_service import EchoService
 
@@ -43,7 +43,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(words: list[str]) -> ServerConfig:
     """What the words behind `guerdon` set; exits where a flag does not exist."""
     args = cli.make_parser().parse_args(words)
-    return server_config(args) if words[0] == "serve" else critic_server_config(args)
+    return read_server_settings(args) if words[0] == "serve" else read_critic_settings(args)
 
 
 def predictor(name: str) -> dict[str, Any]:

@@ -42,9 +42,9 @@ from guerdon.settings.actors import (
     PPORunConfig,
     ReinforceRunConfig,
     RemoteCriticConfig,
-    algorithm_of,
-    remote_of,
-    scheduled,
+    get_algorithm,
+    get_remote,
+    resolve_schedule,
 )
 
 log = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ class Checkpoints:
 
 def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, Any]:
     """The settings by their paths that decide what a run becomes, and so may not change at a resume."""
-    algorithm = algorithm_of(config)[0]
-    where, remote = remote_of(config)
+    algorithm = get_algorithm(config)[0]
+    where, remote = get_remote(config)
     found: dict[str, Any] = {
         "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
@@ -208,7 +208,7 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
         found[f"{where}.combine_rm_and_critic_server"] = remote.combine_rm_and_critic_server
     for section in ("policy", "rollouts", algorithm):
         found |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
-    found["policy.total_steps"] = scheduled(config).total_steps
+    found["policy.total_steps"] = resolve_schedule(config).total_steps
     if config.policy.lr_schedule == "constant":
         del found["policy.total_steps"]
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}

@@ -37,7 +37,7 @@ from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.saving import Saving, Snapshot
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, remote_of, scheduled
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, get_remote, resolve_schedule
 
 T = TypeVar("T")
 
@@ -166,7 +166,9 @@ class Run:
     def _load(self, found: Checkpoint | None) -> None:
         """Loads the policy as it was before step 1, and the prompts; raises where they are not those of `found`."""
         config, run = self.config, self.config.run
-        self.policy, self.generator = opened(scheduled(config), config.rollouts, run.seed, self._shared, self._stopping)
+        self.policy, self.generator = opened(
+            resolve_schedule(config), config.rollouts, run.seed, self._shared, self._stopping
+        )
         loaded = self.policy.policy
         self.data = Prompts(
             config.data,
@@ -176,8 +178,8 @@ class Run:
             seed=run.seed,
             output_dir=self._folder,
         )
-        check_sendable(self.data, *remote_of(config), config.rollouts.max_new_tokens)
-        ending = sent_ending(self.data.ending, remote_of(config)[1])
+        check_sendable(self.data, *get_remote(config), config.rollouts.max_new_tokens)
+        ending = sent_ending(self.data.ending, get_remote(config)[1])
         self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
         if found is not None:
             check_settings(found.state.with_current_name(loaded.info), self._decisive, found.folder)

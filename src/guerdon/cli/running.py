@@ -10,20 +10,20 @@ from guerdon.cli import console
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, Exit
-from guerdon.settings.access import without_key
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, described
+from guerdon.settings.access import strip_credentials
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, describe_run
 from guerdon.settings.config import ModelConfig, ServerConfig
-from guerdon.settings.flags import critic_server_config, given, sectioned_config, server_config
+from guerdon.settings.sources import given_flags, read_actor_settings, read_critic_settings, read_server_settings
 
 
 def run_serve(args: argparse.Namespace) -> None:
     """`guerdon serve`: loads the models and serves them until SIGTERM or SIGINT."""
-    _serve(server_config(args))
+    _serve(read_server_settings(args))
 
 
 def run_serve_critic(args: argparse.Namespace) -> None:
     """`guerdon serve-critic`: loads the critic, brings it to where it was, and serves it until SIGTERM or SIGINT."""
-    _serve(critic_server_config(args))
+    _serve(read_critic_settings(args))
 
 
 def _serve(config: ServerConfig) -> None:
@@ -79,12 +79,12 @@ def run_score(args: argparse.Namespace) -> int:
     from guerdon.client import RewardClient
     from guerdon.client.files import score_file
 
-    flags = given(args, ModelConfig)
+    flags = given_flags(args, ModelConfig)
     if args.server:
         unused = next((flag for flag in flags if flag != "name"), None)
         if unused is not None:
             raise ConfigError(
-                f"--{unused.replace('_', '-')} is given, but the model runs at {without_key(args.server[0])}",
+                f"--{unused.replace('_', '-')} is given, but the model runs at {strip_credentials(args.server[0])}",
                 "leave it out",
             )
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
@@ -109,7 +109,7 @@ def run_score(args: argparse.Namespace) -> int:
 
 def run_reinforce(args: argparse.Namespace) -> int:
     """`guerdon reinforce`: see guerdon.actor.reinforce."""
-    config = sectioned_config(args, ReinforceRunConfig)
+    config = read_actor_settings(args, ReinforceRunConfig)
     _prepare_actor(config)
     from guerdon.actor import launch, reinforce
 
@@ -118,7 +118,7 @@ def run_reinforce(args: argparse.Namespace) -> int:
 
 def run_ppo(args: argparse.Namespace) -> int:
     """`guerdon ppo`: see guerdon.actor.ppo."""
-    config = sectioned_config(args, PPORunConfig)
+    config = read_actor_settings(args, PPORunConfig)
     _prepare_actor(config)
     from guerdon.actor import launch, ppo
 
@@ -131,7 +131,7 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         check_actor(config)
     console.set_up("info")
     console.need("torch", "tensorboard", "matplotlib")
-    console.say(f"loading {described(config)}")  # now: torch alone takes seconds
+    console.say(f"loading {describe_run(config)}")  # now: torch alone takes seconds
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from guerdon.cli.parsing import Parser
 from guerdon.cli.version import ShowVersions
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
-from guerdon.settings.flags import CRITIC_PORTS, add_sections, add_settings
+from guerdon.settings.sources import CRITIC_PORTS, add_section_flags, add_server_flags
 
 
 def make_parser() -> Parser:
@@ -38,7 +38,7 @@ def _add_serve(commands: Any) -> None:
     serve.usage = "guerdon serve [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
     serve.add_argument("MODEL", nargs="?", help="local folder, hub id, or module:function")
     serve.add_argument("--config", metavar="FILE.yaml", help="read settings from this file; it may name several models")
-    add_settings(serve, ServerConfig, ModelConfig)
+    add_server_flags(serve, ServerConfig, ModelConfig)
 
 
 def _add_serve_critic(commands: Any) -> None:
@@ -49,7 +49,7 @@ def _add_serve_critic(commands: Any) -> None:
     critic.usage = "guerdon serve-critic [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
     critic.add_argument("MODEL", nargs="?", help="local folder or hub id of a reward model or a critic")
     critic.add_argument("--config", metavar="FILE.yaml", help="read settings from this file")
-    add_settings(critic, ServerConfig, CriticConfig, defaults=CRITIC_PORTS)
+    add_server_flags(critic, ServerConfig, CriticConfig, defaults=CRITIC_PORTS)
 
 
 def _add_score(commands: Any) -> None:
@@ -70,7 +70,7 @@ def _add_score(commands: Any) -> None:
     score.add_argument(
         "--no-progress", action="store_true", help="no progress bar; there is none where stderr is no terminal"
     )
-    add_settings(score, ModelConfig)
+    add_server_flags(score, ModelConfig)
 
 
 def _add_actor(commands: Any, name: str, text: str) -> None:
@@ -87,7 +87,7 @@ def _add_actor(commands: Any, name: str, text: str) -> None:
     actor.description, actor.epilog = examples, notes
     actor.usage = f"guerdon {name} CONFIG.yaml [--SECTION.SETTING VALUE ...]"
     actor.add_argument("CONFIG", metavar="CONFIG.yaml", help="YAML file with the settings")
-    add_sections(actor, cls)
+    add_section_flags(actor, cls)
 
 
 def _add_bench(commands: Any) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from guerdon.client.credentials import Credentials
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.settings.access import without_key
+from guerdon.settings.access import strip_credentials
 
 _HELP = "give http://host:port, https://host:port, grpc://host:port or grpcs://host:port"
 
@@ -71,23 +71,23 @@ def _address(url: str, credentials: Credentials) -> Address:
         port = parts.port
     except ValueError as e:
         what = "what stands behind the @ is no host and port" if "@" in url else str(e)
-        raise InvalidRequest(f"server URL {without_key(url)!r}: {what}; {_HELP}") from None
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r}: {what}; {_HELP}") from None
     if parts.scheme not in ("http", "https", "grpc", "grpcs") or not _is_host(parts.hostname) or not full.isprintable():
-        raise InvalidRequest(f"server URL {without_key(url)!r} is not one: {_HELP}")
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r} is not one: {_HELP}")
     if full.count("@") != parts.netloc.count("@"):
-        raise InvalidRequest(f"server URL {without_key(url)!r} has an @ behind its host; in a key write / as %2F")
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r} has an @ behind its host; in a key write / as %2F")
     if parts.scheme in ("grpc", "grpcs") and (port is None or parts.path):
-        raise InvalidRequest(f"server URL {without_key(url)!r} needs a port and no path: {_HELP}")
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r} needs a port and no path: {_HELP}")
     info, at, _ = parts.netloc.rpartition("@")
     if at:
         if not parts.password:
             raise InvalidRequest(
-                f"server URL {without_key(url)!r} has a name without a key: write x:KEY@ before the host"
+                f"server URL {strip_credentials(url)!r} has a name without a key: write x:KEY@ before the host"
             )
         try:
             credentials = dataclasses.replace(credentials, api_key=unquote(parts.password))
         except ConfigError as e:
-            raise InvalidRequest(f"server URL {without_key(url)!r}: {e}") from None
+            raise InvalidRequest(f"server URL {strip_credentials(url)!r}: {e}") from None
     return Address(full.replace(info + at, "", 1), credentials)
 
 

@@ -18,9 +18,9 @@ from guerdon.server import runtime
 from guerdon.server.front import http_app
 from guerdon.server.model_repository import Repository
 from guerdon.settings.access import KEYS_VARIABLE, has_keys
-from guerdon.settings.config import ParallelConfig, ServerConfig, check
+from guerdon.settings.config import ParallelConfig, ServerConfig, check_settings
 from guerdon.settings.fields import from_mapping
-from guerdon.settings.yaml_files import read_yaml
+from guerdon.settings.sources import read_yaml
 
 try:
     from ray import serve
@@ -151,7 +151,7 @@ def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfi
 
 
 def _check(config: ServerConfig) -> None:
-    check(config)
+    check_settings(config)
     if config.critic is not None:
         raise ConfigError(
             "a critic cannot have replicas: each would learn for itself, and all would write one journal",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from guerdon.errors import ConfigError, Forbidden, Unauthenticated
 from guerdon.server.metrics import UNKNOWN
-from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, Role, has_keys, is_entry, variable_entries
+from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, Role, has_keys, is_entry, split_keys_variable
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Access:
             self._read(lines, str(path))
             if not self._callers:
                 raise ConfigError(f"{path} has no keys", _FORM)
-        self._read(variable_entries(), KEYS_VARIABLE)
+        self._read(split_keys_variable(), KEYS_VARIABLE)
         if has_keys(config) and not self._callers:  # whoever set it does not mean that nobody needs one
             raise ConfigError(f"{KEYS_VARIABLE} is set, and has no keys", f"{_FORM}; or unset it")
         self.names = tuple(dict.fromkeys(caller.name for _, caller in self._callers))

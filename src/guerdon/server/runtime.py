@@ -21,7 +21,7 @@ from guerdon.server.front import http_app, tls
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
-from guerdon.settings.config import ServerConfig, check
+from guerdon.settings.config import ServerConfig, check_settings
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ async def serve(
     """
     stop = stop or asyncio.Event()
     grace_s = config.shutdown_timeout_s if grace_s is None else grace_s
-    check(config)
+    check_settings(config)
     context = tls.context(config)
     gate = Gate(config, service.access.names)
     secure = "" if context is None else "s"

@@ -1,4 +1,4 @@
-"""Who may ask a server for what, and over which connections: roles and settings."""
+"""Who may send which requests: roles, keys, TLS, and the addresses that a server accepts."""
 
 from __future__ import annotations
 
@@ -13,98 +13,99 @@ from guerdon.errors import ConfigError
 from guerdon.settings.fields import setting
 
 KEYS_VARIABLE = "GUERDON_API_KEYS"
-"""The environment variable of a server's keys, in the form of the file's lines, with commas or line ends between."""
+"""The environment variable of a server's keys: lines as in the keys' file, separated by commas or line breaks."""
 
 
 class Role(IntEnum):
-    """What a key allows; each role has what those before it have."""
+    """What a key permits; each role includes those before it."""
 
     SCORE = 1
-    """To score, and to read what is served, and the metrics."""
+    """Score, and read metadata and metrics."""
     TRAIN = 2
-    """Also to train, validate, save, load, offload and onload a critic."""
+    """Train, validate, save, load, offload and onload a critic."""
     ADMIN = 3
-    """Also to load and unload reward models."""
+    """Load and unload reward models."""
 
 
 @dataclass
 class AccessConfig:
-    """Who may ask, and over which connections."""
+    """Keys, TLS, and the host names that a server accepts."""
 
     api_keys_file: str | None = setting(
-        None, f"file of `ROLE NAME KEY` lines, of the roles score, train and admin; also read from {KEYS_VARIABLE}"
+        None,
+        f"File of keys, one `ROLE NAME KEY` per line; roles are score, train and admin. {KEYS_VARIABLE} adds more.",
     )
     allow_anonymous: bool = setting(
-        False, "listen on addresses that other machines reach, although whoever reaches them needs no key"
+        False, "Listen on an address that other machines reach although clients need no key."
     )
     allowed_hosts: list[str] = setting(
         [],
-        "additional Host name that a server without keys answers to; by default a loopback server answers to localhost "
-        "and the machine's own name only, any other to every name; IP addresses always pass",
+        "Additional Host name that a server without keys accepts. A loopback server accepts localhost and the "
+        "machine's name, any other accepts all names; IP addresses are always accepted.",
     )
-    tls_cert: str | None = setting(None, "PEM file of the server's certificate, and of those that vouch for it")
-    tls_key: str | None = setting(None, "PEM file of the certificate's private key")
+    tls_cert: str | None = setting(None, "PEM file of the server's certificate and its chain.")
+    tls_key: str | None = setting(None, "PEM file of the certificate's private key.")
     tls_client_ca: str | None = setting(
-        None, "PEM file of the authority whose certificates clients must have (mutual TLS)"
+        None, "PEM file of the CA that must have signed the clients' certificates (mutual TLS)."
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Returns whether only this machine reaches the address."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, or nothing, which is every address
+    except ValueError:  # a name, or empty, which means every address
         return False
 
 
-def without_key(url: str) -> str:
-    """The URL without its user info, for whoever reads a log: a key may stand there."""
+def strip_credentials(url: str) -> str:
+    """Returns the URL without its user info, which may hold a key, for logs and messages."""
     scheme = re.match(r"[a-zA-Z]+://|", url)
     assert scheme is not None
     return scheme[0] + url[scheme.end() :].rpartition("@")[2]
 
 
 def is_entry(line: str) -> bool:
-    """Whether the line is to be a key, and neither empty nor a comment."""
+    """Returns whether a line holds a key: it is neither empty nor a comment."""
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
-def variable_entries() -> list[str]:
-    """What stands between the commas and line ends of the keys' variable; some may be empty, or comments."""
+def split_keys_variable() -> list[str]:
+    """Returns the entries of GUERDON_API_KEYS; some may be empty or comments."""
     lines = os.environ.get(KEYS_VARIABLE, "").splitlines()
     entries = [line.split(",") if is_entry(line) else [line] for line in lines]
     return [entry for line in entries for entry in line]
 
 
 def has_keys(config: AccessConfig) -> bool:
-    """Whether a file of keys is named or their variable set; a server that finds none there does not start."""
+    """Returns whether a keys' file or GUERDON_API_KEYS is set; a server that finds no key there does not start."""
     return config.api_keys_file is not None or bool(os.environ.get(KEYS_VARIABLE, "").strip())
 
 
 def check_tls(config: AccessConfig) -> None:
-    """Raises ConfigError where one of certificate and private key is missing."""
+    """Raises ConfigError if the TLS settings are incomplete."""
     if (config.tls_cert is None) != (config.tls_key is None):
         missing, there = ("tls_key", "tls_cert") if config.tls_key is None else ("tls_cert", "tls_key")
-        raise ConfigError(f"{there} is given, and {missing} is not", "give both: TLS needs certificate and private key")
+        raise ConfigError(f"{there} is given, but {missing} is not", "give both: TLS needs certificate and private key")
     if config.tls_client_ca is not None and config.tls_cert is None:
-        raise ConfigError("tls_client_ca is given, and tls_cert is not", "give tls_cert and tls_key, too")
+        raise ConfigError("tls_client_ca is given, but tls_cert is not", "also give tls_cert and tls_key")
 
 
 def check_reach(config: AccessConfig, host: str) -> None:
-    """Raises ConfigError where other machines would reach a server that asks nobody for a key or a certificate."""
+    """Raises ConfigError if other machines would reach a server that requires neither key nor certificate."""
     if is_loopback(host) or has_keys(config) or config.tls_client_ca is not None or config.allow_anonymous:
         return
     raise ConfigError(
-        f"host is {host or 'empty'}, which other machines reach, and nobody would need a key",
-        f"give --api-keys-file or {KEYS_VARIABLE}; or, where whoever reaches it may use it, --allow-anonymous",
+        f"host is {host or 'empty'}, which other machines reach, but clients would need no key",
+        f"give --api-keys-file or {KEYS_VARIABLE}; or --allow-anonymous if everybody may use the server",
     )
 
 
 def check_traces_endpoint(url: str) -> None:
     """Raises ConfigError if `url` cannot be the address of an OpenTelemetry collector."""
-    shown = without_key(url)
+    shown = strip_credentials(url)
     try:
         parts = urlsplit(url)
         is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -114,6 +115,6 @@ def check_traces_endpoint(url: str) -> None:
         raise ConfigError(f"traces is {shown!r}", "give a collector's OTLP/HTTP address, such as http://127.0.0.1:4318")
     if parts.username is not None:
         raise ConfigError(
-            f"traces is {shown!r} with a name or a key before it",
-            "set OTEL_EXPORTER_OTLP_HEADERS=authorization=... in the environment, which no list of processes shows",
+            f"traces is {shown!r} preceded by a name or a key",
+            "set OTEL_EXPORTER_OTLP_HEADERS=authorization=... in the environment: lists of processes show arguments",
         )

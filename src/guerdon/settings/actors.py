@@ -1,16 +1,17 @@
-"""Every setting of `guerdon reinforce` and `guerdon ppo`, once: sections of a YAML file, and flags by their paths."""
+"""The settings of `guerdon reinforce` and `guerdon ppo`: sections of a YAML file, and flags named by their paths."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from guerdon.errors import ConfigError
-from guerdon.settings.access import without_key
-from guerdon.settings.config import LanguageModelConfig, LearningConfig, ParallelConfig, check
-from guerdon.settings.fields import section, setting
+from guerdon.settings.access import strip_credentials
+from guerdon.settings.config import LanguageModelConfig, LearningConfig, ParallelConfig, check_settings
+from guerdon.settings.fields import Mistakes, section, setting
 
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlReduction = Literal["sum", "mean"]
@@ -21,72 +22,79 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 class PolicyConfig(LearningConfig, LanguageModelConfig):
     """The policy: any causal language model that transformers loads."""
 
-    learning_rate: float = setting(9e-7, "of AdamW, after the warm-up", least=0)
+    learning_rate: float = setting(9e-7, "Learning rate of AdamW after the warm-up.", least=0)
     total_steps: int | None = setting(
-        None, "optimiser steps of the whole run, at whose end linear and cosine reach 0; auto: those of the run",
-        auto=True, least=1,
-    )  # fmt: skip
-    offload_optimizer: bool = setting(False, "move the optimiser's state off the device while responses are generated")
+        None,
+        "Optimiser steps of the whole run, after which linear and cosine reach 0. auto: computed from the run's steps.",
+        auto=True,
+        least=1,
+    )
+    offload_optimizer: bool = setting(False, "Move the optimiser state off the device while responses are generated.")
 
 
 @dataclass
 class DataConfig:
     """Where prompts come from."""
 
-    prompts: str = setting("", "JSONL (.gz) or Parquet file, folder or hub id of a data set; a row is one prompt")
-    split: str = setting("train", "split of a hub data set")
-    field: str = setting("prompt", "field of a row that holds the prompt: text, or a list of chat messages")
-    template: bool = setting(False, "put a prompt that is text through the chat template, as a user's message")
+    prompts: str = setting("", "JSONL (.gz) or Parquet file, folder, or hub id of a data set; each row has one prompt.")
+    split: str = setting("train", "Split of a hub data set.")
+    field: str = setting("prompt", "Field of a row that holds the prompt: text, or a list of chat messages.")
+    template: bool = setting(False, "Put text prompts through the chat template, as a user's message.")
     max_prompt_length: int | None = setting(
-        None, "longest prompt in tokens; auto: what the policy leaves beside max_new_tokens", auto=True, least=1
+        None,
+        "Longest prompt, in tokens. auto: the policy's maximum length minus max_new_tokens.",
+        auto=True,
+        least=1,
     )
     long_prompts: Literal["skip", "error"] = setting(
-        "skip", "a longer prompt is left out and reported at the start, or the run does not start; none is ever cut"
+        "skip", "Skip and report longer prompts at the start, or refuse to start; prompts are never truncated."
     )
-    validation: str | None = setting(None, "the same for prompts to validate on; default: the last rows of prompts")
-    validation_split: str | None = setting(None, "split of a hub data set of these; default: that of prompts")
-    num_validation: int = setting(32, "prompts that are validated on; 0: none", least=0)
-    shuffle: bool = setting(True, "another order in every epoch, by the seed")
+    validation: str | None = setting(
+        None, "Prompts for validation, in the same forms; default: the last rows of `prompts`."
+    )
+    validation_split: str | None = setting(None, "Split of a hub data set for validation; default: `split`.")
+    num_validation: int = setting(32, "Number of prompts to validate on. 0: no validation.", least=0)
+    shuffle: bool = setting(True, "Shuffle the prompts in every epoch, by the seed.")
 
 
 @dataclass
 class RolloutConfig:
     """How responses are sampled."""
 
-    prompts_per_step: int = setting(16, "prompts of one step", least=1)
-    rollouts_per_prompt: int = setting(4, "responses to each of them", least=1)
-    max_new_tokens: int = setting(128, "longest response in tokens", least=1)
-    min_new_tokens: int = setting(0, "no EOS before so many tokens", least=0)
-    temperature: float = setting(1.0, "of sampling; log-probs are those at this temperature", above=0)
-    top_k: int = setting(0, "sample from the so many most likely tokens; 0: all", least=0)
-    top_p: float = setting(1.0, "sample from the most likely tokens of this total probability", above=0, most=1)
-    repetition_penalty: float = setting(1.0, "divides the logits of tokens that were there already", above=0)
-    stop: list[str] = setting([], "texts that end a response, beside EOS")
-    engine: Literal["transformers", "vllm"] = setting("transformers", "what generates")
+    prompts_per_step: int = setting(16, "Number of prompts per step.", least=1)
+    rollouts_per_prompt: int = setting(4, "Number of responses per prompt.", least=1)
+    max_new_tokens: int = setting(128, "Longest response, in tokens.", least=1)
+    min_new_tokens: int = setting(0, "Number of tokens before which EOS is not sampled.", least=0)
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are computed at this temperature.", above=0)
+    top_k: int = setting(0, "Sample from this many most likely tokens. 0: from all.", least=0)
+    top_p: float = setting(1.0, "Sample from the most likely tokens of this total probability.", above=0, most=1)
+    repetition_penalty: float = setting(1.0, "Divides the logits of tokens that already occurred.", above=0)
+    stop: list[str] = setting([], "Text that ends a response, like EOS.")
+    engine: Literal["transformers", "vllm"] = setting("transformers", "Engine that generates the responses.")
     max_batch_rollouts: int | None = setting(
-        None, "responses generated at once, all in memory; auto: 256", auto=True, least=1
+        None, "Number of responses generated at once, all in memory. auto: 256.", auto=True, least=1
     )
 
 
 @dataclass
 class AlgorithmConfig:
-    """What REINFORCE and PPO share of the loss."""
+    """The settings of the loss that REINFORCE and PPO share."""
 
-    kl_coefficient: float = setting(0.01, "beta: what the KL to the reference costs", least=0)
-    kl_estimator: KlEstimator = setting("k1", "estimate of a token's KL")
-    loss_aggregation: Aggregation = setting("token-mean", "how the tokens' losses become one number")
-    global_batch_size: int = setting(64, "responses of one optimiser step", least=1)
-    epochs: int = setting(1, "passes over each step's responses", least=1)
-    clip_low: float = setting(0.2, "how far a token's probability ratio may fall below 1 in the loss", above=0)
-    clip_high: float = setting(0.2, "how far it may rise above 1", above=0)
-    entropy_coefficient: float = setting(0.0, "weight of the entropy bonus")
+    kl_coefficient: float = setting(0.01, "Beta: weight of the KL divergence from the reference.", least=0)
+    kl_estimator: KlEstimator = setting("k1", "Estimator of the KL per token.")
+    loss_aggregation: Aggregation = setting("token-mean", "How the losses of tokens are reduced to one number.")
+    global_batch_size: int = setting(64, "Number of responses in one optimiser step.", least=1)
+    epochs: int = setting(1, "Passes over each step's responses.", least=1)
+    clip_low: float = setting(0.2, "Maximum distance of a token's probability ratio below 1 in the loss.", above=0)
+    clip_high: float = setting(0.2, "Maximum distance of a token's probability ratio above 1 in the loss.", above=0)
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.")
     importance_cap: float | None = setting(
         None,
-        "weigh tokens for the difference between engine and trainer, at most by this; default: only with vllm",
+        "Weight tokens by the probability ratio between trainer and engine, up to this cap; default: only with vllm.",
         above=0,
     )
     max_failed_fraction: float = setting(
-        0.1, "the run stops where a larger part of a step's responses got no reward", least=0, most=1
+        0.1, "Stop the run if a larger fraction of a step's responses gets no reward.", least=0, most=1
     )
 
 
@@ -95,56 +103,60 @@ class ReinforceConfig(AlgorithmConfig):
     """The REINFORCE family."""
 
     advantage_estimator: Literal["none", "mean", "rloo", "grpo", "dr_grpo", "reinforce++"] = setting(
-        "rloo", "how rewards become advantages"
+        "rloo", "How advantages are computed from rewards."
     )
-    kl_placement: Literal["reward", "loss"] = setting("reward", "where the KL's cost is taken off")
+    kl_placement: Literal["reward", "loss"] = setting(
+        "reward", "Subtract the KL penalty from the reward, or add it to the loss."
+    )
     kl_reduction: KlReduction = setting(
-        "sum", "with kl_placement reward, a response's KL is the sum or the mean over its tokens; mean: NeMo-Aligner's"
+        "sum", "With kl_placement reward: sum or mean of the KL over a response's tokens. NeMo-Aligner uses mean."
     )
-    leave_out_truncated: bool = setting(False, "responses cut at max_new_tokens have no advantage and no baseline")
+    leave_out_truncated: bool = setting(
+        False, "Exclude responses truncated at max_new_tokens from advantages and baselines."
+    )
 
 
 @dataclass
 class PPOConfig(AlgorithmConfig):
-    """PPO against a critic."""
+    """PPO with a critic."""
 
-    gamma: float = setting(1.0, "discount of a token", least=0, most=1)
-    lam: float = setting(0.95, "lambda of GAE", least=0, most=1)
-    whiten_advantages: bool = setting(True, "shift and scale each step's advantages to mean 0 and variance 1")
-    critic_warmup_steps: int = setting(0, "first steps that train the critic alone", least=0)
+    gamma: float = setting(1.0, "Discount per token.", least=0, most=1)
+    lam: float = setting(0.95, "Lambda of GAE.", least=0, most=1)
+    whiten_advantages: bool = setting(True, "Scale each step's advantages to mean 0 and variance 1.")
+    critic_warmup_steps: int = setting(0, "Number of first steps that train only the critic.", least=0)
 
 
 @dataclass
 class RunConfig:
-    """How long it runs, and what it leaves."""
+    """How long the run lasts, and what it saves."""
 
-    steps: int = setting(100, "steps of the run; each generates, is rewarded, and learns", least=1)
-    seed: int = setting(0, "of everything that is drawn", least=0)
-    output_dir: str = setting("out/run", "folder for metrics, curves, samples and checkpoints")
-    save_every: int = setting(20, "steps between checkpoints; there is one at the end, too", least=1)
-    keep_checkpoints: int = setting(2, "newest checkpoints that are kept", least=1)
-    resume: bool = setting(True, "go on from the newest checkpoint in output_dir")
+    steps: int = setting(100, "Number of steps; each generates responses, gets rewards, and trains.", least=1)
+    seed: int = setting(0, "Seed of everything random.", least=0)
+    output_dir: str = setting("out/run", "Folder for metrics, curves, samples and checkpoints.")
+    save_every: int = setting(20, "Steps between checkpoints; the last step is also saved.", least=1)
+    keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", least=1)
+    resume: bool = setting(True, "Resume from the newest checkpoint in output_dir.")
     time_limit: str | None = setting(
         None,
-        'DD:HH:MM:SS or minutes, in quotes ("210"); before it is over, from the start on, the run saves and leaves',
+        'Time from the start in which the run saves and exits: DD:HH:MM:SS, or minutes, in quotes ("210").',
     )
     validate_every: int = setting(
-        10, "steps between validations; there is one before the first step and at the end", least=1
+        10, "Steps between validations; there is also one before the first step and one at the end.", least=1
     )
-    num_samples: int = setting(8, "responses in the table of a validation", least=0)
-    trackers: list[str] = setting([], "beside TensorBoard: wandb, mlflow")
-    project: str = setting("guerdon", "its name there")
-    progress: bool = setting(True, "show a progress bar")
+    num_samples: int = setting(8, "Number of responses in a validation's table of samples.", least=0)
+    trackers: list[str] = setting([], "Tracker in addition to TensorBoard: wandb or mlflow.")
+    project: str = setting("guerdon", "Project name in the trackers.")
+    progress: bool = setting(True, "Show a progress bar.")
 
 
 @dataclass
 class RewardModelServer:
-    """A reward model's server, as NeMo-Aligner's YAML has it."""
+    """A reward model's server, as in NeMo-Aligner's YAML."""
 
-    name: str = setting("reward_model", "the model's name there")
-    ip: str = setting("localhost", "host name or address")
-    port: int = setting(5555, "its HTTP port", least=0, most=65_535)
-    urls: list[str] = setting([], "in place of ip and port: http:// or grpc:// addresses that share the load")
+    name: str = setting("reward_model", "Name of the model on the server.")
+    ip: str = setting("localhost", "Host name or address.")
+    port: int = setting(5555, "HTTP port.", least=0, most=65_535)
+    urls: list[str] = setting([], "http:// or grpc:// URL, in place of ip and port; several share the load.")
 
     @property
     def addresses(self) -> list[str]:
@@ -156,19 +168,19 @@ class RewardModelServer:
 class CriticNames:
     """The names of the critic's three models."""
 
-    train: str = setting("critic_train", "that trains")
-    infer: str = setting("critic_infer", "that values")
-    save: str = setting("critic_save", "that saves")
+    train: str = setting("critic_train", "Name of the model that trains.")
+    infer: str = setting("critic_infer", "Name of the model that returns values.")
+    save: str = setting("critic_save", "Name of the model that saves.")
 
 
 @dataclass
 class CriticServer:
-    """A critic's server, as NeMo-Aligner's YAML has it."""
+    """A critic's server, as in NeMo-Aligner's YAML."""
 
-    name: CriticNames = section(CriticNames, "its models")
-    ip: str = setting("localhost", "host name or address")
-    port: int = setting(5556, "its HTTP port", least=0, most=65_535)
-    url: str | None = setting(None, "in place of ip and port: an http:// or grpc:// address")
+    name: CriticNames = section(CriticNames, "The critic's models.")
+    ip: str = setting("localhost", "Host name or address.")
+    port: int = setting(5556, "HTTP port.", least=0, most=65_535)
+    url: str | None = setting(None, "http:// or grpc:// URL, in place of ip and port.")
 
     @property
     def address(self) -> str:
@@ -178,184 +190,211 @@ class CriticServer:
 
 @dataclass
 class RemoteRewardConfig:
-    """The reward model that REINFORCE asks."""
+    """The server of the reward model."""
 
-    reward_model: RewardModelServer = section(RewardModelServer, "its server")
+    reward_model: RewardModelServer = section(RewardModelServer, "The server.")
     pad_to_length: int | None = setting(
-        None, "pad what is sent to this length, for servers that join only equal shapes; guerdon's needs none", least=1
+        None,
+        "Pad requests to this length, for servers that batch only equal shapes; guerdon needs no padding.",
+        least=1,
     )
     send: Literal["tokens", "text", "messages"] = setting(
         "tokens",
-        "what the reward model gets: the policy's token ids, refused if they mean other tokens to it, or text, or "
-        "messages",
+        "What the reward model gets: text, messages, or the policy's token ids, which are refused if its tokenizer "
+        "differs.",
     )
     suffix: str = setting(
         "",
-        "with send: text, what stands behind a response that an EOS ended, such as that EOS, which no text has; takes "
-        "the place of the chat template's ending",
+        "With send: text, appended to responses that ended with EOS, which text does not show; replaces the ending of "
+        "the chat template.",
     )
-    timeout_s: float = setting(3600.0, "seconds that a request may take with all its tries", above=0)
+    timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
 
 
 @dataclass
 class RemoteCriticConfig(RemoteRewardConfig):
-    """The critic that PPO trains, and the reward model."""
+    """The servers of the critic and of the reward model."""
 
-    critic: CriticServer = section(CriticServer, "its server")
-    combine_rm_and_critic_server: bool = setting(True, "the critic's server has the reward model, too")
+    critic: CriticServer = section(CriticServer, "The critic's server.")
+    combine_rm_and_critic_server: bool = setting(True, "The critic's server also serves the reward model.")
 
 
 @dataclass
 class ActorConfig:
-    """What both actors have."""
+    """The sections that both actors have."""
 
-    policy: PolicyConfig = section(PolicyConfig, "the policy")
-    data: DataConfig = section(DataConfig, "prompts")
-    rollouts: RolloutConfig = section(RolloutConfig, "sampling")
-    run: RunConfig = section(RunConfig, "the run")
-    parallel: ParallelConfig = section(ParallelConfig, "the ranks that torchrun starts")
+    policy: PolicyConfig = section(PolicyConfig, PolicyConfig.__doc__ or "")
+    data: DataConfig = section(DataConfig, "Where prompts come from.")
+    rollouts: RolloutConfig = section(RolloutConfig, "How responses are sampled.")
+    run: RunConfig = section(RunConfig, "How long the run lasts, and what it saves.")
+    parallel: ParallelConfig = section(ParallelConfig, "How the processes that torchrun starts share the policy.")
 
 
 @dataclass
 class ReinforceRunConfig(ActorConfig):
-    """`guerdon reinforce`."""
+    """The settings of `guerdon reinforce`."""
 
-    reinforce: ReinforceConfig = section(ReinforceConfig, "the algorithm")
-    remote_rm: RemoteRewardConfig = section(RemoteRewardConfig, "the reward model's server")
+    reinforce: ReinforceConfig = section(ReinforceConfig, "The algorithm.")
+    remote_rm: RemoteRewardConfig = section(RemoteRewardConfig, "The server of the reward model.")
 
 
 @dataclass
 class PPORunConfig(ActorConfig):
-    """`guerdon ppo`."""
+    """The settings of `guerdon ppo`."""
 
-    ppo: PPOConfig = section(PPOConfig, "the algorithm")
-    remote_critic_rm: RemoteCriticConfig = section(RemoteCriticConfig, "the critic's server, and the reward model's")
+    ppo: PPOConfig = section(PPOConfig, "The algorithm.")
+    remote_critic_rm: RemoteCriticConfig = section(
+        RemoteCriticConfig, "The servers of the critic and of the reward model."
+    )
 
 
 def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
-    """Raises ConfigError for the first setting that is missing, out of its bounds, or contradicts another."""
+    """Raises ConfigError for every setting that is missing or out of its bounds; then for every contradiction."""
+    mistakes = Mistakes()
     if not config.policy.model:
-        raise ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id")
+        mistakes.add(ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id"))
     if not config.data.prompts:
-        raise ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set")
-    _, algorithm = algorithm_of(config)
-    for section_name in vars(config):
-        if section_name != "policy":
-            check(getattr(config, section_name), f"{section_name}.")
-    _check_addresses(config)
-    check(scheduled(config), "policy.")
-    check_sampling(config.rollouts)
-    parse_time_limit(config.run.time_limit)
-    estimator = algorithm.advantage_estimator if isinstance(algorithm, ReinforceConfig) else None
+        mistakes.add(ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set"))
+    for name in vars(config):
+        if name != "policy":
+            with mistakes.collected():
+                check_settings(getattr(config, name), f"{name}.")
+    mistakes.raise_all()
+    checks: tuple[Callable[[ReinforceRunConfig | PPORunConfig], None], ...] = (
+        _check_addresses,
+        lambda config: check_settings(resolve_schedule(config), "policy."),
+        lambda config: check_sampling(config.rollouts),
+        lambda config: _check_time_limit(config.run),
+        _check_algorithm,
+        _check_remote,
+        _check_files,
+    )
+    for check in checks:
+        with mistakes.collected():
+            check(config)
+    mistakes.raise_all()
+
+
+def _check_time_limit(run: RunConfig) -> None:
+    parse_time_limit(run.time_limit)
+
+
+def _check_algorithm(config: ReinforceRunConfig | PPORunConfig) -> None:
+    _, algorithm = get_algorithm(config)
+    if not isinstance(algorithm, ReinforceConfig):
+        return
+    estimator, in_loss = algorithm.advantage_estimator, algorithm.kl_placement == "loss"
     if estimator in ("rloo", "grpo", "dr_grpo") and config.rollouts.rollouts_per_prompt < 2:
         raise ConfigError(
-            f"rollouts.rollouts_per_prompt is 1, and {estimator} compares responses to one prompt",
+            f"rollouts.rollouts_per_prompt is 1, but {estimator} compares responses to the same prompt",
             "give at least 2, or another reinforce.advantage_estimator",
         )
-    in_loss = isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient > 0:
         raise ConfigError(
-            "reinforce.kl_placement is loss, where the estimator k1 has no gradient but noise",
+            "reinforce.kl_placement is loss, in which the gradient of the estimator k1 is only noise",
             "give reinforce.kl_estimator k2 or k3, or kl_placement reward",
         )
-    if isinstance(algorithm, ReinforceConfig) and in_loss and algorithm.kl_reduction != "sum":
+    if in_loss and algorithm.kl_reduction != "sum":
         raise ConfigError(
-            f"reinforce.kl_reduction is {algorithm.kl_reduction}, and kl_placement is loss, where it does nothing",
-            "leave it out: reinforce.loss_aggregation says what becomes of the tokens' KL there",
+            f"reinforce.kl_reduction is {algorithm.kl_reduction}, but has no effect, because kl_placement is loss",
+            "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens",
         )
+
+
+def _check_remote(config: ReinforceRunConfig | PPORunConfig) -> None:
     for tracker in config.run.trackers:
         if tracker not in ("wandb", "mlflow"):
             raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
-    where, remote = remote_of(config)
+    where, remote = get_remote(config)
     if remote.send != "tokens" and remote.pad_to_length is not None:
         raise ConfigError(
-            f"{where}.pad_to_length is {remote.pad_to_length}, and {where}.send is {remote.send}",
+            f"{where}.pad_to_length is {remote.pad_to_length}, but {where}.send is {remote.send}",
             "only tokens are padded: leave one of the two out",
         )
     if remote.send != "text" and remote.suffix:
         raise ConfigError(
-            f"{where}.suffix is {remote.suffix!r}, and {where}.send is {remote.send}",
-            "tokens have their EOS, and the chat template writes that of messages: leave it out, or send text",
+            f"{where}.suffix is {remote.suffix!r}, but {where}.send is {remote.send}",
+            "leave it out, or send text: tokens include EOS, and the chat template ends messages",
         )
-    _check_files(config)
 
 
 def _check_files(config: ReinforceRunConfig | PPORunConfig) -> None:
-    """Raises ConfigError where something on this machine is named that is not there."""
     for path, source in (
         ("policy.model", config.policy.model),
         ("data.prompts", config.data.prompts),
         ("data.validation", config.data.validation),
     ):
-        if source is not None and is_local(source) and not Path(source).expanduser().exists():
-            raise ConfigError(f"there is no {source}", f"correct {path}, which may also be an id of the hub")
+        if source is not None and _is_path(source) and not Path(source).expanduser().exists():
+            raise ConfigError(f"there is no {source}", f"correct {path}; it may also be an id of the hub")
 
 
-def is_local(source: str) -> bool:
-    """Whether a name can only be that of a file or a folder here, and none of the hub."""
+def _is_path(source: str) -> bool:
+    """Returns whether a name can only be that of a local file or folder, not a hub id."""
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".jsonl", ".gz", ".parquet"))
 
 
 def check_sampling(rollouts: RolloutConfig) -> None:
-    """Raises ConfigError where a setting is out of its bounds, or nothing would be sampled."""
-    check(rollouts, "rollouts.")
+    """Raises ConfigError if a setting is out of its bounds, or all samples would be alike or impossible."""
+    check_settings(rollouts, "rollouts.")
     if rollouts.top_k == 1:
         raise ConfigError("rollouts.top_k is 1", "all responses to a prompt would be the same: give another value")
     if rollouts.min_new_tokens > rollouts.max_new_tokens:
         raise ConfigError(
-            f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, and max_new_tokens is {rollouts.max_new_tokens}",
-            "give less of the one, or more of the other",
+            f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, but max_new_tokens is {rollouts.max_new_tokens}",
+            "lower the one or raise the other",
         )
 
 
 def _check_addresses(config: ReinforceRunConfig | PPORunConfig) -> None:
-    """Raises ConfigError for an address with a key: a run's settings are kept in its folder, and told to trackers."""
-    section_name, remote = remote_of(config)
-    found = {f"{section_name}.reward_model.urls": remote.reward_model.urls}
+    """Raises ConfigError for a URL with credentials: a run saves its settings and sends them to trackers."""
+    where, remote = get_remote(config)
+    found = {f"{where}.reward_model.urls": remote.reward_model.urls}
     if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
-        found[f"{section_name}.critic.url"] = [remote.critic.url]
+        found[f"{where}.critic.url"] = [remote.critic.url]
     for name, urls in found.items():
         for url in urls:
-            if without_key(url) != url:
+            if strip_credentials(url) != url:
                 raise ConfigError(
-                    f"{name} has a key in {without_key(url)}, and a run keeps and shows its settings",
-                    "leave it out there, and set GUERDON_API_KEY in the environment",
+                    f"{name} has a key in {strip_credentials(url)}, but a run saves and shows its settings",
+                    "leave it out, and set GUERDON_API_KEY in the environment",
                 )
 
 
-def algorithm_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, ReinforceConfig | PPOConfig]:
-    """The section of the algorithm, and its name, which the command has, too."""
+def get_algorithm(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, ReinforceConfig | PPOConfig]:
+    """Returns the name of the algorithm's section, which is also the command's, and the section."""
     return ("reinforce", config.reinforce) if isinstance(config, ReinforceRunConfig) else ("ppo", config.ppo)
 
 
-def remote_of(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, RemoteRewardConfig]:
-    """The section of the servers, and its name."""
+def get_remote(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, RemoteRewardConfig]:
+    """Returns the name of the servers' section, and the section."""
     if isinstance(config, ReinforceRunConfig):
         return "remote_rm", config.remote_rm
     return "remote_critic_rm", config.remote_critic_rm
 
 
-def described(config: ReinforceRunConfig | PPORunConfig) -> str:
-    """Returns in one line what a run loads and whom it asks."""
-    remote = remote_of(config)[1]
-    asked = f"rewards come from {', '.join(remote.reward_model.addresses)}"
+def describe_run(config: ReinforceRunConfig | PPORunConfig) -> str:
+    """Returns in one line what a run loads, where its rewards come from, and where its results go."""
+    remote = get_remote(config)[1]
+    origin = f"rewards come from {', '.join(remote.reward_model.addresses)}"
     if isinstance(remote, RemoteCriticConfig) and remote.combine_rm_and_critic_server:
-        asked = f"values and rewards come from {remote.critic.address}"
+        origin = f"values and rewards come from {remote.critic.address}"
     elif isinstance(remote, RemoteCriticConfig):
-        asked = f"values come from {remote.critic.address}, {asked}"
+        origin = f"values come from {remote.critic.address}, {origin}"
     return (
-        f"policy {config.policy.model}, prompts {config.data.prompts}; {asked}; results go to {config.run.output_dir}"
+        f"policy {config.policy.model}, prompts {config.data.prompts}; {origin}; results go to {config.run.output_dir}"
     )
 
 
-def scheduled(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:
-    """The policy's settings with the length of the schedule, which where it is not given is that of the run."""
-    steps = config.policy.total_steps or optimiser_steps(config.run, config.rollouts, algorithm_of(config)[1])
-    return replace(config.policy, total_steps=steps)
+def resolve_schedule(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:
+    """Returns the policy's settings with `total_steps`, computed from the run if it is not given."""
+    steps = config.policy.total_steps
+    return replace(
+        config.policy,
+        total_steps=steps or _count_optimiser_steps(config.run, config.rollouts, get_algorithm(config)[1]),
+    )
 
 
-def optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: AlgorithmConfig) -> int:
-    """Optimiser steps of a whole run: a step's responses make so many global batches, an epoch over; at least 1."""
+def _count_optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     responses = rollouts.prompts_per_step * rollouts.rollouts_per_prompt
     warmup = algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
     return max(1, run.steps - warmup) * algorithm.epochs * -(-responses // algorithm.global_batch_size)

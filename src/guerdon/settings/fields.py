@@ -1,4 +1,4 @@
-"""What a setting is: a field of a dataclass with its help text and bounds, from YAML or a flag to its value."""
+"""What a setting is: a dataclass field with a help text, the bounds of its values, and how YAML gives it one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
 from typing import Any, Literal
 
 from guerdon.errors import ConfigError
@@ -26,24 +25,36 @@ def setting(
     most: float | None = None,
     above: float | None = None,
 ) -> Any:
-    """A dataclass field with the help text that `--help` and the documentation show, and the bounds of its values.
+    """Makes a dataclass field with the text that `--help` and the documentation show, and the bounds of its values.
 
-    `least` and `most` are allowed themselves, `above` is not. Where `auto`, that word may be written for a value that
-    is found out at start; the field is then None.
+    `least` and `most` are inclusive, `above` is not. With `auto`, users may write that word for a value that is chosen
+    at startup; the field is then None.
     """
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     metadata = {"help": help, "flag": flag, "auto": auto, "least": least, "most": most, "above": above}
-    return field(metadata=metadata, **factory)
+    return dataclasses.field(metadata=metadata, **factory)
 
 
 def section(cls: type, help: str) -> Any:  # noqa: A002 - as above
-    """A dataclass field that holds settings of the dataclass `cls`, of which a part may be given."""
+    """Makes a dataclass field that holds the settings of the dataclass `cls`."""
     metadata = {"help": help, "flag": False, "auto": False, "least": None, "most": None, "above": None}
-    return field(metadata=metadata, default_factory=cls)
+    return dataclasses.field(metadata=metadata, default_factory=cls)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Returns a field's default, made by its factory if it has one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def without_none(hint: Any) -> Any:
+    """Returns the type `X` of an optional `X | None`, and any other type as it is."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
 
 
 class Mistakes:
-    """Collects what is wrong with settings, so that all of it is told at once."""
+    """Collects the errors in settings, so that users see all of them at once."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, ConfigError, str]] = []
@@ -52,19 +63,19 @@ class Mistakes:
         return len(self._found)
 
     def add(self, error: ConfigError, place: str = "", brief: str | None = None) -> None:
-        """Keeps the error; `place` is where in a file the setting stands, `brief` its help among others."""
+        """Adds an error; `place` is its file and line, `brief` replaces its help if there are several errors."""
         self._found.append((f"{place}: " if place else "", error, brief or error.help))
 
     @contextmanager
-    def noted(self, place: str = "") -> Iterator[None]:
-        """Keeps the ConfigError that is raised within."""
+    def collected(self, place: str = "") -> Iterator[None]:
+        """Adds the ConfigError that is raised within the context."""
         try:
             yield
         except ConfigError as e:
             self.add(e, place)
 
     def raise_all(self) -> None:
-        """Raises the one mistake, or one ConfigError whose notes are all of them; nothing if there is none."""
+        """Raises the only error, or a ConfigError with all of them as its notes; returns if there is none."""
         if len(self._found) == 1:
             ((place, error, _),) = self._found
             raise ConfigError(f"{place}{error}", error.help) from error.__cause__
@@ -78,21 +89,21 @@ class Mistakes:
 def from_mapping(cls: type, data: Any, where: str = "") -> Any:
     """Builds the dataclass `cls` from parsed YAML.
 
-    Raises one ConfigError that lists every unknown key and every value that is mistyped or, in a file, out of bounds.
+    Raises one ConfigError that lists every unknown key, every value of a wrong type and, if the data come from a file,
+    every value out of bounds.
     """
     mistakes = Mistakes()
-    built = _built(cls, data, where, mistakes)
+    built = _build(cls, data, where, mistakes, "")
     mistakes.raise_all()
     return built
 
 
-def _built(cls: type, data: Any, where: str, mistakes: Mistakes, place: str = "") -> Any:
-    """The dataclass as far as `data` can be read; what cannot be read is among the mistakes."""
+def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> Any:
     if not isinstance(data, dict):
         found = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
         mistakes.add(ConfigError(found, "write `key: value` lines"), place)
         return None
-    hints, known = typing.get_type_hints(cls), {f.name: f.metadata for f in dataclasses.fields(cls)}
+    hints, known = typing.get_type_hints(cls), {field.name: field.metadata for field in dataclasses.fields(cls)}
     values = {}
     for key, value in data.items():
         path, place = f"{where}{'.' if where else ''}{key}", getattr(data, "places", {}).get(key, place)
@@ -102,30 +113,46 @@ def _built(cls: type, data: Any, where: str, mistakes: Mistakes, place: str = ""
             every = f"known here: {', '.join(sorted(known))}"
             mistakes.add(ConfigError(f"unknown setting {path}", f"{meant} {every}".lstrip()), place, brief=meant)
             continue
-        with mistakes.noted(place):
-            given = None if value == "auto" and known[key]["auto"] else value
-            values[key] = _value(hints[key], given, path, mistakes, place)
-            if place:  # `check` tells of the others; it knows no lines
+        given = None if value == "auto" and known[key]["auto"] else value
+        with mistakes.collected(place):
+            values[key] = _convert(hints[key], given, path, mistakes, place)
+            if place:  # values from Python have no place: `check_settings` checks them
                 check_bounds(values[key], known[key], path)
     return cls(**values)
 
 
-def _value(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) -> Any:
-    """As `convert`; mistakes within sections and lists of sections are noted, each where it stands."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union) and value is not None:
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _built(hint, value, where, mistakes, place)
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is list and dataclasses.is_dataclass(parts[0]) and isinstance(value, list):
-        cls = typing.cast(type, parts[0])
-        return [_built(cls, part, f"{where}[{i}]", mistakes, place) for i, part in enumerate(value)]
-    return convert(hint, value, where)
+def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) -> Any:
+    """Returns the value as one of the type `hint`; adds the mistakes in sections, raises those in other values."""
+    inner = without_none(hint)
+    if value is None and inner is not hint:
+        return None
+    if dataclasses.is_dataclass(inner):
+        return _build(typing.cast(type, inner), value, where, mistakes, place)
+    if typing.get_origin(inner) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list", "write `- item` lines or [a, b]")
+        (item,) = typing.get_args(inner)
+        return [_convert(item, v, f"{where}[{i}]", mistakes, place) for i, v in enumerate(value)]
+    if typing.get_origin(inner) is Literal:
+        check_choice(inner, value, where)
+        return value
+    # YAML 1.1 reads 9e-6 as text, because it has no decimal point.
+    if inner is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    if inner is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if inner is str and isinstance(value, (bool, int, float)):
+        raise ConfigError(f"{where} is {value!r}, not text", "write it in quotes: YAML reads 1:30:00 as a number, too")
+    if not isinstance(value, inner) or (inner is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}", f"give a value of type {inner.__name__}")
+    return value
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Returns what was probably meant by a misspelt word; None if nothing is near."""
-    return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
+def check_choice(hint: Any, value: Any, where: str) -> None:
+    """Raises ConfigError if the value is none of those that the Literal `hint` lists."""
+    choices = typing.get_args(hint)
+    if value not in choices:
+        raise ConfigError(f"{where} is {value!r}", f"choose one of {', '.join(map(str, choices))}")
 
 
 def check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
@@ -142,28 +169,6 @@ def check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where} is {value}", f"give at most {most:.0f}")
 
 
-def convert(hint: Any, value: Any, where: str) -> Any:
-    """The value as one of the type `hint`; raises ConfigError, which names it by its path `where`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else convert(next(a for a in args if a is not type(None)), value, where)
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{where} is {value!r}", f"choose one of {', '.join(map(str, args))}")
-        return value
-    if origin is list:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list", "write `- item` lines or [a, b]")
-        return [convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    # YAML 1.1 reads 9e-6 as text: there a number has a point.
-    if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, (bool, int, float)):
-        raise ConfigError(
-            f"{where} is {value!r}, and not text", "write it in quotes: YAML reads 1:30:00 as a number, too"
-        )
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}", f"give a value of type {hint.__name__}")
-    return value
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Returns the known word that a misspelt one is closest to; None if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(words), 1)), None)

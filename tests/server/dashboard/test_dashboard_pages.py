@@ -20,7 +20,14 @@ from guerdon.errors import ConfigError
 from guerdon.server.front import page_routes
 from guerdon.server.front.gate import Gate
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig, check
+from guerdon.settings.config import (
+    ComponentConfig,
+    CriticConfig,
+    ModelConfig,
+    RewardConfig,
+    ServerConfig,
+    check_settings,
+)
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 
@@ -111,7 +118,7 @@ def test_where_it_is_turned_off_there_is_no_page_and_nothing_is_noted():
 
 def test_samples_without_a_page_are_refused():
     with pytest.raises(ConfigError, match="there is no page"):
-        check(ServerConfig(dashboard=False, dashboard_samples=True))
+        check_settings(ServerConfig(dashboard=False, dashboard_samples=True))
 
 
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])

@@ -20,7 +20,7 @@ from guerdon.actor.rollouts import Prompt
 from guerdon.engine.checkpoint.policies import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
-from guerdon.settings.config import check
+from guerdon.settings.config import check_settings
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import PolicyTrainer, StepReport
@@ -86,7 +86,7 @@ class ReinforceActor:
             )
         self.policy_config = PolicyConfig(model=policy) if isinstance(policy, str) else policy
         self.rollout_config = rollouts or RolloutConfig()
-        check(self.policy_config)
+        check_settings(self.policy_config)
         check_sampling(self.rollout_config)
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
         self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed)

@@ -18,7 +18,7 @@ from guerdon.adapters.trlx.input_ids import InputIdsClient
 from guerdon.adapters.trlx.scoring import Scoring
 from guerdon.client import RetryPolicy
 from guerdon.errors import ConfigError
-from guerdon.settings.access import without_key
+from guerdon.settings.access import strip_credentials
 
 __all__ = ["RewardFunction", "create_reward_fn"]
 
@@ -67,7 +67,8 @@ def create_reward_fn(
         address, slash, name = rest.partition("/")
         if not slash or not name or "/" in name or scheme not in ("", "grpc", "grpcs"):
             raise ConfigError(
-                f"TRITON_HOST is {without_key(host)!r}", "give host:port/model, such as 10.0.0.1:5557/reward_model"
+                f"TRITON_HOST is {strip_credentials(host)!r}",
+                "give host:port/model, such as 10.0.0.1:5557/reward_model",
             )
         policy = RetryPolicy.patient(timeout_s, wait_for_start=True)
         client: Any = InputIdsClient(f"{scheme or 'grpc'}://{address}", name, policy=policy)

@@ -28,7 +28,7 @@ from guerdon.client.calls import ModelSignature
 from guerdon.client.clients import AsyncRewardClient
 from guerdon.client.retry import RetryPolicy
 from guerdon.errors import Exit, GuerdonError, StartError, StorageFailed, install_command
-from guerdon.settings.access import without_key
+from guerdon.settings.access import strip_credentials
 
 __all__ = ["add", "run"]
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     args = defaults(args)
     measured = asyncio.run(_measure(args, servers))
     summary = measured.summary
-    urls = [without_key(url) for url in args.URL]
+    urls = [strip_credentials(url) for url in args.URL]
     heading = f"guerdon bench: {args.model} at {', '.join(urls)}"
     if args.json == "-":
         sys.stdout.write(_json(args, measured, urls).decode())

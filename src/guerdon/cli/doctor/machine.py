@@ -14,7 +14,7 @@ from guerdon.client.addresses import addresses
 from guerdon.client.credentials import Credentials
 from guerdon.client.plain import ask_json
 from guerdon.errors import ConfigError, GuerdonError
-from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, variable_entries
+from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, split_keys_variable
 
 PORTS = {
     5555: "guerdon serve, HTTP",
@@ -106,7 +106,7 @@ def _keys() -> Iterator[Finding]:
     """Which variables of keys are set; what is in them is never told."""
     if not has_keys(AccessConfig()):
         yield ok(KEYS_VARIABLE, "not set: servers ask for no key")
-    elif any(map(is_entry, variable_entries())):
+    elif any(map(is_entry, split_keys_variable())):
         yield ok(KEYS_VARIABLE, "set: servers started here ask for a key")
     else:
         what = "write `ROLE NAME KEY` entries into it, or unset it"

@@ -1,0 +1,281 @@
+"""Where settings come from: a YAML file, and over it the command's flags, one for each field of the dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from guerdon.errors import ConfigError
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, check_settings
+from guerdon.settings.fields import default_of, from_mapping, without_none
+
+CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
+"""Default ports of `serve-critic`, so that it can run beside a reward model's server."""
+
+_GRPC_OFFSET = 2
+"""The gRPC port is the HTTP port plus this if only the HTTP port is given, so one flag moves both."""
+
+GROUPS = {
+    "connections and keys": """host port grpc_port api_keys_file allow_anonymous allowed_hosts
+        tls_cert tls_key tls_client_ca""",
+    "model": """name revision max_length truncation pooling attribute_weights merge_attributes mean std
+        step_separator step_reduction model_repository""",
+    "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps
+        gradient_clip_val loss_clip_val lora lora_alpha lora_targets activation_checkpointing""",
+    "checkpoints": "checkpoint_dir keep_checkpoints keep_best keep_best_mode save_every",
+    "reward model beside the critic": """reward_model reward_model_memory reward_revision reward_pooling
+        reward_attribute_weights reward_mean reward_std""",
+    "batching and queue": "max_batch_tokens max_queue_tokens max_queue_sequences",
+    "precision and devices": """dtype device deterministic require_packed recheck_share
+        tensor_parallel fsdp rank_timeout_s""",
+    "limits": "max_body_mb max_bodies_mb max_requests max_request_sequences max_connections",
+    "timeouts": """request_timeout_s shutdown_timeout_s header_timeout_s read_timeout_s write_timeout_s
+        idle_timeout_s""",
+    "page, logs and traces": "dashboard dashboard_samples log_level log_format traces",
+}
+"""The groups of a server's settings in `--help-all` and docs/config.md, each with its settings in order."""
+
+
+class Located(dict[Any, Any]):
+    """A mapping of a YAML file; `places` has the file and line of each key."""
+
+    places: Mapping[Any, str] = {}
+
+
+class _Loader(yaml.SafeLoader):
+    path = ""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError for a duplicate key, of which YAML would silently keep the last."""
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    "in a mapping", node.start_mark, f"{key.value} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _construct_located(loader: _Loader, node: Any) -> Iterator[Located]:
+    data = Located()
+    yield data  # before its content, which may refer back to it by an anchor
+    data.update(loader.construct_mapping(node))
+    data.places = {
+        loader.construct_object(key): f"{loader.path}, line {key.start_mark.line + 1}" for key, _ in node.value
+    }
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_located)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Returns the parsed content of a YAML file; raises ConfigError if it is missing, malformed or has a key twice."""
+    try:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        loader.path = str(path)
+        try:
+            return loader.get_single_data() or {}
+        finally:
+            loader.dispose()
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}", "check its path") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not valid YAML: {e}", "correct it at that line") from e
+
+
+def grouped_fields(*classes: type) -> Iterator[tuple[str, list[tuple[dataclasses.Field[Any], Any]]]]:
+    """Yields each group that the dataclasses have settings of, with their fields and types."""
+    fields = {
+        field.name: (field, typing.get_type_hints(cls)[field.name])
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        if field.metadata["flag"]
+    }
+    for title, names in GROUPS.items():
+        if found := [fields.pop(name) for name in names.split() if name in fields]:
+            yield title, found
+    assert not fields, f"in no group: {', '.join(fields)}"
+
+
+def nested_fields(cls: type, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yields path, field and type of every setting in a section and in the sections within it."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from nested_fields(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field, hints[field.name]
+
+
+def add_server_flags(parser: argparse.ArgumentParser, *classes: type, defaults: Mapping[str, Any] = {}) -> None:
+    """Adds one flag for each setting of the dataclasses, by group; a flag that is not given sets nothing.
+
+    The help shows `defaults` in place of the fields' own.
+    """
+    for title, found in grouped_fields(*classes):
+        group = parser.add_argument_group(title)
+        for field, hint in found:
+            _add_flag(group, field.name, field, hint, defaults.get(field.name, default_of(field)))
+            if field.name == "grpc_port":
+                group.add_argument(
+                    "--no-grpc",
+                    dest=field.name,
+                    help="Serve HTTP only.",
+                    action="store_const",
+                    const=None,
+                    default=argparse.SUPPRESS,
+                )
+
+
+def add_section_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Adds one group of flags for each section of the dataclass `cls`; a flag is its setting's path in the YAML."""
+    hints = typing.get_type_hints(cls)
+    for section in dataclasses.fields(cls):
+        group = parser.add_argument_group(section.name, section.metadata["help"])
+        for path, field, hint in nested_fields(hints[section.name], f"{section.name}."):
+            _add_flag(group, path, field, hint, default_of(field))
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, path: str, field: dataclasses.Field[Any], hint: Any, default: Any
+) -> None:
+    flag, hint = "--" + path.replace("_", "-"), without_none(hint)
+    text = field.metadata["help"].replace("%", "%%")
+    options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
+    if hint is bool:
+        group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
+        return
+    is_list, is_auto = typing.get_origin(hint) is list, field.metadata["auto"]
+    if hint == list[str]:
+        text += " Repeat it for several."
+    elif is_list and default is None:
+        text += f" Write 0.7,0.3, and with a leading minus {flag}=-0.5,1."
+    if default not in (None, [], "") or is_auto:
+        text += f" (default: {'auto' if is_auto else ','.join(map(str, default)) if is_list else default})"
+    if typing.get_origin(hint) is Literal:
+        group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
+    elif hint == list[str]:
+        group.add_argument(flag, help=text, action="append", metavar="TEXT", **options)
+    elif is_list:
+        group.add_argument(flag, help=text, type=_parse_numbers, metavar="X,Y", **options)
+    else:
+        kind = functools.partial(_parse_number_or_auto, hint) if is_auto else hint
+        metavar = {int: "N", float: "X", str: "TEXT"}[hint]
+        group.add_argument(flag, help=text, type=kind, metavar=metavar, **options)
+
+
+def _parse_number_or_auto(kind: type, text: str) -> Any:
+    try:
+        return None if text == "auto" else kind(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from e
+
+
+def _parse_numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers") from e
+
+
+def given_flags(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Returns the settings of `cls` that the command line gives."""
+    names = [field.name for field in dataclasses.fields(cls) if field.metadata["flag"]]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def read_actor_settings(args: argparse.Namespace, cls: type) -> Any:
+    """Returns an actor's settings: defaults, overridden by the YAML file CONFIG, then by flags.
+
+    Raises ConfigError if the file cannot be read or does not fit; `check_actor` checks the values.
+    """
+    config = from_mapping(cls, read_yaml(args.CONFIG))
+    for path, value in vars(args).items():
+        *sections, name = path.split(".")
+        if sections:
+            setattr(functools.reduce(getattr, sections, config), name, value)
+    return config
+
+
+def read_server_settings(args: argparse.Namespace) -> ServerConfig:
+    """Returns the settings of `serve`: defaults, overridden by the YAML file, then by flags; raises ConfigError."""
+    config = _read_server(args, {})
+    flags = given_flags(args, ModelConfig)
+    if args.MODEL is not None:
+        if config.models:
+            raise ConfigError(
+                f"MODEL is given as {args.MODEL}, and {args.config} has models too", "name the models in one place"
+            )
+        config.models = [ModelConfig(model=args.MODEL, **flags)]
+    elif len(config.models) == 1:
+        config.models = [dataclasses.replace(config.models[0], **flags)]
+    elif flags and config.models:
+        raise ConfigError(
+            f"{_name_first(flags)} is given, but {args.config} has several models", "set it in the file, for each model"
+        )
+    elif flags and config.critic is not None:
+        raise ConfigError(
+            f"{_name_first(flags)} is given, but {args.config} has no reward model, only a critic",
+            f"guerdon serve-critic --config {args.config} takes flags for the critic",
+        )
+    return _check_models(config)
+
+
+def read_critic_settings(args: argparse.Namespace) -> ServerConfig:
+    """Returns the settings of `serve-critic`, as `read_server_settings`; its other flags are the critic's."""
+    config = _read_server(args, CRITIC_PORTS)
+    flags = given_flags(args, CriticConfig)
+    critic = config.critic or CriticConfig()
+    if args.MODEL is not None:
+        if critic.model and critic.model != args.MODEL:
+            raise ConfigError(
+                f"MODEL is given as {args.MODEL}, and {args.config} has {critic.model}", "name the model in one place"
+            )
+        flags["model"] = args.MODEL
+    config.critic = dataclasses.replace(critic, **flags)
+    if not config.critic.model:
+        raise ConfigError(
+            "no model to make a critic of",
+            "name one: guerdon serve-critic MODEL, or `critic: {model: ...}` in the YAML file",
+        )
+    return _check_models(config)
+
+
+def _read_server(args: argparse.Namespace, defaults: dict[str, Any]) -> ServerConfig:
+    settings = read_yaml(args.config) if args.config else {}
+    flags = given_flags(args, ServerConfig)
+    config = typing.cast(ServerConfig, from_mapping(ServerConfig, settings))
+    config = dataclasses.replace(config, **({k: v for k, v in defaults.items() if k not in settings} | flags))
+    if "grpc_port" not in {*settings, *flags}:
+        config.grpc_port = _grpc_port_beside(config.port)
+    return config
+
+
+def _grpc_port_beside(port: int) -> int:
+    if port == 0:  # any free port, as for HTTP
+        return 0
+    return port + _GRPC_OFFSET if port + _GRPC_OFFSET <= 65_535 else port - _GRPC_OFFSET
+
+
+def _check_models(config: ServerConfig) -> ServerConfig:
+    for i, model in enumerate(config.models):
+        if not model.model:
+            raise ConfigError(f"models[{i}] names no model", "add `model:` with a folder, a hub id or module:function")
+    if config.critic is not None and not config.critic.model:
+        raise ConfigError("the critic names no model", "add `model:` with a folder or a hub id under `critic:`")
+    check_settings(config)
+    return config
+
+
+def _name_first(flags: dict[str, Any]) -> str:
+    return "--" + next(iter(flags)).replace("_", "-")
