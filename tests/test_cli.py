@@ -56,7 +56,7 @@ def test_the_module_is_the_command() -> None:
 def test_help_shows_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run("serve", "--help", capsys=capsys)
     text = " ".join(out.split())
-    assert "HTTP port (0: any free one) (default: 5555)" in text
+    assert "HTTP port. 0: any free port. (default: 5555)" in text
     assert "--truncation {error,left,right}" in text
     assert "--deterministic, --no-deterministic" in text
     assert "--models" not in text
@@ -185,13 +185,13 @@ def test_serve_takes_a_critic_from_the_file(tmp_path: Path) -> None:
 
 def test_help_of_a_critic_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(run("serve-critic", "--help", capsys=capsys)[1].split())
-    assert "HTTP port (0: any free one) (default: 5556)" in text
-    assert "--betas X,Y of AdamW (default: 0.9,0.98)" in text
-    assert "so many train requests; default: only when asked" in text and "asked (default" not in text
+    assert "HTTP port. 0: any free port. (default: 5556)" in text
+    assert "--betas X,Y Betas of AdamW. (default: 0.9,0.98)" in text
+    assert "default: only on request." in text and "request. (default" not in text
     assert "MISSING" not in text
-    assert "--no-grpc HTTP only" in text
+    assert "--no-grpc Serve HTTP only." in text
     assert "--keep-best-mode {auto,max,min}" in text
-    assert "as torch's on all weights" in text
+    assert "biases and norms" in text
 
 
 @pytest.mark.parametrize(

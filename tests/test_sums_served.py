@@ -502,7 +502,7 @@ def test_what_cannot_be_a_sum_is_told_before_anything_is_loaded(
     assert cli.main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert "rewards[0].components[0].model is 'b'" in error
-    assert "help: name one of them by its `name:`: a" in error
+    assert "help: use one of their names: a" in error
 
 
 def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
@@ -515,7 +515,7 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
 
     config = sources.read_server_settings(cli.make_parser().parse_args(["serve", "--config", str(file)]))
     assert [part.model for part in config.rewards[0].components] == ["helpful", "safe", "brevity"]
-    info = build_service(configured(folder)).scored_by("")
+    info = build_service(configured(folder)).catalog.scored_by("")
     assert console.described(info).startswith(
         "reward_model: sum of 0.5 helpful + 3 answer + 0.1 brevity, weights helpful="
     )
