@@ -565,13 +565,13 @@ def test_what_a_function_needs_and_was_not_told_fails_its_sample_alone(url: str)
 
 async def test_others_have_their_turn_between_a_sums_components(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as service:
-        turns, seen, score = 0, [], service._score
+        turns, seen, score = 0, [], service.score
 
-        async def noted(*asked: Any) -> ScoreReply:
-            seen.append(turns)
-            return await score(*asked)
+        async def noted(name: str, *asked: Any, **more: Any) -> ScoreReply:
+            seen.extend([turns] if more else [])
+            return await score(name, *asked, **more)
 
-        monkeypatch.setattr(service, "_score", noted)
+        monkeypatch.setattr(service, "score", noted)
         summed = asyncio.create_task(service.score("reward_model", ScoreRequest(texts=["a"])))
         while not summed.done():
             await asyncio.sleep(0)
@@ -620,12 +620,12 @@ def test_a_models_name_goes_before_anothers_source(folder: Path, monkeypatch: py
 
 async def test_a_sums_components_count_their_time_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as service:
-        started, score = [], service._score
+        started, score = [], service.score
 
-        async def noted(name: str, request: ScoreRequest, since: float, client: str, deadline: float) -> ScoreReply:
-            started.append(since)
-            return await score(name, request, since, client, deadline)
+        async def noted(*asked: Any, **more: float) -> ScoreReply:
+            started.extend(more.values())
+            return await score(*asked, **more)
 
-        monkeypatch.setattr(service, "_score", noted)
+        monkeypatch.setattr(service, "score", noted)
         await service.score("reward_model", ScoreRequest(texts=["a"]))
     assert len(started) == 2 and len(set(started)) == 1

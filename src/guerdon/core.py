@@ -325,6 +325,11 @@ class ModelInfo:
         return self.attribute_names or tuple(f"LABEL_{i}" for i in range(num_attributes))
 
     @property
+    def is_by_token(self) -> bool:
+        """Whether it answers for single tokens or steps, whose positions clients count."""
+        return "values" in self.outputs or "step_rewards" in self.outputs
+
+    @property
     def lacks_tokenizer(self) -> bool:
         """Whether it is a checkpoint that takes no text because its folder has no tokenizer."""
         return not self.takes_text and self.kind not in ("function", "sum")

@@ -26,8 +26,8 @@ from guerdon.core import (
     TrainRequest,
 )
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.server import truncation as samples
-from guerdon.server.front.forms import FORMS
+from guerdon.server import reading
+from guerdon.server.front.http_exchanges import FORMS
 from guerdon.wire import bodies, kserve, kserve_grpc, operations, repository
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
@@ -120,11 +120,11 @@ def _answer(asked: operations.Asked) -> operations.Answer:
     lengths = []
     for i in range(len(asked)):
         row = asked.tokens[i] if asked.tokens is not None else np.zeros(1 + i % 3, np.int64)
-        s = samples.sequence(row, asked, i)
+        s = reading.sequence(row, asked, i)
         lengths.append(len(row))
-        wrong = samples.wrong(s, EVERYTHING)
+        wrong = reading.find_fault(s, EVERYTHING)
         if asked.truncation is not None:
-            samples.truncated(s, asked.truncation)
+            reading.truncated(s, asked.truncation)
         steps = np.zeros(0 if s.steps is None else len(s.steps), np.float32)
         score = Score(0.5, np.zeros(2, np.float32), np.zeros(len(row), np.float32), steps)
         results.append(wrong if isinstance(wrong, InvalidRequest) else score)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fuzz import cases
 from guerdon.core import ModelInfo, OperationInfo
 from guerdon.errors import GuerdonError
-from guerdon.server.front.forms import FORMS
+from guerdon.server.front.http_exchanges import FORMS
 from guerdon.wire import kserve, kserve_grpc, operations
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.tensors import DTYPES, Tensor

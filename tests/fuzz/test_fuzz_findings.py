@@ -19,7 +19,7 @@ from fuzz import cases
 from fuzz.test_fuzz_codecs import fuzzed
 from guerdon.core import Score, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.server.front.forms import FORMS
+from guerdon.server.front.http_exchanges import FORMS
 from guerdon.wire import bodies, forms, kserve, kserve_grpc, openai, operations, reward_model, tei, tensors
 from guerdon.wire.bodies import MAX_VALUES
 from guerdon.wire.rows import MAX_ROWS

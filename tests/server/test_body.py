@@ -8,8 +8,8 @@ import zlib
 import pytest
 
 from guerdon.errors import InvalidRequest, Overloaded, PayloadTooLarge
-from guerdon.server.front.body import read_body
-from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.admission import Gate, Place
+from guerdon.server.front.http_request import HttpRequest
 from guerdon.settings.config import ServerConfig
 
 MIB = 1 << 20
@@ -24,8 +24,8 @@ def read(gate: Gate, body: bytes, encoding: bytes, max_mb: int = 64) -> bytes:
     async def reading() -> bytes:
         headers = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
         with Place(gate) as place:
-            found = (await read_body({"headers": headers}, receive, place, max_mb * MIB, 5.0, 5.0))[1]
-            assert gate.num_bytes >= len(found)
+            found = await HttpRequest({"headers": headers}, receive).read_body(place, ServerConfig(max_body_mb=max_mb))
+            assert gate.bytes.taken >= len(found)
         return found
 
     return asyncio.run(reading())

@@ -71,7 +71,7 @@ async def state(service: ArithmeticService) -> CriticState:
 
 
 async def values(service: ArithmeticService, *tokens: int) -> tuple[list[float], str]:
-    reply = await service.call("critic_infer", ScoreRequest(tokens=[np.array(tokens)]))
+    reply = await service.score("critic_infer", ScoreRequest(tokens=[np.array(tokens)]))
     assert isinstance(reply, ScoreReply)
     (score,) = reply.results
     return score.values.tolist(), reply.weights_version  # type: ignore[union-attr]
@@ -277,7 +277,7 @@ async def test_while_offloaded_scores_and_trains_are_refused_and_may_be_asked_ag
             await service.call("critic_validate", request("v", 1))
         num_batches = service.trainer.num_batches
         with pytest.raises(Offloaded):  # the whole request, and no sample is looked for that is to blame
-            await service.call("critic_infer", ScoreRequest(tokens=[np.array([i]) for i in (1, 2, 3, -1)]))
+            await service.score("critic_infer", ScoreRequest(tokens=[np.array([i]) for i in (1, 2, 3, -1)]))
         assert service.trainer.num_batches == num_batches + 1
         assert (await state(service)).is_offloaded and records(tmp_path) == []
         assert isinstance(await control(service, Operation.SAVE), CheckpointInfo)

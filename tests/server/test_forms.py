@@ -14,9 +14,9 @@ import pytest
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
 from guerdon.server.auth import ANYBODY
-from guerdon.server.front.forms import FORMS, FormHandler
-from guerdon.server.front.gate import Gate
-from guerdon.server.front.guard import CALLER
+from guerdon.server.front.admission import Admission
+from guerdon.server.front.http_exchanges import FORMS, FormExchange
+from guerdon.server.front.http_request import HttpRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire.forms import Asked, Form, told_plainly
@@ -230,7 +230,8 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
             await asyncio.sleep(60)
         return {"type": "http.request", "body": bodies.pop()}
 
-    handler = FormHandler(Form(read, told_plainly), service, config := ServerConfig(), Gate(config))
+    form, config = Form(read, told_plainly), ServerConfig()
+    admission = Admission(service, config)
     for body, num_rows, asides in (
         (b'["small"]', 1, [False, False]),
         (orjson.dumps(["many bytes" * 30_000]), 1, [True, False]),
@@ -239,8 +240,10 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
     ):
         bodies.append(body)
         rows.append(num_rows)
-        scope = {CALLER: ANYBODY, "query_string": b"", "headers": []}
-        assert asyncio.run_coroutine_threadsafe(handler(scope, received), service._asyncio).result(60)[2] == b"null"
+        request = HttpRequest({"query_string": b"", "headers": []}, received)
+        request.caller = ANYBODY
+        answering = admission.answer(FormExchange(form, request, admission, config))
+        assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(60)[2] == b"null"
         on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(60)
         assert [thread != on_loop for thread in threads[-2:]] == asides
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from guerdon.errors import Overloaded
-from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.admission import Gate, Place
 from guerdon.settings.config import ServerConfig
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def test_a_flood_of_one_client_leaves_places_for_the_others():
     assert entered(gate, "a") == 8  # everybody's half, and its own sixth
     assert entered(gate, "b") == 2
     assert entered(gate, "c") == 2
-    assert gate.num_requests == 12
+    assert gate.requests.taken == 12
 
 
 def test_one_clients_announced_bodies_leave_room_for_the_others():
@@ -45,7 +45,7 @@ def test_one_clients_announced_bodies_leave_room_for_the_others():
     second.hold(2 * MIB)
     first.hold(MIB)
     second.hold(3 * MIB)
-    assert gate.num_bytes == 4 * MIB
+    assert gate.bytes.taken == 4 * MIB
 
 
 @pytest.mark.parametrize("clients", [(), ("a",), ("a", "b"), tuple("abcdefghij")])
@@ -53,8 +53,8 @@ def test_one_body_of_the_largest_size_always_fits(clients):
     gate = Gate(ServerConfig(max_body_mb=64, max_bodies_mb=1), clients)
     with Place(gate, "a") as place:
         place.hold(64 * MIB)
-    assert gate.num_bytes == 0
-    assert gate.num_requests == 0
+    assert gate.bytes.taken == 0
+    assert gate.requests.taken == 0
 
 
 def test_what_is_answered_holds_its_bytes_alone():
@@ -63,11 +63,11 @@ def test_what_is_answered_holds_its_bytes_alone():
         first.hold(MIB)
         with pytest.raises(Overloaded, match="1 requests are in progress"):
             gate.check_room("")
-        first.answered()
+        first.leave()
         with Place(gate):
-            assert (gate.num_requests, gate.num_bytes) == (1, MIB)
-        assert gate.num_requests == 0
-    assert (gate.num_requests, gate.num_bytes) == (0, 0)
+            assert (gate.requests.taken, gate.bytes.taken) == (1, MIB)
+        assert gate.requests.taken == 0
+    assert (gate.requests.taken, gate.bytes.taken) == (0, 0)
 
 
 def test_what_is_refused_holds_what_it_held():
@@ -76,9 +76,9 @@ def test_what_is_refused_holds_what_it_held():
         place.hold(1000)
         with pytest.raises(Overloaded):
             place.hold(2 * MIB)
-        assert gate.num_bytes == 1000
+        assert gate.bytes.taken == 1000
         place.hold(10)
-        assert gate.num_bytes == 10
+        assert gate.bytes.taken == 10
         place.reach(5)
-        assert gate.num_bytes == 10
-    assert gate.num_bytes == 0
+        assert gate.bytes.taken == 10
+    assert gate.bytes.taken == 0

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.core import Operation
 from guerdon.server.front import guard, http_app
-from guerdon.server.front.forms import FORMS
+from guerdon.server.front.http_exchanges import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import ArithmeticService
@@ -52,12 +52,12 @@ def keyless() -> Iterator[RunningServer]:
 def paths() -> list[tuple[str, str]]:
     """Every route of the application, with a method that it takes."""
     service = EchoService()
-    routes = http_app.app(service, ServerConfig())._inner._inner.routes  # type: ignore[attr-defined]
+    routes = http_app.app(service, ServerConfig()).routes  # type: ignore[attr-defined]
     service.stop()
     found = []
     for route in routes:
         path = re.sub(r"\{name.*?\}", "reward_model", route.path).replace("{version}", "1")
-        found.append((route.endpoint._methods[0], path))
+        found.append((route.methods[0], path))
     return found
 
 

@@ -491,7 +491,7 @@ async def test_a_model_is_found_by_the_checkpoint_that_was_named_at_the_start(ro
 
 async def test_one_request_has_no_more_samples_than_the_server_takes(root: Path) -> None:
     async with serving(root) as service:
-        service._config.max_request_sequences = 2
+        service.max_request_sequences = 2
         with pytest.raises(InvalidRequest, match=r"has 3 samples, .* at most 2; .*--max-request-sequences"):
             await service.score("total", ScoreRequest(texts=["a", "b", "c"]))
         assert len((await service.score("total", ScoreRequest(texts=["a", "b"]))).results) == 2

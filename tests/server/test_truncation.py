@@ -16,7 +16,7 @@ import zoo
 from guerdon.assembly import build_service
 from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.server import truncation as samples
+from guerdon.server import reading
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 
@@ -88,7 +88,9 @@ def test_what_was_not_asked_for_is_not_cut(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("by_token", [(), ("values",), ("step_rewards",)])
 def test_to_truncate_is_advised_where_that_can_be(by_token: tuple[str, ...]) -> None:
-    told = str(samples.wrong(Sequence(np.arange(5)), ModelInfo("rm", "llama", ("rewards", *by_token), max_length=3)))
+    told = str(
+        reading.find_fault(Sequence(np.arange(5)), ModelInfo("rm", "llama", ("rewards", *by_token), max_length=3))
+    )
     assert "has 5 tokens, rm takes at most 3; shorten it" in told
     assert ("--truncation" in told) == (not by_token)
 

@@ -97,6 +97,12 @@ class Catalog:
             for reward in rewards
         }
 
+    def entry(self, name: str) -> Entry:
+        """Returns what is known under the model's name; raises UnknownModel."""
+        if name not in self.entries:
+            raise self._unknown(name)
+        return self.entries[name]
+
     def put(self, name: str, config: ModelConfig, served: Served | None) -> None:
         """Has another model serve under the name from now on, or none; sums tell of it, too."""
         self.entries[name].put(config, served)
@@ -139,9 +145,7 @@ class Catalog:
                 return self.entries[name].info
             if name in self.operations:
                 return self.operations[name]
-        asked = f"{name!r} version {version}" if version else repr(name)
-        names = ", ".join(sorted(info.name for info in self.models()))
-        raise UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
+        raise self._unknown(name, version)
 
     def scored_by(self, name: str) -> ModelInfo:
         """The model that a protocol means which may leave the name out: then the first one, the one named in the
@@ -160,3 +164,8 @@ class Catalog:
             names = ", ".join(info.name for info in found)
             raise UnknownModel(f"several models were loaded from {name!r}; ask for one by its name: {names}")
         raise UnknownModel(f"unknown model {name!r}; served here: {', '.join(info.name for info in infos)}")
+
+    def _unknown(self, name: str, version: str = "") -> UnknownModel:
+        asked = f"{name!r} version {version}" if version else repr(name)
+        names = ", ".join(sorted(info.name for info in self.models()))
+        return UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from guerdon.core import ModelInfo
+from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import Cancelled, GuerdonError, ServerFault
 
 UNKNOWN = "unknown"
@@ -144,23 +144,28 @@ class Metrics:
         """Sets a gauge."""
         self._calls[name, labels](value)
 
-    def request(self, model: str) -> _Request:
-        """A context that counts the request to score that is handled in it, by how it ends, and times it.
+    def request_done(self, model: str, seconds: float, error: type[BaseException] | None) -> None:
+        """Counts and times one request to score, or to a critic, by the class of the error in which it ended."""
+        self.last_request[model] = time.monotonic()
+        self.observe("guerdon_e2e_request_latency_seconds", seconds, model)
+        self.add("guerdon_requests", 1, model, _outcome(error))
+        if error is None:
+            self.answered_s[model] = self.answered_s.get(model, 0.0) + seconds
 
-        What it gives has the `model` that is counted, which may be set where only the body tells it.
-        """
-        return _Request(self, model)
+    def client_request_done(self, client: str, error: type[BaseException] | None) -> None:
+        """Counts one request of a key's holder, by the class of the error in which it ended; no-op without a name."""
+        if client:
+            self.add("guerdon_client_requests", 1, client, _outcome(error))
 
-    def client(self, name: str) -> _Client:
-        """A context that counts the request that is handled in it as one of that key's holder.
-
-        The name is empty where there are no keys; then nothing is counted.
-        """
-        return _Client(self, name)
-
-    def asked(self, client: str, error: type[BaseException] | None) -> None:
-        """Counts one request of a key's holder, by the class of the error in which it ended."""
-        self.add("guerdon_client_requests", 1, client, _outcome(error))
+    def reply(self, model: str, reply: ScoreReply) -> int:
+        """Counts one request's samples and times; returns how many of the samples failed."""
+        num_failed = sum(isinstance(result, GuerdonError) for result in reply.results)
+        self.add("guerdon_sequences", len(reply.results) - num_failed, model, "ok")
+        if num_failed:
+            self.add("guerdon_sequences", num_failed, model, "failed")
+        self.observe("guerdon_request_queue_time_seconds", reply.queue_s, model)
+        self.observe("guerdon_request_inference_time_seconds", reply.compute_s, model)
+        return num_failed
 
     def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Records one executed batch."""
@@ -215,43 +220,6 @@ class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):
         name, labels = key
         call: Callable[[float], None] = getattr(self._metrics[name].labels(*labels), _VERB[TABLE[name].kind])
         return self.setdefault(key, call)
-
-
-class _Request:
-    __slots__ = ("_metrics", "_started", "model")
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics = metrics
-        self.model = model
-
-    def __enter__(self) -> _Request:
-        self._started = time.monotonic()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        metrics, model, now = self._metrics, self.model, time.monotonic()
-        seconds = now - self._started
-        metrics.last_request[model] = now
-        metrics.observe("guerdon_e2e_request_latency_seconds", seconds, model)
-        if kind is None:
-            metrics.add("guerdon_requests", 1, model, "ok")
-            metrics.answered_s[model] = metrics.answered_s.get(model, 0.0) + seconds
-        else:
-            metrics.add("guerdon_requests", 1, model, _outcome(kind))
-
-
-class _Client:
-    __slots__ = ("_metrics", "_name")
-
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        self._metrics, self._name = metrics, name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._name:
-            self._metrics.asked(self._name, kind)
 
 
 def _outcome(kind: type[BaseException] | None) -> str:

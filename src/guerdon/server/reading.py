@@ -1,8 +1,9 @@
-"""What a scorer reads of a request's samples: their ids, which a tokenizer makes of text, or the texts themselves."""
+"""Reads a request's samples for a model: text becomes token ids, long samples are cut, wrong ones named."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +11,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from guerdon.core import Message, ModelInfo, ScoreRequest, Truncation
+from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.catalog import Served, Steps, Tokenizer
+from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
+from guerdon.settings.config import ModelConfig
 
 T = TypeVar("T")
+
+INLINE_BYTES = 1 << 20
+"""Work on more bytes runs in a thread."""
 
 _NUM_THREADS = 2
 
@@ -25,19 +30,24 @@ Rows = ListLike[np.ndarray | str | InvalidRequest]
 """Of each sample its ids, or its text, or what is wrong with it."""
 
 
+async def off_loop(work: Callable[[], T], num_bytes: int, inline_bytes: int = INLINE_BYTES) -> T:
+    """Runs `work`, in a thread if `num_bytes` is large."""
+    return work() if num_bytes <= inline_bytes else await asyncio.to_thread(work)
+
+
 class Reader:
-    """Reads requests for every model, text on threads of its own, on which the clients take turns."""
+    """Reads requests for every model; tokenises on threads of its own, on which the clients take turns."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guerdon-tokenise")
         self._turns = FairTurns(_NUM_THREADS)
 
     def close(self) -> None:
-        """Ends the threads; what waits for them is cancelled."""
+        """Ends the threads; cancels what waits for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """What `work` returns, on one of the threads once it is the client's turn, which lasts until `work` ends."""
+        """Runs `work` on one of the threads at the client's turn, which lasts until `work` ends."""
         await self._turns.acquire(client)
         try:
             done = asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -47,21 +57,39 @@ class Reader:
         done.add_done_callback(lambda _: self._turns.release())
         return await asyncio.shield(done)
 
-    async def rows(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
-        """What the scorer reads of each sample of a request that `check` has passed; text is cut as `cut` says.
+    async def read(
+        self, entry: Entry, request: ScoreRequest, client: str
+    ) -> tuple[Served, list[Sequence], list[InvalidRequest | None]]:
+        """Returns what serves when this returns, the samples' sequences, and what is wrong with each, if anything.
 
-        Text is tokenised in steps, so that the clients' turns are short, and no further if this is cancelled.
+        Raises InvalidRequest if the model cannot read such samples, Unavailable if it is unloaded.
         """
-        if request.tokens is not None:
-            return request.tokens
+        while True:
+            served = entry.loaded()
+            cut = truncation(request, entry.config, served.info)
+            check(served, request)
+            rows = request.tokens if request.tokens is not None else await self._read_text(served, request, cut, client)
+            if entry.served is served:
+                break  # else another model has taken its place, whose tokenizer may be another
+        sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
+        if cut is not None:
+            sequences = [truncated(s, cut) for s in sequences]
+        errors = [
+            row if isinstance(row, InvalidRequest) else find_fault(s, served.info)
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+        return served, sequences, errors
+
+    async def _read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
+        """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
         encoder, added, texts = served.encoder, request.add_special_tokens, request.texts
         if encoder is None:
             return texts or [_response(conversation) for conversation in request.messages or ()]
         most = served.info.max_length
-        if request.prompt_lengths is not None and cut is not None:  # which move by as many tokens as are cut off
+        if request.prompt_lengths is not None and cut is not None:  # they shift by as many tokens as are cut off
             cut, most = cut if added else None, None
         with tracing.step("tokenize", served.info.name):
-            if not isinstance(encoder, Tokenizer):  # then no messages are taken
+            if not isinstance(encoder, Tokenizer):  # it takes no messages
                 return await self.run(client, lambda: encoder.encode(texts or [], added, cut if added else None))
             if texts is not None:
                 steps = encoder.encode_in_steps(texts, added, cut, most)
@@ -72,16 +100,8 @@ class Reader:
             return rows
 
 
-def _advance(steps: Steps) -> Rows | None:
-    """Takes one step; returns what comes of all of them with the last."""
-    try:
-        return next(steps)
-    except StopIteration as e:
-        return e.value
-
-
 def check(served: Served, request: ScoreRequest) -> None:
-    """Raises InvalidRequest where the samples are of a form that the model does not read."""
+    """Raises InvalidRequest if the samples are of a form that the model does not read."""
     info = served.info
     if not len(request):
         raise InvalidRequest("the request has no samples; send at least one")
@@ -100,6 +120,92 @@ def check(served: Served, request: ScoreRequest) -> None:
         )
 
 
+def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
+    """Returns the request's sample `i`, which the scorer reads as `row`."""
+    return Sequence(
+        row if isinstance(row, np.ndarray) else np.empty(0, dtype=np.int64),
+        row if isinstance(row, str) else None,
+        None if request.groups is None else int(request.groups[i]),
+        None if request.prompt_lengths is None else int(request.prompt_lengths[i]),
+        None if request.steps is None else request.steps[i],
+        request.wants_rewards,
+        None if request.prompts is None else request.prompts[i],
+        None if request.labels is None else request.labels[i],
+        request.messages is not None,
+        request.width,
+    )
+
+
+def truncation(request: ScoreRequest, model: ModelConfig, info: ModelInfo) -> Truncation | None:
+    """Returns what to cut off of long samples: as the request says, else as the server's setting does.
+
+    The bound is the smaller of the request's and the model's. Raises InvalidRequest if positions would be lost.
+    """
+    asked = request.truncation
+    if asked is None:
+        return None if model.truncation == "error" else Truncation(info.max_length, model.truncation)
+    if info.is_by_token:
+        raise InvalidRequest(
+            f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
+            "shorter samples"
+        )
+    bounds = [bound for bound in (asked.max_tokens, info.max_length) if bound is not None]
+    return Truncation(min(bounds, default=None), asked.side)
+
+
+def truncated(s: Sequence, cut: Truncation) -> Sequence:
+    """Returns the sequence without its surplus at that side."""
+    max_length = len(s.tokens) if cut.max_tokens is None else cut.max_tokens
+    surplus = len(s.tokens) - max_length
+    if surplus <= 0:
+        return s
+    first = surplus if cut.side == "left" else 0
+    prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
+    return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
+
+
+def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
+    """Returns what is wrong with one sequence, if anything."""
+    if s.text is not None:
+        return None
+    tokens = s.tokens
+    if not len(tokens):
+        return InvalidRequest("the sample has no tokens; send at least one")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0:
+        return InvalidRequest(f"token id {low} is negative; send padding only beyond a row's length")
+    if info.vocab_size is not None and high >= info.vocab_size:
+        return InvalidRequest(
+            f"token id {high} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}); was it "
+            "tokenised for another model?"
+        )
+    if s.steps is not None and len(s.steps) and (s.steps.min() < 0 or s.steps.max() >= len(tokens)):
+        return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
+    if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
+        return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
+    if info.max_length is not None and len(tokens) > info.max_length:
+        # Only a model that answers for whole samples may lose some of their tokens.
+        instead = "" if info.is_by_token else ", or start the server with --truncation left or right"
+        return InvalidRequest(
+            f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it{instead}"
+        )
+    return None
+
+
+def estimate_lengths(request: ScoreRequest) -> list[int]:
+    """Returns about the lengths in tokens of a request's samples, for whom nobody has counted them."""
+    rows: Rows = request.tokens or request.texts or [_response(messages) for messages in request.messages or ()]
+    return [sequence(row, request, i).num_tokens for i, row in enumerate(rows)]
+
+
+def _advance(steps: Steps) -> Rows | None:
+    """Takes one step; returns the rows with the last."""
+    try:
+        return next(steps)
+    except StopIteration as e:
+        return e.value
+
+
 def _why(info: ModelInfo) -> str:
     if info.path == "function":  # not a RewardModelServer's infer_fn, which reads ids
         return ", but texts; name the function's first parameter `responses`, or "
@@ -107,7 +213,7 @@ def _why(info: ModelInfo) -> str:
 
 
 def _response(conversation: list[Message]) -> str | InvalidRequest:
-    """What a function reads of a conversation."""
+    """Returns what a function reads of a conversation."""
     try:
         return response(conversation)
     except InvalidRequest as e:

@@ -18,8 +18,8 @@ from guerdon.errors import RanksLost, StartError
 from guerdon.server import logs, tracing
 from guerdon.server.auth import Access, warn_of_readers
 from guerdon.server.front import http_app, tls
+from guerdon.server.front.admission import Admission
 from guerdon.server.front.connections import HttpServer
-from guerdon.server.front.gate import Gate
 from guerdon.server.service import Service
 from guerdon.settings.config import ServerConfig, check_settings
 
@@ -96,11 +96,11 @@ async def serve(
     grace_s = config.shutdown_timeout_s if grace_s is None else grace_s
     check_settings(config)
     context = tls.context(config)
-    gate = Gate(config, service.access.names)
+    admission = Admission(service, config)
     secure = "" if context is None else "s"
     listener = _listen(config.host, config.port, "HTTP")
     http_url = _url("http" + secure, config.host, listener.getsockname()[1])
-    app, num_connections = http_app.app(service, config, gate), _num_connections(config)
+    app, num_connections = http_app.app(service, config, admission), _num_connections(config)
     http_server = HttpServer(app, config, context, num_connections, service.access.names)
     try:
         grpc, grpc_url = None, None
@@ -109,7 +109,7 @@ async def serve(
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
             from guerdon.server.front import grpc_server  # only here: gRPC is optional
 
-            grpc, grpc_port = grpc_server.server(service, config, gate)
+            grpc, grpc_port = grpc_server.server(service, config, admission)
             grpc_url = _url("grpc" + secure, config.host, grpc_port)
     except BaseException:
         listener.close()
@@ -130,13 +130,13 @@ async def serve(
             for waiting in stops:
                 waiting.cancel()
             service.ready = False
-            log.info("told to stop; %d accepted requests have %g s to be done", gate.num_requests, grace_s)
+            log.info("told to stop; %d accepted requests have %g s to be done", admission.num_requests, grace_s)
             ends = asyncio.get_running_loop().time() + grace_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(ends):
-                    while gate.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
+                    while admission.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
                         await asyncio.sleep(0.01)
-            if gate.num_requests and service.loss is None:
+            if admission.num_requests and service.loss is None:
                 await asyncio.to_thread(service.lost, late)
             ending = [http_server.stop(_LAST_ANSWERS_S)]
             if grpc is not None:

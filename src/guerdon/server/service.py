@@ -1,4 +1,4 @@
-"""The data plane, the same for every transport: check, tokenise, admit, await, assemble."""
+"""The service under every transport: reads a request's samples, queues them, awaits and assembles the scores."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import (
-    ControlRequest,
-    ModelInfo,
-    OperationInfo,
-    Score,
-    ScoreReply,
-    ScoreRequest,
-    Sequence,
-    TrainRequest,
-)
-from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Overloaded, RanksLost, Unavailable, named
-from guerdon.server import reading, tracing, triton
-from guerdon.server import truncation as samples
+from guerdon.core import ControlRequest, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, TrainRequest
+from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
+from guerdon.server import reading, sum_components, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Group
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 from guerdon.server.catalog import Catalog, Served
 from guerdon.server.critic.critic import Coming, Critic
-from guerdon.server.critic.critic import Result as Done
+from guerdon.server.critic.critic import Result as CriticAnswer
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.watch import Watch
@@ -41,9 +30,9 @@ _BYTES_A_TOKEN = 8
 
 
 class Service:
-    """Answers score requests for all served models, and what is asked of a critic.
+    """Scores samples by every served model, and passes a critic's operations on.
 
-    All its methods belong to one asyncio loop.
+    Its methods belong to one asyncio loop, but for those that say otherwise.
     """
 
     def __init__(
@@ -57,38 +46,35 @@ class Service:
         num_parts: int = 1,
         is_alone: bool = True,
     ) -> None:
-        """`limits` overrides, by model name, the batch limits that come from the config.
+        """`limits` overrides the config's batch limits, by model name; the trainer of `critic` is among the models.
 
-        The trainer of `critic` is among the models, and was restored before. Of a batch each of `num_parts` computes
-        its part, so that it may be so much larger, but for a model that `takes_all`. `is_alone` says whether this
-        process is the whole `group`.
+        A batch is as much larger as there are `num_parts` that each compute a part, unless the model `takes_all`.
+        `is_alone` says whether this process is the whole `group`.
         """
         self.ready = False
         self.loss: GuerdonError | None = None
+        """What ended the service, if not a signal."""
         self.ending = asyncio.Event()
+        self.critic = critic
         self.metrics = Metrics() if critic is None else critic.metrics
         self.access = Access(config)
         self.traces = tracing.turned_on(config.traces)
-        self.critic = critic
-        self._config = config
-        self.catalog = (
-            Catalog(models, config.rewards, ())
-            if critic is None
-            else Catalog(models, config.rewards, critic.infos, critic.lane)
-        )
+        self.reader = reading.Reader()
+        self.max_request_sequences = config.max_request_sequences
+        self._timeout_s = config.request_timeout_s
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        operations = () if critic is None else critic.infos
+        self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.lane)
 
         def own_limits(model: ModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or _limits(model, served, num_parts)
 
-        schedulers = {
-            served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models
-        }
         self._loop = Loop(
             group,
-            schedulers,
+            {served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models},
             self._deliver,
             self.metrics,
-            on_crash=self._crashed,
+            on_crash=self._end_after_crash,
             recheck={served.info.name: model.recheck_share for model, served in models},
             dtypes={served.info.name: served.info.dtype for _, served in models},
             traces=self.traces,
@@ -96,14 +82,101 @@ class Service:
         self.repository = Repository(
             self.catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
         )
-        self.reader = reading.Reader()
-        self._asyncio: asyncio.AbstractEventLoop | None = None
-        self.metrics.watch_queue(self._loop.depth, self._loop.requests)
-        self.metrics.watch_models(self.catalog.loaded)
         names = [info.name for info in self.catalog.models()]
         self.triton = triton.Family(self.metrics, names, self._loop.requests)
-        self.metrics.watch_text(self.triton.text)
         self.watch = Watch(config, self.metrics, self.catalog, self._loop.depth)
+        self.metrics.watch_queue(self._loop.depth, self._loop.requests)
+        self.metrics.watch_models(self.catalog.loaded)
+        self.metrics.watch_text(self.triton.text)
+
+    # ------------------------------------------------------------------------------------------------ scores
+
+    async def score(
+        self, name: str, request: ScoreRequest, client: str = "", *, started: float | None = None
+    ) -> ScoreReply:
+        """Returns one result per sample, in order; cancelling the call drops what has not started.
+
+        `started` is when it was asked for, if before now. Raises InvalidRequest if the request as a whole is wrong,
+        Overloaded, Unavailable and DeadlineExceeded. What is wrong with single samples stands in their places.
+        """
+        if len(request) > self.max_request_sequences:
+            raise InvalidRequest(
+                f"the request has {len(request):,} samples, and this server takes at most "
+                f"{self.max_request_sequences:,}; send them in several requests, or start it with a larger "
+                "--max-request-sequences"
+            )
+        if name in self.catalog.sums:
+            return await self._score_sum(self.catalog.sums[name], request, client)
+        entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.lane == name
+        if is_critics and (fault := self.critic.fault) is not None:  # type: ignore[union-attr]
+            raise fault
+        tracing.tell(sequences=len(request))
+        started = time.monotonic() if started is None else started
+        # Behind a train a score may wait for as long as that takes.
+        allowed_s = request.timeout_s or (None if is_critics else self._timeout_s)
+        try:
+            async with asyncio.timeout(allowed_s):
+                served, sequences, errors = await self.reader.read(entry, request, client)
+                accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
+                job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
+                if accepted:
+                    assert self._asyncio is not None, "start() comes first"
+                    job.owner = scored = self._asyncio.create_future()
+                    job.traced = tracing.part(name)
+                    self._loop.submit(name, job)
+                    try:
+                        await scored
+                    except asyncio.CancelledError:
+                        self._loop.cancel(name, job)
+                        raise
+                    finally:
+                        if job.traced is not None:
+                            job.traced.end(job.taken, len(accepted), sum(s.num_tokens for s in accepted))
+        except TimeoutError:
+            raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
+        reply = _assemble(job, served.info.weights_version, sequences, errors)
+        self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in accepted), name)
+        self._note(entry.info, request, reply, [s.num_tokens for s in sequences])
+        return reply
+
+    async def _score_sum(self, made: Sum, request: ScoreRequest, client: str) -> ScoreReply:
+        made.check(request)
+        started = time.monotonic()
+        replies = await sum_components.score_all(
+            made.components, lambda component: self.score(component, request, client, started=started)
+        )
+        reply = made.combine(replies)
+        lengths = reply.lengths if any(reply.lengths) else reading.estimate_lengths(request)
+        self._note(made.info, request, reply, lengths)
+        for component, mean, std in made.statistics():
+            self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
+            self.metrics.set("guerdon_component_std", std, made.info.name, component)
+        return reply
+
+    def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
+        """Counts an answered request; `lengths` estimates those that the reply lacks."""
+        num_failed = self.metrics.reply(info.name, reply)
+        tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
+        self.watch.note(info, request, reply, lengths)
+
+    def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
+        """Raises Overloaded if the model's queue has no room for this client, Unavailable if it is unloaded.
+
+        For a request of `num_bytes` that is not decoded yet. If more than half the queue is full, padding may have a
+        request refused that would have found room.
+        """
+        made = self.catalog.sums.get(name)
+        for component in (name,) if made is None else made.components:
+            self.catalog.entry(component).loaded()
+            self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
+
+    async def call(self, name: str, request: TrainRequest | ControlRequest | Coming, client: str = "") -> CriticAnswer:
+        """Does a critic's operation; raises what `Critic.call` raises."""
+        assert self.critic is not None
+        tracing.tell(model=name)
+        return await self.critic.call(self.catalog.operations[name].operation, request, self._loop, client)
+
+    # ------------------------------------------------------------------------------------- readiness and end
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -111,6 +184,33 @@ class Service:
         self._loop.start()
         self.watch.start()
         self.ready = self.loss is None
+
+    def check_ready(self) -> None:
+        """Raises Unavailable if nothing is accepted, RanksLost or ServerFault if that is why."""
+        if self.loss is not None:
+            raise copy.copy(self.loss)
+        if not self.ready:
+            raise Unavailable("the server is not ready: it is starting or stopping")
+
+    def is_ready(self, name: str | None = None) -> bool:
+        """Whether the model or operation of that name can be asked; None for all that are loaded."""
+        critic = self.critic
+        is_critics = critic is not None and name in (None, critic.lane, *self.catalog.operations)
+        if not self.ready or (is_critics and critic is not None and critic.fault is not None):
+            return False
+        return name is None or self.catalog.is_loaded(name)
+
+    def why_not_ready(self) -> str:
+        """Returns why the server as a whole is not ready, "" if it is."""
+        error = self.loss or (None if self.critic is None else self.critic.fault)
+        if error is not None:
+            return str(error)
+        return "" if self.ready else "it is starting or stopping"
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the thread lives that leads the ranks; it may be amid a command."""
+        return self._loop.is_running
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
@@ -125,7 +225,7 @@ class Service:
             self.traces.close()
 
     def end(self) -> None:
-        """Has whoever runs the service stop it, as on SIGTERM; from any thread, and as often as one likes."""
+        """Asks whoever runs the service to stop it, as on SIGTERM; idempotent, from any thread."""
         if self._asyncio is None:
             self.ending.set()
             return
@@ -133,7 +233,7 @@ class Service:
             self._asyncio.call_soon_threadsafe(self.ending.set)
 
     def lost(self, loss: RanksLost) -> None:
-        """Fails all that waits or runs, and ends the service; from another thread than those that compute and serve."""
+        """Fails all that waits or runs, and ends the service; from a thread that neither computes nor serves."""
         self.ready, self.loss = False, loss
         try:
             self._loop.fail_waiting(loss)  # before the journal, which may wait for a slow disk
@@ -143,200 +243,11 @@ class Service:
         finally:
             self.end()
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether the thread lives that leads the ranks, which may be amid a command."""
-        return self._loop.is_running
-
-    def check_ready(self) -> None:
-        """Raises Unavailable where nothing is taken on, RanksLost or ServerFault where that is why."""
-        if self.loss is not None:
-            raise copy.copy(self.loss)
-        if not self.ready:
-            raise Unavailable("the server is not ready: it is starting or stopping")
-
-    @property
-    def max_request_sequences(self) -> int:
-        """The most samples of one request."""
-        return self._config.max_request_sequences
-
-    def is_ready(self, name: str | None = None) -> bool:
-        """Whether the model or operation of that name can be asked, None for all of them that are loaded."""
-        has_fault = self.critic is not None and self.critic.fault is not None
-        is_critics = self.critic is not None and name in (None, self.critic.lane, *self.catalog.operations)
-        return self.ready and not (has_fault and is_critics) and (name is None or self.catalog.is_loaded(name))
-
-    def why_not_ready(self) -> str:
-        """What `is_ready` tells of the whole server in words, empty where it is ready."""
-        error = self.loss or (None if self.critic is None else self.critic.fault)
-        if error is not None:
-            return str(error)
-        return "" if self.ready else "it is starting or stopping"
-
-    def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
-        """Raises Overloaded where the model's queue has no room for this client, Unavailable where it is unloaded.
-
-        For whoever has not decoded a request yet, of `num_bytes`: then that is not done for nothing. Where more than
-        half the queue is full, padding may have a request refused that would have found room.
-        """
-        for component in self._components(name):
-            self.catalog.entries[component].loaded()
-            self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
-
-    @contextlib.contextmanager
-    def arriving(self, name: str) -> Iterator[None]:
-        """A context in which a request comes in: what of a critic's fails there is told as all its failures are."""
-        try:
-            yield
-        except (GuerdonError, asyncio.CancelledError) as e:
-            if self.critic is not None and name in self.catalog.operations:
-                self.critic.refused(self.catalog.operations[name].operation, e)
-            raise
-
-    async def call(
-        self, name: str, asked: ScoreRequest | TrainRequest | ControlRequest | Coming, client: str = ""
-    ) -> ScoreReply | Done:
-        """What is asked of the model or operation of that name; raises what `score` and `Critic.call` raise."""
-        if isinstance(asked, ScoreRequest):
-            return await self.score(name, asked, client)
-        critic, info = self.critic, self.catalog.model(name)
-        assert critic is not None and isinstance(info, OperationInfo)
-        tracing.tell(model=name)
-        return await critic.call(info.operation, asked, self._loop, client)
-
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
-        """One result a sample, in order; cancelling the call drops what has not started.
-
-        Raises InvalidRequest where the request as a whole is wrong, Overloaded, Unavailable and
-        DeadlineExceeded. What is wrong with single samples is told in their places in the reply.
-        """
-        tracing.tell(model=name, sequences=len(request))
-        if len(request) > self._config.max_request_sequences:
-            raise InvalidRequest(
-                f"the request has {len(request):,} samples, and this server takes at most "
-                f"{self._config.max_request_sequences:,}; send them in several requests, or start it with a larger "
-                "--max-request-sequences"
-            )
-        # Behind a train a score may wait for as long as that takes.
-        is_critics = self.critic is not None and self.critic.lane == name
-        allowed_s = request.timeout_s or (None if is_critics else self._config.request_timeout_s)
-        deadline = time.monotonic() + (allowed_s or math.inf)
-        try:
-            async with asyncio.timeout(allowed_s):
-                if name in self.catalog.sums:
-                    return await self._summed(self.catalog.sums[name], request, client, deadline)
-                return (await self._score(name, request, time.monotonic(), client, deadline))[0]
-        except TimeoutError:
-            raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
-
-    def _components(self, name: str) -> tuple[str, ...]:
-        """The models that score what is asked of that name."""
-        made = self.catalog.sums.get(name)
-        return (name,) if made is None else made.components
-
-    async def _summed(self, made: Sum, request: ScoreRequest, client: str, deadline: float) -> ScoreReply:
-        """What all components together make of the request; where one refuses it, the others drop it, too."""
-        made.check(request)
-        started = time.monotonic()
-
-        async def asked(component: str) -> tuple[ScoreReply, list[int]]:
-            try:
-                return await self._score(component, request, started, client, deadline)
-            except Overloaded as e:
-                raise named(component, e) from e
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                parts = []
-                for component in made.components:
-                    parts.append(group.create_task(asked(component)))
-                    await asyncio.sleep(0)  # what a large request is to all of them, others need not wait for
-        except BaseExceptionGroup as e:
-            raise e.exceptions[0] from None
-        replies, lengths = zip(*(part.result() for part in parts), strict=True)
-        reply = made.combine(replies)
-        about = reply.lengths if any(reply.lengths) else [max(row) for row in zip(*lengths, strict=True)]
-        self._count(made.info, request, reply, about)
-        for component, mean, std in made.statistics():
-            self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
-            self.metrics.set("guerdon_component_std", std, made.info.name, component)
-        return reply
-
-    def _count(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
-        """Counts an answered request; `lengths` are about those of its samples also where the reply has none."""
-        name = info.name
-        failed = sum(isinstance(r, GuerdonError) for r in reply.results)
-        tracing.tell(model=name, failed_sequences=failed, weights_version=reply.weights_version)
-        self.metrics.add("guerdon_sequences", len(reply.results) - failed, name, "ok")
-        if failed:
-            self.metrics.add("guerdon_sequences", failed, name, "failed")
-        self.metrics.observe("guerdon_request_queue_time_seconds", reply.queue_s, name)
-        self.watch.note(info, request, reply, lengths)
-        self.metrics.observe("guerdon_request_inference_time_seconds", reply.compute_s, name)
-
-    async def _score(
-        self, name: str, request: ScoreRequest, started: float, client: str, deadline: float
-    ) -> tuple[ScoreReply, list[int]]:
-        """The reply, and its samples' lengths in tokens, about those of texts that the model itself reads."""
-        self.catalog.model(name)
-        if self.critic is not None and self.critic.lane == name and (fault := self.critic.fault) is not None:
-            raise fault
-        version, sequences, wrong = await self._sequences(name, request, client)
-        results: list[Score | GuerdonError | None] = [*wrong]
-        accepted = [i for i, error in enumerate(wrong) if error is None]
-        job = Job([sequences[i] for i in accepted], request.priority, started, client, deadline)
-        job.traced = tracing.part(name)
-        if accepted:
-            await self._answered(name, job)
-            for i, result in zip(accepted, job.results, strict=True):
-                if isinstance(result, Unavailable):
-                    raise copy.copy(result)  # it is raised for other requests, too
-                results[i] = result
-        self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in job.sequences), name)
-        queue_s = max(0.0, job.taken - started) if accepted else 0.0
-        done: list[Score | GuerdonError] = [r for r in results if r is not None]
-        lengths = [len(s.tokens) for s in sequences]
-        reply = ScoreReply(done, lengths, job.weights_version or version, queue_s, job.compute_s)
-        about = [s.num_tokens for s in sequences]
-        self._count(self.catalog.entries[name].info, request, reply, about)
-        return reply, about
-
-    async def _sequences(
-        self, name: str, request: ScoreRequest, client: str
-    ) -> tuple[str, list[Sequence], list[InvalidRequest | None]]:
-        """The version that serves when this returns, what that is to compute, and of each what is wrong with it."""
-        entry = self.catalog.entries[name]
-        while True:
-            model, served = entry.config, entry.loaded()
-            cut = samples.truncation(request, model, served.info)
-            reading.check(served, request)
-            if served.encoder is not None and request.tokens is None:
-                self._loop.check_room(name, len(request), client=client)  # before work is spent on it
-            rows = await self.reader.rows(served, request, cut, client)
-            if entry.served is served:
-                break  # else another model has taken its place, whose tokenizer may be another
-        sequences = [samples.sequence(row, request, i) for i, row in enumerate(rows)]
-        if cut is not None:
-            sequences = [samples.truncated(s, cut) for s in sequences]
-        wrong = [
-            row if isinstance(row, InvalidRequest) else samples.wrong(s, served.info)
-            for row, s in zip(rows, sequences, strict=True)
-        ]
-        return served.info.weights_version, sequences, wrong
-
-    async def _answered(self, name: str, job: Job) -> None:
-        """Returns when every sequence of the job has its result."""
-        assert self._asyncio is not None, "start() comes first"
-        job.owner = future = self._asyncio.create_future()
-        self._loop.submit(name, job)
-        try:
-            await future
-        except asyncio.CancelledError:
-            self._loop.cancel(name, job)
-            raise
-        finally:
-            if job.traced is not None:
-                job.traced.end(job.taken, len(job.sequences), sum(s.num_tokens for s in job.sequences))
+    def _end_after_crash(self) -> None:
+        """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
+        self.ready, self.loss = False, self.loss or self._loop.loss
+        if not isinstance(self.loss, RanksLost):  # else `lost` tells the clients first
+            self.end()
 
     def _deliver(self, jobs: list[Job]) -> None:
         """Called on the loop's thread; a batch wakes the asyncio loop once."""
@@ -348,12 +259,6 @@ class Service:
         except RuntimeError:
             if not self._asyncio.is_closed():  # nobody waits any more
                 raise
-
-    def _crashed(self) -> None:
-        """Called on the loop's thread when it cannot go on: nothing will be scored any more, and the service ends."""
-        self.ready, self.loss = False, self.loss or self._loop.loss
-        if not isinstance(self.loss, RanksLost):  # of which `lost` tells the clients first
-            self.end()
 
 
 def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
@@ -367,7 +272,22 @@ def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
 
 def _resolve(jobs: list[Job]) -> None:
     for job in jobs:
-        future = job.owner
-        assert isinstance(future, asyncio.Future)
-        if not future.done():
-            future.set_result(None)
+        assert isinstance(job.owner, asyncio.Future)
+        if not job.owner.done():
+            job.owner.set_result(None)
+
+
+def _assemble(job: Job, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:
+    """Puts the job's results between the `errors`; `version` is the weights' if nothing was computed."""
+    computed = iter(job.results)
+    results: list[Score | GuerdonError] = []
+    for error in errors:
+        result = next(computed) if error is None else error
+        assert result is not None
+        if isinstance(result, Unavailable):
+            raise copy.copy(result)  # other requests raise it, too
+        results.append(result)
+    queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
+    return ScoreReply(
+        results, [len(s.tokens) for s in sequences], job.weights_version or version, queue_s, job.compute_s
+    )

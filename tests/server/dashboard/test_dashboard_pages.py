@@ -18,7 +18,7 @@ from guerdon import CriticClient
 from guerdon.assembly import build_service
 from guerdon.errors import ConfigError
 from guerdon.server.front import page_routes
-from guerdon.server.front.gate import Gate
+from guerdon.server.front.admission import Admission
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import (
     ComponentConfig,
@@ -124,7 +124,7 @@ def test_samples_without_a_page_are_refused():
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])
 def test_that_everybody_reads_samples_texts_is_said_at_the_start(host, warns, caplog):
     config = ServerConfig(host=host, allow_anonymous=True, dashboard_samples=True)
-    page_routes.Pages(EchoService(config), config, Gate(config))
+    page_routes.Pages(Admission(EchoService(config), config), config)
     assert ("no keys" in caplog.text) == warns
 
 

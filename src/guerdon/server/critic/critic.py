@@ -39,7 +39,6 @@ from guerdon.errors import (
     StorageFailed,
     TrainFailed,
 )
-from guerdon.server.aside import off_loop
 from guerdon.server.batching.halving import Group
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order, Reservation
@@ -49,6 +48,7 @@ from guerdon.server.critic.history import History
 from guerdon.server.critic.outcome import outcome_of, warn
 from guerdon.server.critic.progress import Progress
 from guerdon.server.metrics import Metrics
+from guerdon.server.reading import off_loop
 from guerdon.settings.config import CriticConfig
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from guerdon.server.front.guard import CALLER, CONNECTION
 from guerdon.server.front.holders import Held, Holders
+from guerdon.server.front.http_request import CONNECTION
 from guerdon.server.front.sockets import break_off, keep_alive
 from guerdon.server.logs import failure
 from guerdon.settings.config import LimitsConfig
@@ -237,6 +237,7 @@ class HttpConnection(HttpToolsProtocol):
     def admit(self, name: str) -> None:
         """Says that a request here has shown a key of that client's; raises Overloaded if it may have no more."""
         self._server.holders.admit(self._held, name)
+        self._is_known = True
 
     def _make_way(self) -> None:
         """Ends, for another connection, while nothing is owed here."""
@@ -345,7 +346,6 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle.response_complete:
             limits = self._limits
             self._server.holders.wait(self._held)
-            self._is_known = self._is_known or CALLER in self.cycle.scope
             self._since = self._time()
             rests = self._is_known and not self._is_in_body
             self._waits_s = limits.idle_timeout_s if rests else limits.header_timeout_s

@@ -21,26 +21,22 @@ from guerdon.errors import (
     ServerFault,
     StartError,
     TrainFailed,
-    Unauthenticated,
     UnknownModel,
 )
 from guerdon.server import status, tracing
-from guerdon.server.aside import answer_bytes, off_loop
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
 from guerdon.server.front import tls
-from guerdon.server.front.body import Coming
-from guerdon.server.front.gate import Gate, Place
+from guerdon.server.front.admission import Admission, Visit
 from guerdon.server.front.grpc_stream import Read, answer_stream, message_span, refusal, response
 from guerdon.server.front.receiving import Receiving
 from guerdon.server.front.request_spans import with_span
 from guerdon.server.front.unread import end_unread
 from guerdon.server.logs import failure, without_frames
-from guerdon.server.metrics import UNKNOWN
+from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve_grpc, operations, repository, signature
-from guerdon.wire.kserve import InferRequest
 from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.grpc")
@@ -58,14 +54,14 @@ _MOST_TEXT_BYTES = 2000  # each of which may travel as three
 _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
 
-def server(service: Service, config: ServerConfig, gate: Gate | None = None) -> tuple[grpc.aio.Server, int]:
+def server(service: Service, config: ServerConfig, admission: Admission | None = None) -> tuple[grpc.aio.Server, int]:
     """A bound, not yet started gRPC server and its port.
 
     Raises StartError where the port cannot be had, ConfigError where the files of TLS are not what they say.
     """
     address = f"[{config.host}]" if ":" in config.host else config.host
     grpc_server = grpc.aio.server(options=_options(config))
-    front = _Front(service, config, gate or Gate(config, service.access.names))
+    front = _Front(admission or Admission(service, config), config)
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, front.handlers()),))
     credentials = _credentials(config)
     try:
@@ -141,6 +137,61 @@ class _Call:
             raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.name}: {e}") from e
 
 
+class _InferExchange:
+    """One ModelInfer message, which `read_message` reads, and its reply."""
+
+    def __init__(self, call: _Call, read_message: Read, limits: LimitsConfig) -> None:
+        self.caller = call.caller
+        self.num_bytes = 0
+        self.request_id = ""
+        self.answer: Answer = None
+        self._context = call.context
+        self._read_message = read_message
+        self._limits = limits
+
+    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+        """Enters with the message: `Receiving` bounds the calls that wait for theirs."""
+        self._visit = visit
+        visit.check_room()
+        data = await self._read_message()
+        self.num_bytes = len(data)
+        visit.enter(self.num_bytes)
+        visit.hold(self.num_bytes)
+        visit.reach(kserve_grpc.memory(data))  # typed contents take more memory once parsed
+        self._message = await off_loop(functools.partial(kserve_grpc.parse, data), self.num_bytes)
+        del data
+        self.request_id = self._message.id
+        self._remaining_s = self._context.time_remaining()
+        return visit.find(self._message.model_name, self._message.model_version)
+
+    def decode(self, info: ModelInfo | OperationInfo) -> Asked:
+        """Returns what the tensors ask; the call's deadline bounds it."""
+        message, self._message = self._message, None
+        self._tensors = kserve_grpc.decode(message)
+        asked = operations.to_request(self._tensors, info)
+        if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
+            self._tensors.inputs = {}
+        if self._remaining_s is not None:
+            asked.timeout_s = min(asked.timeout_s or math.inf, max(self._remaining_s, 1e-3))
+        return asked
+
+    async def encode(self, answer: Answer, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+        """Returns the message; its bytes stay counted until `release`."""
+        self.answer = answer
+        table_bytes = self._visit.hold_answer(answer, info)
+        write = functools.partial(self._write, answer, info)
+        reply = await off_loop(write, max(self.num_bytes, table_bytes))
+        self._visit.keep_bytes()
+        return reply
+
+    def release(self) -> None:
+        """Counts the reply as sent."""
+        self._visit.release()
+
+    def _write(self, answer: Answer, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+        return kserve_grpc.encode(operations.to_reply(answer, self._tensors, info))
+
+
 Method = Callable[[_Call], Awaitable[Any]]
 
 
@@ -151,12 +202,11 @@ class _Front:
     before its sender's key was seen, nor while too many others are.
     """
 
-    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
-        self._service = service
-        self._gate = gate
+    def __init__(self, admission: Admission, config: ServerConfig) -> None:
+        self._admission = admission
+        self._service = admission.service
         self._limits = config
-        self._receiving = Receiving(config, service.access.names)
-        self._names = {info.name for info in service.catalog.models()}
+        self._receiving = Receiving(config, self._service.access.names)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         is_open = {self.ServerLive: True, self.ServerReady: True}
@@ -190,20 +240,23 @@ class _Front:
         service = self._service
 
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            name = ""
+            kind: type[BaseException] | None = None
             try:
-                if is_open:
-                    return await method(_Call(context, ANYBODY, self._receiving, self._limits))
-                sent = dict(context.invocation_metadata())
-                try:
-                    caller = service.access.caller(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
-                except Unauthenticated as e:
-                    service.metrics.asked(UNKNOWN, type(e))
-                    raise
-                counting = contextlib.nullcontext() if is_stream else service.metrics.client(caller.name)
-                with counting:
-                    return await method(_Call(context, caller, self._receiving, self._limits))
+                caller = ANYBODY
+                if not is_open:
+                    sent = dict(context.invocation_metadata())
+                    caller = self._admission.identify(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
+                    name = caller.name
+                return await method(_Call(context, caller, self._receiving, self._limits))
             except Exception as e:
-                error = _to_error(method.__name__, e)
+                error, kind = _to_error(method.__name__, e), type(e)
+            except BaseException as e:
+                kind = type(e)
+                raise
+            finally:
+                if not is_stream:
+                    service.metrics.client_request_done(name, kind)
             tracing.failed(error)
             trailing = [("guerdon-error", type(error).__name__)]
             if error.retry_after_s is not None:
@@ -276,12 +329,13 @@ class _Front:
 
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
         context = call.context
-        with contextlib.ExitStack() as held:
-            reply, answer = await self._infer(call, call.message, held)
-            # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
-            context.add_done_callback(_leaving(held.pop_all()))
-            if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
-                end_unread(context, self._seconds_to_send(reply_bytes))
+        exchange = _InferExchange(call, call.message, self._limits)
+        reply = await self._admission.answer(exchange)
+        # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
+        context.add_done_callback(lambda _: exchange.release())
+        if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
+            end_unread(context, self._seconds_to_send(reply_bytes))
+        answer = exchange.answer
         trailing: list[tuple[str, str]] = []
         if isinstance(answer, ScoreReply):
             trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
@@ -296,54 +350,24 @@ class _Front:
         sent = dict(call.context.invocation_metadata())
 
         async def infer(read: Read, held: contextlib.ExitStack) -> pb.ModelStreamInferResponse:
-            call.request_id = ""
+            exchange = _InferExchange(call, read, self._limits)
+            kind: type[BaseException] | None = None
             try:
-                with service.metrics.client(name), message_span(service.traces, SERVICE, sent):
-                    return response((await self._infer(call, read, held))[0])
+                with message_span(service.traces, SERVICE, sent):
+                    made = response(await self._admission.answer(exchange))
+                held.callback(exchange.release)
+                return made
             except Exception as e:
-                return refusal(_to_error("ModelStreamInfer", e), call.request_id)
+                kind = type(e)
+                return refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
+            except BaseException as e:
+                kind = type(e)
+                raise
+            finally:
+                service.metrics.client_request_done(name, kind)
 
         with self._receiving.stream(name):
             await answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)
-
-    async def _infer(self, call: _Call, read: Read, held: contextlib.ExitStack) -> tuple[pb.ModelInferResponse, Answer]:
-        """Answers the message that `read` reads; `held` keeps the bytes that the answer counts for."""
-        service, caller = self._service, call.caller
-        with service.metrics.request(UNKNOWN) as counted:
-            self._gate.check_room(caller.name)  # before its message is read for nothing
-            data = await read()
-            place = held.enter_context(Place(self._gate, caller.name))
-            place.hold(size := len(data))
-            # What typed contents are parsed into takes more than was sent; what one body may have always fits.
-            place.reach(min(kserve_grpc.memory(data), self._limits.max_body_mb << 20))
-            message = await off_loop(functools.partial(kserve_grpc.parse, data), size)
-            del data
-            call.request_id, name = message.id, message.model_name
-            counted.model = name if name in self._names else UNKNOWN
-            tracing.tell(model=counted.model)
-            with service.arriving(name):
-                info = service.catalog.model(name, message.model_version)
-                if isinstance(info, OperationInfo):
-                    caller.need(Role.TRAIN, info.name)
-                service.check_ready()
-                if isinstance(info, ModelInfo):
-                    service.check_room(info.name, caller.name, size)  # before it is decoded for nothing
-            decode = functools.partial(_decode, message, info, call.context.time_remaining())
-            del message  # whoever waits for long does not hold it
-            if isinstance(info, OperationInfo):
-                coming = Coming(decode, size, place)
-                del decode
-                answer: Answer = await service.call(info.name, coming, caller.name)
-                decoded = coming.form
-            else:
-                decoded, asked = await off_loop(decode, size)
-                del decode
-                answer = await service.call(info.name, asked, caller.name)
-            table_bytes = answer_bytes(answer, info)
-            place.reach(min(table_bytes, self._limits.max_body_mb << 20))
-            reply = await off_loop(functools.partial(_encode, answer, decoded, info), max(size, table_bytes))
-            place.answered()
-        return reply, answer
 
     def _seconds_to_send(self, num_bytes: int) -> float:
         return self._limits.write_timeout_s + num_bytes / _LEAST_BYTES_PER_S
@@ -355,27 +379,6 @@ def _to_error(method: str, error: Exception) -> GuerdonError:
         return without_frames(error)
     failure(logger, logging.ERROR, "unexpected error in %s", method, error=error)
     return ServerFault("internal error; the server's log has the details")
-
-
-def _decode(
-    request: pb.ModelInferRequest, info: ModelInfo | OperationInfo, remaining_s: float | None
-) -> tuple[InferRequest, Asked]:
-    decoded = kserve_grpc.decode(request)
-    asked = operations.to_request(decoded, info)
-    if remaining_s is not None:
-        asked.timeout_s = min(asked.timeout_s or math.inf, max(remaining_s, 1e-3))
-    return decoded, asked
-
-
-def _encode(answer: Answer, request: InferRequest, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
-    return kserve_grpc.encode(operations.to_reply(answer, request, info))
-
-
-def _leaving(held: contextlib.ExitStack) -> Callable[[Any], None]:
-    def leave(_: Any) -> None:
-        held.close()
-
-    return leave
 
 
 def _serialised(reply: Any) -> bytes:

@@ -5,81 +5,62 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from guerdon.errors import Forbidden, Unauthenticated
-from guerdon.server.auth import PYTRITONS_HEADER, Access, Caller
-from guerdon.server.metrics import UNKNOWN, Metrics
+from guerdon.server.auth import ANYBODY, PYTRITONS_HEADER, Caller
+from guerdon.server.front.admission import Admission
+from guerdon.server.front.http_request import HttpRequest
 from guerdon.settings.access import is_loopback
 from guerdon.settings.config import ServerConfig
 
-CALLER = "guerdon.caller"
-"""Where the scope has who asks."""
-
-CONNECTION = "guerdon.connection"
-"""Where the scope has the connection, if it is one of ours, which is told whose it is."""
-
 OPEN = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
-"""The paths that need no key: what probes ask, which tells nothing of the models."""
+"""The paths that need no key: probes ask them, and they reveal nothing of the models."""
 
 _PYTRITONS = PYTRITONS_HEADER.encode()
 
 
-def caller_of(scope: Scope) -> Caller:
-    """Whoever asks, as the guard has found; there is always one where a route is open to keys only."""
-    caller = scope[CALLER]
-    assert isinstance(caller, Caller)
-    return caller
-
-
 class Guard:
-    """Lets requests through to `inner` that have a key, where there are keys, and that no foreign page has sent.
+    """Lets requests pass that have a key, if there are keys, and that no foreign page has sent.
 
-    It reads the request's head alone, and does not know which routes there are. Raises Unauthenticated and Forbidden.
+    It reads the request's head alone, and does not know which routes there are.
     """
 
-    def __init__(self, inner: ASGIApp, access: Access, config: ServerConfig, metrics: Metrics) -> None:
-        self._inner = inner
-        self._access = access
-        self._metrics = metrics
-        self._names = _own_names(config, bool(access.names))
+    def __init__(self, admission: Admission, config: ServerConfig) -> None:
+        self._admission = admission
+        self._access = admission.service.access
+        self._own_names = _own_names(config, bool(self._access.names))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            caller = self._caller(scope)
-        except Unauthenticated as e:
-            self._metrics.asked(UNKNOWN, type(e))
-            raise
-        if caller is None:
-            await self._inner(scope, receive, send)
-            return
-        with self._metrics.client(caller.name):
-            if (connection := scope.get(CONNECTION)) is not None:
-                connection.admit(caller.name)
-            scope[CALLER] = caller
-            await self._inner(scope, receive, send)
+    def admit(self, request: HttpRequest) -> Caller | None:
+        """Returns who asks, None if the path is open to all; raises Unauthenticated and Forbidden."""
+        headers = request.headers
+        self._check_origin(headers)
+        if request.path in OPEN:
+            request.caller = ANYBODY
+            return None
+        caller = self._admission.identify(headers.get(b"authorization"), headers.get(_PYTRITONS))
+        request.caller = caller
+        return caller
 
     def lets(self, scope: Scope) -> bool:
-        """Whether it would let the request through."""
+        """Whether it would let the request pass."""
+        headers = dict(scope["headers"])
         try:
-            self._caller(scope)
+            self._check_origin(headers)
+            if scope["path"] not in OPEN:
+                self._access.caller(headers.get(b"authorization"), headers.get(_PYTRITONS))
         except (Unauthenticated, Forbidden):
             return False
         return True
 
-    def _caller(self, scope: Scope) -> Caller | None:
-        """Who asks; None where the path is open to all."""
-        headers = dict(scope["headers"])
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         _check_page(headers)
-        if self._names is not None:
-            _check_host(headers.get(b"host", b"").decode("latin-1"), self._names)
-        if scope["path"] in OPEN:
-            return None
-        return self._access.caller(headers.get(b"authorization"), headers.get(_PYTRITONS))
+        if self._own_names is not None:
+            _check_host(headers.get(b"host", b"").decode("latin-1"), self._own_names)
 
 
 def _check_page(headers: dict[bytes, bytes]) -> None:
-    """Raises Forbidden if a page from elsewhere makes its reader's browser send this.
+    """Raises Forbidden if a page of another origin makes its reader's browser send this.
 
     Browsers name the page's origin in whatever may change something, and how it stands to this server's in
     `Sec-Fetch-Site`. Following a link to this server's page is a navigation, which no script reads.
@@ -102,9 +83,9 @@ def _own_names(config: ServerConfig, has_keys: bool) -> frozenset[str] | None:
 
 
 def _check_host(host: str, names: frozenset[str]) -> None:
-    """Raises Forbidden for a name that may be a foreign page's own, which leads here (DNS rebinding).
+    """DNS rebinding: raises Forbidden for a name that a foreign page may have pointed here.
 
-    An address is no name that anybody could have lead elsewhere. Only HTTP/1.0 has no Host, and no browser speaks it.
+    Nobody can point an address elsewhere. Only HTTP/1.0 has no Host, and no browser speaks it.
     """
     name = _name(host)
     if not name or name in names or name.endswith(".localhost"):

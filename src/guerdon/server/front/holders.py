@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from guerdon.errors import Overloaded
 from guerdon.server.batching.sharing import Shares
-from guerdon.server.front.gate import RETRY_AFTER_S
+from guerdon.server.front.admission import RETRY_AFTER_S
 
 TIME_TO_ASK_S = 1.0
 """For so long a new connection is not ended for another of the same client: its first request may lie unread."""

@@ -1,21 +1,21 @@
-"""HTTP: the routes of KServe v2, of other forms and the metrics, and the one place where an error becomes a status."""
+"""The HTTP application: who may pass, which route it is, and the one place where an error becomes a status."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, OperationInfo
 from guerdon.errors import (
     Cancelled,
     Forbidden,
@@ -29,40 +29,35 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.server import logs, status, tracing
-from guerdon.server.aside import answer_bytes, off_loop
-from guerdon.server.front.asgi import (
+from guerdon.server.front.admission import Admission, Place
+from guerdon.server.front.guard import Guard
+from guerdon.server.front.http_exchanges import FORMS, FormExchange, KServeExchange
+from guerdon.server.front.http_request import (
+    CONNECTION,
     JSON,
     Handler,
     Headers,
+    HttpRequest,
     Reply,
-    score_headers,
+    UploadTooSlow,
     send_reply,
-    unless_left,
     version_header,
 )
-from guerdon.server.front.body import Coming, UploadTooSlow, announced, read_body
-from guerdon.server.front.forms import FORMS, FormHandler
-from guerdon.server.front.gate import Gate, Place
-from guerdon.server.front.guard import Guard, caller_of
 from guerdon.server.front.page_routes import Pages
 from guerdon.server.front.request_spans import Spans
-from guerdon.server.metrics import UNKNOWN
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
-from guerdon.wire import bodies, forms, kserve, openai, openapi, operations, repository, signature
-from guerdon.wire.operations import Answer, Asked
+from guerdon.wire import bodies, forms, kserve, openai, openapi, repository, signature
 
 logger = logging.getLogger("guerdon.http")
 
-Told = Callable[[GuerdonError], tuple[int, Any]]
-"""The status and the JSON by which an error is told."""
+GET, POST = ("GET", "HEAD"), ("POST",)
 
-_BINARY = (b"content-type", b"application/octet-stream")
 _TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 _CHALLENGES = [(b"www-authenticate", b'%s realm="guerdon"' % scheme) for scheme in (b"Bearer", b"Basic")]
-"""What has a browser ask for a key; one a line, as some browsers read no second one in a line."""
+"""Makes a browser ask for a key; one a line, as some browsers read no second one in a line."""
 
 _UNREAD = (PayloadTooLarge, UploadTooSlow, Unauthenticated, Forbidden)
 """Errors that come before the body was read: the connection ends with them."""
@@ -70,254 +65,256 @@ _UNREAD = (PayloadTooLarge, UploadTooSlow, Unauthenticated, Forbidden)
 _LINGER_S = 1.0
 
 
-def app(service: Service, config: ServerConfig, gate: Gate | None = None) -> ASGIApp:
-    """The ASGI application over `service`; `gate` counts requests together with other transports."""
-    gate = gate or Gate(config, service.access.names)
-    front = _Front(service, config, gate)
-    get, post = ("GET", "HEAD"), ("POST",)
-    model = "/v2/models/{name}"
-    infer = _Endpoint(post, front.infer)
-    routes = [
-        Route(model + "/infer", infer),
-        Route(model + "/versions/{version}/infer", infer),
-        Route("/v2/health/live", _Endpoint(get, front.live)),
-        Route("/v2/health/ready", _Endpoint(get, front.ready)),
-        Route("/v2", _Endpoint(get, front.server)),
-        Route("/v2/models/stats", _Endpoint(get, front.statistics)),
-        Route("/v2/repository/index", _Endpoint(post, front.index)),
-        Route("/v2/repository/models/{name}/load", _Endpoint(post, front.load)),
-        Route("/v2/repository/models/{name}/unload", _Endpoint(post, front.unload)),
-        Route("/openapi.json", _Endpoint(get, front.openapi)),
-        Route("/metrics", _Endpoint(get, front.metrics)),
-        Route("/health", _Endpoint(get, front.health)),
-        Route("/v1/models", _Endpoint(get, front.models)),
-        Route("/v1/models/{name:path}", _Endpoint(get, front.one_model)),
-    ]
-    routes += [
-        Route(path, _Endpoint(("POST", "PUT"), FormHandler(form, service, config, gate)))
-        for path, form in FORMS.items()
-    ]
-    for path, handler in (
-        ("/ready", front.model_ready),
-        ("", front.model_metadata),
-        ("/config", front.model_config),
-        ("/stats", front.statistics),
-    ):
-        routes += [Route(f"{model}{version}{path}", _Endpoint(get, handler)) for version in ("", "/versions/{version}")]
-    if config.dashboard:
-        pages = Pages(service, config, gate)
-        routes += [
-            Route("/", _Endpoint(get, pages.index, _unknown)),
-            Route("/dashboard/snapshot", _Endpoint(get, pages.snapshot)),
-            Route("/dashboard/samples", _Endpoint(get, pages.samples)),
-            Route("/dashboard/try", _Endpoint(post, pages.try_it)),
-            Route("/dashboard/{file}", _Endpoint(get, pages.file)),
-        ]
-    router = Router(routes, redirect_slashes=False, default=_unknown)
-    guard = Guard(router, service.access, config, service.metrics)
-    whole = _Errors(guard)
-    return whole if service.traces is None else Spans(whole, service.traces, routes, guard.lets)
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path, in which `{name}` stands for a part and `{name:path}` for several, its methods, and who answers them.
 
-
-def _told(error: GuerdonError) -> tuple[int, Any]:
-    """An error as KServe v2's routes tell it, and what is no route at all."""
-    status, told = forms.told_plainly(error)
-    return status, told | {"num_steps": error.num_steps} if isinstance(error, TrainFailed) else told
-
-
-class _Front:
-    """The routes' handlers."""
-
-    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
-        self._service = service
-        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
-        self._gate = gate
-        self._created = int(time.time())
-        self._names = {info.name for info in service.catalog.models()}
-
-    async def infer(self, scope: Scope, receive: Receive) -> Reply:
-        service, name = self._service, scope["path_params"]["name"]
-        label = name if name in self._names else UNKNOWN
-        tracing.tell(model=label)
-        with service.metrics.request(label), contextlib.ExitStack() as held:
-            with service.arriving(name):
-                caller, info = caller_of(scope), self._model(scope)
-                if isinstance(info, OperationInfo):
-                    caller.need(Role.TRAIN, info.name)
-                place = held.enter_context(Place(self._gate, caller.name))
-                service.check_ready()
-                if isinstance(info, ModelInfo):
-                    # Before its body is read and decoded for nothing; one that is never taken is told so instead.
-                    service.check_room(info.name, caller.name, announced(scope, self._body_limits[0]))
-                header_length, body = await read_body(scope, receive, place, *self._body_limits)
-            size = len(body)
-            decode = functools.partial(_decode, body, header_length, info)
-            del body
-            if isinstance(info, OperationInfo):
-                coming = Coming(decode, size, place)
-                del decode
-                answer: Answer = await unless_left(service.call(info.name, coming, caller.name), receive)
-                request = coming.form
-            else:
-                request, asked = await off_loop(decode, size)
-                del decode
-                assert isinstance(asked, ScoreRequest)
-                answer = await unless_left(service.score(info.name, asked, caller.name), receive)
-            table_bytes = answer_bytes(answer, info)
-            place.reach(min(table_bytes, self._body_limits[0]))
-            encode = functools.partial(_encode, answer, request, info)
-            payload, header_length = await off_loop(encode, max(size, table_bytes))
-        headers: Headers = []
-        if isinstance(answer, ScoreReply):
-            headers = score_headers(answer)
-        elif answer is not None:
-            headers = [version_header(answer.weights_version)]
-        if header_length is None:
-            headers.append(JSON)
-        else:
-            headers += (_BINARY, (b"inference-header-content-length", b"%d" % header_length))
-        return 200, headers, payload
-
-    async def live(self, scope: Scope, receive: Receive) -> Reply:
-        return _json({"live": True})
-
-    async def ready(self, scope: Scope, receive: Receive) -> Reply:
-        return _readiness(self._service.is_ready())
-
-    async def model_ready(self, scope: Scope, receive: Receive) -> Reply:
-        name = self._model(scope).name
-        why = "not ready" if self._service.catalog.is_loaded(name) else f"{name} is unloaded; an admin may load it"
-        return _readiness(self._service.is_ready(name), why, name=name)
-
-    async def health(self, scope: Scope, receive: Receive) -> Reply:
-        return 200 if self._service.is_ready() else 503, [], b""
-
-    async def models(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openai.models(self._service.catalog.loaded(), self._created))
-
-    async def one_model(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openai.model(self._service.catalog.scored_by(scope["path_params"]["name"]), self._created))
-
-    async def server(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(status.server())
-
-    async def model_metadata(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(signature.metadata(self._model(scope)))
-
-    async def model_config(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(signature.config(self._model(scope), self._service.max_request_sequences))
-
-    async def statistics(self, scope: Scope, receive: Receive) -> Reply:
-        path = scope["path_params"]
-        return _json(status.statistics(self._service, path.get("name", ""), path.get("version", "")))
-
-    async def index(self, scope: Scope, receive: Receive) -> Reply:
-        with Place(self._gate, caller_of(scope).name) as place:
-            _, body = await read_body(scope, receive, place, *self._body_limits)
-        only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
-        return _json(status.repository_index(self._service, only_ready))
-
-    async def load(self, scope: Scope, receive: Receive) -> Reply:
-        name, body = await self._admins(scope, receive)
-        version = await self._service.repository.load(name, repository.source(body), caller_of(scope).name)
-        return 200, [version_header(version)], b""
-
-    async def unload(self, scope: Scope, receive: Receive) -> Reply:
-        name, body = await self._admins(scope, receive)
-        repository.check_unload(body)
-        await self._service.repository.unload(name, caller_of(scope).name)
-        return 200, [], b""
-
-    async def _admins(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:
-        """The model that an admin names, and the request's body."""
-        caller, name = caller_of(scope), scope["path_params"]["name"]
-        caller.need(Role.ADMIN, f"to load or unload {name}")
-        with Place(self._gate, caller.name) as place:
-            _, body = await read_body(scope, receive, place, *self._body_limits)
-        return name, body
-
-    async def openapi(self, scope: Scope, receive: Receive) -> Reply:
-        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.watch.is_on))
-
-    async def metrics(self, scope: Scope, receive: Receive) -> Reply:
-        return 200, [_TEXT], self._service.metrics.render()
-
-    def _model(self, scope: Scope) -> ModelInfo | OperationInfo:
-        path = scope["path_params"]
-        return self._service.catalog.model(path["name"], path.get("version", ""))
-
-
-class _Endpoint:
-    """An ASGI application of one handler; an instance, since Starlette wraps plain functions.
-
-    Other methods are for `otherwise`, without which they are refused.
+    With `is_hidden` other methods are told that there is no such path, not that they are wrong.
     """
 
-    def __init__(self, methods: tuple[str, ...], handler: Handler, otherwise: ASGIApp | None = None) -> None:
-        self._methods = methods
-        self._handler = handler
-        self._otherwise = otherwise
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler
+    is_hidden: bool = False
+
+
+class App:
+    """The ASGI application over a service: admits, routes and answers, and turns errors into their protocol's form."""
+
+    def __init__(self, admission: Admission, config: ServerConfig) -> None:
+        self.guard = Guard(admission, config)
+        self.routes = _routes(admission, config)
+        self._metrics = admission.service.metrics
+        self._fixed = {route.path: route for route in self.routes if "{" not in route.path}
+        self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in self._methods:
-            if self._otherwise is not None:  # who sends samples to no path is told which there are
-                await self._otherwise(scope, receive, send)
-            raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(self._methods)}, not {scope['method']}")
-        await send_reply(send, await self._handler(scope, receive))
-
-
-class _Errors:
-    """Turns whatever `inner` raises into its status and body, as the path's protocol has them."""
-
-    def __init__(self, inner: ASGIApp) -> None:
-        self._inner = inner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        request, caller, error, kind = HttpRequest(scope, receive), None, None, None
         try:
-            await self._inner(scope, receive, send)
+            caller = self.guard.admit(request)
+            if caller is not None and (connection := scope.get(CONNECTION)) is not None:
+                connection.admit(caller.name)
+            route = self.find(request)
+            if route is None or (route.is_hidden and scope["method"] not in route.methods):
+                raise RouteNotFound(
+                    f"no such path: {scope['path']}; this server speaks KServe v2 under /v2, and takes POST to "
+                    f"{', '.join(FORMS)}"
+                )
+            if scope["method"] not in route.methods:
+                raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(route.methods)}, not {scope['method']}")
+            reply = await route.handler(request)
+        except BaseException as e:
+            error, kind = self._to_error(e, request), type(e)
+        request.finish()
+        if caller is not None:
+            self._metrics.client_request_done(caller.name, kind)
+        if request.has_left or isinstance(error, Cancelled):
             return
-        except Cancelled:
-            return
-        except GuerdonError as e:
-            error = logs.without_frames(e)
-        except asyncio.CancelledError:
-            error = Unavailable("the server is stopping")
-        except Exception as e:
-            logs.failure(logger, logging.ERROR, "unexpected error in %s %r", scope["method"], scope["path"], error=e)
-            error = ServerFault("internal error; the server's log has the details")
+        if error is None:
+            await send_reply(send, reply)
+        else:
+            await self._refuse(error, request, send)
+
+    def find(self, request: HttpRequest) -> Route | None:
+        """Returns the request's route, if any, and gives the request the names in its path."""
+        path = request.path
+        if (route := self._fixed.get(path)) is not None:
+            request.names = {}
+            return route
+        for pattern, route in self._patterns:
+            if (match := pattern.fullmatch(path)) is not None:
+                request.names = match.groupdict()
+                return route
+        return None
+
+    def _to_error(self, error: BaseException, request: HttpRequest) -> GuerdonError:
+        """Returns the error that the client is told; Cancelled if it has left."""
+        if isinstance(error, GuerdonError):
+            return logs.without_frames(error)
+        if isinstance(error, asyncio.CancelledError):
+            if not request.has_left:
+                return Unavailable("the server is stopping")
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            return Cancelled("the client left")
+        if not isinstance(error, Exception):  # the process ends
+            raise error
+        where = request.scope["method"], request.scope["path"]
+        logs.failure(logger, logging.ERROR, "unexpected error in %s %r", *where, error=error)
+        return ServerFault("internal error; the server's log has the details")
+
+    async def _refuse(self, error: GuerdonError, request: HttpRequest, send: Send) -> None:
         tracing.failed(error)
         headers: Headers = [JSON]
         if isinstance(error, Unauthenticated):
             headers += _CHALLENGES
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
-        refused = isinstance(error, _UNREAD)
-        if refused:
+        is_unread = isinstance(error, _UNREAD)
+        if is_unread:
             headers.append((b"connection", b"close"))
-        status, told = _teller(scope)(error)
-        await send_reply(send, (status, headers, bodies.write(told)), more_body=refused)
-        if refused:
-            await _linger(receive, send)
+        code, body = _error_form(request.path)(error)
+        await send_reply(send, (code, headers, bodies.write(body)), more_body=is_unread)
+        if is_unread:
+            await _linger(request.receive, send)
 
 
-async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
-    raise RouteNotFound(
-        f"no such path: {scope['path']}; this server speaks KServe v2 under /v2, and takes POST to {', '.join(FORMS)}"
-    )
+def app(service: Service, config: ServerConfig, admission: Admission | None = None) -> ASGIApp:
+    """Returns the application over `service`; `admission` is shared with other transports."""
+    made = App(admission or Admission(service, config), config)
+    return made if service.traces is None else Spans(made, service.traces, made.guard.lets, made.find)
 
 
-def _teller(scope: Scope) -> Told:
-    """How errors are told at the path, whichever part of the server raised them."""
-    path = scope["path"]
+def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
+    handlers = _Handlers(admission, config)
+    model = "/v2/models/{name}"
+    routes = [
+        Route(model + "/infer", POST, handlers.infer),
+        Route(model + "/versions/{version}/infer", POST, handlers.infer),
+        Route("/v2/health/live", GET, handlers.live),
+        Route("/v2/health/ready", GET, handlers.ready),
+        Route("/v2", GET, handlers.server),
+        Route("/v2/models/stats", GET, handlers.statistics),
+        Route("/v2/repository/index", POST, handlers.index),
+        Route("/v2/repository/models/{name}/load", POST, handlers.load),
+        Route("/v2/repository/models/{name}/unload", POST, handlers.unload),
+        Route("/openapi.json", GET, handlers.openapi),
+        Route("/metrics", GET, handlers.metrics),
+        Route("/health", GET, handlers.health),
+        Route("/v1/models", GET, handlers.models),
+        Route("/v1/models/{name:path}", GET, handlers.one_model),
+    ]
+    routes += [Route(path, ("POST", "PUT"), functools.partial(handlers.form, form)) for path, form in FORMS.items()]
+    for path, handler in (
+        ("/ready", handlers.model_ready),
+        ("", handlers.model_metadata),
+        ("/config", handlers.model_config),
+        ("/stats", handlers.statistics),
+    ):
+        routes += [Route(f"{model}{version}{path}", GET, handler) for version in ("", "/versions/{version}")]
+    if config.dashboard:
+        pages = Pages(admission, config)
+        routes += [
+            Route("/", GET, pages.index, is_hidden=True),
+            Route("/dashboard/snapshot", GET, pages.snapshot),
+            Route("/dashboard/samples", GET, pages.samples),
+            Route("/dashboard/try", POST, pages.try_it),
+            Route("/dashboard/{file}", GET, pages.file),
+        ]
+    return routes
+
+
+class _Handlers:
+    """The routes' handlers, but for the page's."""
+
+    def __init__(self, admission: Admission, config: ServerConfig) -> None:
+        self._admission = admission
+        self._service = admission.service
+        self._config = config
+        self._created = int(time.time())
+
+    async def live(self, request: HttpRequest) -> Reply:
+        return _json({"live": True})
+
+    async def ready(self, request: HttpRequest) -> Reply:
+        return _readiness(self._service.is_ready())
+
+    async def model_ready(self, request: HttpRequest) -> Reply:
+        name = self._model(request).name
+        why = "not ready" if self._service.catalog.is_loaded(name) else f"{name} is unloaded; an admin may load it"
+        return _readiness(self._service.is_ready(name), why, name=name)
+
+    async def health(self, request: HttpRequest) -> Reply:
+        return 200 if self._service.is_ready() else 503, [], b""
+
+    async def models(self, request: HttpRequest) -> Reply:
+        return _json(openai.models(self._service.catalog.loaded(), self._created))
+
+    async def one_model(self, request: HttpRequest) -> Reply:
+        return _json(openai.model(self._service.catalog.scored_by(request.names["name"]), self._created))
+
+    async def server(self, request: HttpRequest) -> Reply:
+        return _json(status.server())
+
+    async def model_metadata(self, request: HttpRequest) -> Reply:
+        return _json(signature.metadata(self._model(request)))
+
+    async def model_config(self, request: HttpRequest) -> Reply:
+        return _json(signature.config(self._model(request), self._service.max_request_sequences))
+
+    async def statistics(self, request: HttpRequest) -> Reply:
+        names = request.names
+        return _json(status.statistics(self._service, names.get("name", ""), names.get("version", "")))
+
+    async def index(self, request: HttpRequest) -> Reply:
+        body = await self._read_body(request)
+        only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
+        return _json(status.repository_index(self._service, only_ready))
+
+    async def load(self, request: HttpRequest) -> Reply:
+        name, body = await self._admins_body(request)
+        version = await self._service.repository.load(name, repository.source(body), request.caller.name)
+        return 200, [version_header(version)], b""
+
+    async def unload(self, request: HttpRequest) -> Reply:
+        name, body = await self._admins_body(request)
+        repository.check_unload(body)
+        await self._service.repository.unload(name, request.caller.name)
+        return 200, [], b""
+
+    async def openapi(self, request: HttpRequest) -> Reply:
+        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.watch.is_on))
+
+    async def metrics(self, request: HttpRequest) -> Reply:
+        return 200, [_TEXT], self._service.metrics.render()
+
+    def infer(self, request: HttpRequest) -> Any:
+        return self._admission.answer(KServeExchange(request, self._config))
+
+    def form(self, form: forms.Form, request: HttpRequest) -> Any:
+        return self._admission.answer(FormExchange(form, request, self._admission, self._config))
+
+    def _model(self, request: HttpRequest) -> ModelInfo | OperationInfo:
+        return self._service.catalog.model(request.names["name"], request.names.get("version", ""))
+
+    async def _admins_body(self, request: HttpRequest) -> tuple[str, bytes]:
+        """Returns the model that an admin names, and the body."""
+        name = request.names["name"]
+        request.caller.need(Role.ADMIN, f"to load or unload {name}")
+        return name, await self._read_body(request)
+
+    async def _read_body(self, request: HttpRequest) -> bytes:
+        with Place(self._admission.gate, request.caller.name) as place:
+            return await request.read_body(place, self._config)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    parts = re.split(r"\{(\w+)(:path)?\}", path)
+    made = re.escape(parts[0])
+    for name, is_path, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        made += f"(?P<{name}>{'.*' if is_path else '[^/]+'}){re.escape(text)}"
+    return re.compile(made)
+
+
+def _kserve_error(error: GuerdonError) -> tuple[int, Any]:
+    """Returns an error's status and body as KServe v2's routes give it, and what is no route at all."""
+    code, body = forms.told_plainly(error)
+    return code, body | {"num_steps": error.num_steps} if isinstance(error, TrainFailed) else body
+
+
+def _error_form(path: str) -> Callable[[GuerdonError], tuple[int, Any]]:
+    """Returns how errors look at the path, whichever part of the server raised them."""
     if path in FORMS:
         return FORMS[path].told
-    return openai.told if path.startswith("/v1/models") else _told
+    return openai.told if path.startswith("/v1/models") else _kserve_error
 
 
 def _readiness(is_ready: bool, why: str = "not ready", **more: str) -> Reply:
     """Returns the status, which says it all in the protocol, and a body, which KServe's own client reads."""
-    told = {**more, "ready": True} if is_ready else {"error": why, "kind": "Unavailable"}
-    return 200 if is_ready else 400, [JSON], orjson.dumps(told)
+    body = {**more, "ready": True} if is_ready else {"error": why, "kind": "Unavailable"}
+    return 200 if is_ready else 400, [JSON], orjson.dumps(body)
 
 
 def _json(value: Any) -> Reply:
@@ -333,14 +330,3 @@ async def _linger(receive: Receive, send: Send) -> None:
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b""})
-
-
-def _decode(
-    body: bytes, header_length: int | None, info: ModelInfo | OperationInfo
-) -> tuple[kserve.InferRequest, Asked]:
-    request = kserve.decode(body, header_length)
-    return request, operations.to_request(request, info)
-
-
-def _encode(answer: Answer, request: kserve.InferRequest, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
-    return kserve.encode(operations.to_reply(answer, request, info), request)

@@ -15,24 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope
 
-from guerdon.core import ModelInfo
+from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
 from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
-from guerdon.server.aside import off_loop
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.front.asgi import JSON, Headers, Reply, query_of, unless_left
-from guerdon.server.front.body import read_body
-from guerdon.server.front.gate import Gate, Place
-from guerdon.server.front.guard import caller_of
-from guerdon.server.metrics import UNKNOWN
+from guerdon.server.front.admission import Admission, Visit
+from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
 from guerdon.server.page import asked, snapshot, trying
 from guerdon.server.page.extremes import Kept
+from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
-from guerdon.settings.config import ServerConfig
+from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
 
 log = logging.getLogger(__name__)
@@ -62,6 +58,7 @@ _KEPT_S = 1.0
 _MOST_WAITING = 8
 """Snapshots that one client may wait for at once; where there are no keys all are one client."""
 
+_READ_INLINE_BYTES = 65_536
 _GZIP = re.compile(rb"gzip(\s*;\s*q=(1|0\.0*[1-9])[\d.]*)?")
 
 _Key = tuple[asked.Asked, Role, str | None, bool]
@@ -70,11 +67,10 @@ _Key = tuple[asked.Asked, Role, str | None, bool]
 class Pages:
     """The handlers of the page's routes."""
 
-    def __init__(self, service: Service, config: ServerConfig, gate: Gate) -> None:
-        self._service = service
+    def __init__(self, admission: Admission, config: ServerConfig) -> None:
+        self._admission = admission
+        self._service = service = admission.service
         self._config = config
-        self._gate = gate
-        self._body_limits = (config.max_body_mb << 20, config.request_timeout_s, config.read_timeout_s)
         self._files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _KINDS}
         self._turns = FairTurns(1)
         self._num_waiting: Counter[str] = Counter()
@@ -83,29 +79,30 @@ class Pages:
         if service.watch.extremes is not None and not service.access.names and not is_loopback(config.host):
             log.warning("samples' texts are kept for the page, and as there are no keys whoever reaches it reads them")
 
-    async def index(self, scope: Scope, receive: Receive) -> Reply:
+    async def index(self, request: HttpRequest) -> Reply:
         """The page itself."""
-        return self._file(scope, INDEX)
+        return self._file(request, INDEX)
 
-    async def file(self, scope: Scope, receive: Receive) -> Reply:
+    async def file(self, request: HttpRequest) -> Reply:
         """A file of the page, of those that are there, by its name."""
-        return self._file(scope, scope["path_params"]["file"])
+        return self._file(request, request.names["file"])
 
-    async def snapshot(self, scope: Scope, receive: Receive) -> Reply:
+    async def snapshot(self, request: HttpRequest) -> Reply:
         """What the page shows of the last `?window=` seconds, beside what `?reference=` names."""
-        what = asked.read(query_of(scope), "window", "reference", "model")
-        caller = caller_of(scope)
+        what = asked.read(request.query, "window", "reference", "model")
+        caller = request.caller
         if what.model:
             what = dataclasses.replace(what, model=self._service.catalog.scored_by(what.model).name)
-        is_packed = _takes_gzip(scope)
+        is_packed = _takes_gzip(request)
         headers: Headers = [JSON, *_SAFE, (b"vary", b"accept-encoding")]
         if is_packed:
             headers.append((b"content-encoding", b"gzip"))
         if self._num_waiting[caller.name] >= _MOST_WAITING:
             raise Overloaded(f"{_MOST_WAITING} snapshots of yours are waited for; try again", _KEPT_S)
         self._num_waiting[caller.name] += 1
+        request.cancel_on_disconnect()
         try:
-            body = await unless_left(self._snapshot(what, caller, _address(scope), is_packed), receive)
+            body = await self._snapshot(what, caller, _address(request), is_packed)
         finally:
             self._num_waiting[caller.name] -= 1
         return 200, headers, body
@@ -128,14 +125,14 @@ class Pages:
             self._kept[key] = (now, body)
             return body
 
-    async def samples(self, scope: Scope, receive: Receive) -> Reply:
+    async def samples(self, request: HttpRequest) -> Reply:
         """The best and the worst samples of `?model=` in the last `?window=` seconds, where they are kept."""
-        caller, extremes = caller_of(scope), self._service.watch.extremes
+        caller, extremes = request.caller, self._service.watch.extremes
         if extremes is None:
             raise RouteNotFound("this server keeps no samples' texts; start it with --dashboard-samples")
         if not self._may_read(caller):
             caller.need(Role.ADMIN, "to read samples' texts")
-        query = query_of(scope)
+        query = request.query
         what = asked.read(query, "model", "window")
         info = self._service.catalog.scored_by(query.get("model", ""))
         start = self._service.watch.now() - what.window_s
@@ -145,29 +142,17 @@ class Pages:
             told["worst"] = [self._sample(one, info) for one in extremes[info.name].worst(start)]
         return 200, [JSON, *_SAFE], orjson.dumps(told)
 
-    async def try_it(self, scope: Scope, receive: Receive) -> Reply:
+    def try_it(self, request: HttpRequest) -> Any:
         """Scores a prompt and responses, and tells of each token."""
-        service, client = self._service, caller_of(scope).name
-        with service.metrics.request(UNKNOWN) as counted, Place(self._gate, client) as place:
-            service.check_ready()
-            _, body = await read_body(scope, receive, place, *self._body_limits)
-            trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), 65_536)
-            info = service.catalog.scored_by(trial.model)
-            counted.model = info.name
-            tokenizer = service.catalog.tokenizer(info.name)
-            reply = await unless_left(service.score(info.name, trial.request, client), receive)
-            payload = await unless_left(
-                service.reader.run(client, lambda: bodies.write(trying.answer(trial, info, reply, tokenizer))), receive
-            )
-        return 200, [JSON, *_SAFE], payload
+        return self._admission.answer(_TrialExchange(request, self._service, self._config))
 
-    def _file(self, scope: Scope, name: str) -> Reply:
+    def _file(self, request: HttpRequest, name: str) -> Reply:
         body = self._files.get(name)
         if body is None:
-            raise RouteNotFound(f"no such path: {scope['path']}; the page is at /")
+            raise RouteNotFound(f"no such path: {request.path}; the page is at /")
         tag = b'"%s"' % hashlib.sha256(body).hexdigest()[:16].encode()
         headers: Headers = [(b"content-type", _KINDS[Path(name).suffix]), (b"etag", tag), *_SAFE]
-        if tag in dict(scope["headers"]).get(b"if-none-match", b""):
+        if tag in request.headers.get(b"if-none-match", b""):
             return 304, headers, b""
         return 200, headers, body
 
@@ -211,16 +196,48 @@ class Pages:
         }
 
 
+class _TrialExchange:
+    """One prompt with its responses, as the page sends them."""
+
+    num_bytes = 0  # the body is parsed in `read`, since it names the model
+
+    def __init__(self, request: HttpRequest, service: Service, limits: LimitsConfig) -> None:
+        self.caller = request.caller
+        self._request = request
+        self._service = service
+        self._limits = limits
+
+    async def read(self, visit: Visit) -> ModelInfo:
+        visit.enter(self._request.content_length)
+        body = await self._request.read_body(visit, self._limits)
+        self._trial = trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), _READ_INLINE_BYTES)
+        self._request.cancel_on_disconnect()
+        return visit.find_scorer(trial.model)
+
+    def decode(self, info: ModelInfo | OperationInfo) -> ScoreRequest:
+        return self._trial.request
+
+    async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
+        assert isinstance(info, ModelInfo)
+        trial, tokenizer = self._trial, self._service.catalog.tokenizer(info.name)
+        payload = await self._service.reader.run(
+            self.caller.name, lambda: bodies.write(trying.answer(trial, info, answer, tokenizer))
+        )
+        return 200, [JSON, *_SAFE], payload
+
+
 def _written(gathered: snapshot.Gathered, is_packed: bool) -> bytes:
     body = bodies.write(snapshot.make(gathered))
     return gzip.compress(body, compresslevel=1) if is_packed else body
 
 
-def _takes_gzip(scope: Scope) -> bool:
-    taken = b",".join(value for name, value in scope["headers"] if name == b"accept-encoding").lower().split(b",")
+def _takes_gzip(request: HttpRequest) -> bool:
+    taken = (
+        b",".join(value for name, value in request.scope["headers"] if name == b"accept-encoding").lower().split(b",")
+    )
     return any(_GZIP.fullmatch(coding.strip()) for coding in taken)
 
 
-def _address(scope: Scope) -> str | None:
-    server = scope.get("server")
+def _address(request: HttpRequest) -> str | None:
+    server = request.scope.get("server")
     return None if not server or server[1] is None else f"{server[0]}:{server[1]}"

@@ -12,8 +12,8 @@ from typing import Any
 
 from guerdon.errors import InvalidRequest, Overloaded
 from guerdon.server.batching.sharing import FairTurns, Shares
-from guerdon.server.front.body import UploadTooSlow
-from guerdon.server.front.gate import RETRY_AFTER_S
+from guerdon.server.front.admission import RETRY_AFTER_S
+from guerdon.server.front.http_request import UploadTooSlow
 from guerdon.settings.config import LimitsConfig
 
 

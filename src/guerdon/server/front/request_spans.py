@@ -1,18 +1,18 @@
-"""The span of each request that has something done: of HTTP's what is no GET, of gRPC's what is no question.
+"""One span per request that does something: over HTTP all but GET, over gRPC all but questions.
 
-What has no key, where there are keys, has no span: whoever reaches the port could crowd out all others'. A span begins
-before the key is asked for all the same, as it has the status in which a request of a known key is refused.
+A request without a valid key has no span: whoever reaches the port could crowd out all others'. The span begins before
+the key is checked all the same, so that it has the status in which a request with a valid key is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
-from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guerdon.errors import Cancelled
+from guerdon.server.front.http_request import HttpRequest
 from guerdon.server.tracing import Traces
 
 Answer = Callable[[Any, Any], Awaitable[Any]]
@@ -22,19 +22,33 @@ _WRITING = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _DOING = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
 _PARENT = (b"traceparent", b"tracestate")
 
+
+class Route(Protocol):
+    """A route of the application."""
+
+    @property
+    def path(self) -> str: ...
+
+
 FAULTS = (2, 4, 12, 13, 14, 15)
 """gRPC's codes that say that the server is at fault: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE
 and DATA_LOSS."""
 
 
 class Spans:
-    """Puts each request to `inner` that is no GET, and that `lets` lets, in a span; the path is the route's in it."""
+    """Puts each request to `inner` that is no GET, and that `lets` lets, in a span; `find` gives its route."""
 
-    def __init__(self, inner: ASGIApp, traces: Traces, routes: Sequence[Route], lets: Callable[[Scope], bool]) -> None:
+    def __init__(
+        self,
+        inner: ASGIApp,
+        traces: Traces,
+        lets: Callable[[Scope], bool],
+        find: Callable[[HttpRequest], Route | None],
+    ) -> None:
         self._inner = inner
-        self._lets = lets
         self._traces = traces
-        self._routes = routes
+        self._lets = lets
+        self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
@@ -42,8 +56,8 @@ class Spans:
             await self._inner(scope, receive, send)
             return
         facts = {"http.request.method": method if method in _WRITING else "_OTHER"}
-        if (route := self._route(scope)) is not None:
-            facts["http.route"] = route
+        if (route := self._find(HttpRequest(scope, receive))) is not None:
+            facts["http.route"] = route.path
         sent = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PARENT}
         with self._traces.request(" ".join(facts.values()), sent, facts) as traced:
             if traced is None:
@@ -51,19 +65,16 @@ class Spans:
                 return
             is_answered = False
 
-            async def told(message: Message) -> None:
+            async def note_status(message: Message) -> None:
                 nonlocal is_answered
                 if message["type"] == "http.response.start":
                     is_answered, status = True, message["status"]
                     traced.answered("http.response.status_code", status, is_fault=status >= 500)
                 await send(message)
 
-            await self._inner(scope, receive, told)
+            await self._inner(scope, receive, note_status)
             if not is_answered:
                 traced.failed(Cancelled("the client left"))
-
-    def _route(self, scope: Scope) -> str | None:
-        return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), None)
 
 
 def with_span(

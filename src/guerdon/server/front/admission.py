@@ -1,0 +1,285 @@
+"""Admission: takes every request through the same steps, whichever transport it comes by.
+
+Who asks, for which model, in which role, whether there is room, then read, decode, score, encode. A transport describes
+a request as an `Exchange`; `Admission.answer` does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Collection
+from typing import Any, Protocol, TypeVar
+
+from guerdon.core import ModelInfo, OperationInfo, ScoreReply
+from guerdon.errors import GuerdonError, Overloaded, Unauthenticated, UnknownModel
+from guerdon.server import tracing
+from guerdon.server.auth import Caller
+from guerdon.server.batching.sharing import Shares
+from guerdon.server.metrics import UNKNOWN
+from guerdon.server.reading import off_loop
+from guerdon.server.service import Service
+from guerdon.settings.access import Role
+from guerdon.settings.config import LimitsConfig
+
+ReplyT = TypeVar("ReplyT", covariant=True)
+
+RETRY_AFTER_S = 1.0
+
+_NUMBER_BYTES = 4
+
+
+class Exchange(Protocol[ReplyT]):
+    """One request and its reply in the terms of a protocol and a transport.
+
+    `num_bytes` is the size of what `decode` has to work on, once it is read.
+    """
+
+    caller: Caller
+    num_bytes: int
+
+    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+        """Reads the request within the visit's room, and finds the model that it asks for."""
+        ...
+
+    def decode(self, info: ModelInfo | OperationInfo) -> Any:
+        """Returns what is asked of the model, None for nothing; from then on holds no bytes of the request."""
+        ...
+
+    async def encode(self, answer: Any, info: ModelInfo | OperationInfo) -> ReplyT:
+        """Returns the reply."""
+        ...
+
+
+class Gate:
+    """Counts requests in progress, and the bytes of their bodies, over all transports, and bounds both.
+
+    `clients` are the keys' holders; once room runs out they share it evenly.
+    """
+
+    def __init__(self, config: LimitsConfig, clients: Collection[str] = ()) -> None:
+        # One body always fits; if clients have parts of their own, into the common half.
+        least_mb = config.max_body_mb * (2 if len(clients) > 1 else 1)
+        self.requests = Shares(config.max_requests, clients)
+        self.bytes = Shares(max(config.max_bodies_mb, least_mb) << 20, clients)
+        self.max_body_bytes = config.max_body_mb << 20
+
+    def check_room(self, client: str) -> None:
+        """Raises Overloaded if the client may have no more requests in progress."""
+        if not self.requests.has_room(client, 1):
+            raise Overloaded(
+                f"{self.requests.total} requests are in progress, which is the limit{_share(self.requests, client)}; "
+                "try again",
+                RETRY_AFTER_S,
+            )
+
+
+class Place:
+    """What one request holds at the gate; a context that gives it back."""
+
+    def __init__(self, gate: Gate, client: str = "") -> None:
+        self._gate = gate
+        self._client = client
+        self._num_bytes = 0
+        self._has_entered = False
+
+    def take(self) -> None:
+        """Counts the request as in progress; raises Overloaded if there is no room."""
+        self._gate.check_room(self._client)
+        self._gate.requests.take(self._client, 1)
+        self._has_entered = True
+
+    def reach(self, num_bytes: int) -> None:
+        """Holds at least so many bytes, but never more than one body may have, which always fits."""
+        if (num_bytes := min(num_bytes, self._gate.max_body_bytes)) > self._num_bytes:
+            self.hold(num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Sets the number of bytes that the request holds; raises Overloaded if there is no room for them."""
+        more, total = num_bytes - self._num_bytes, self._gate.bytes
+        if more > 0 and not total.has_room(self._client, more):
+            raise Overloaded(
+                f"the bodies of the requests in progress would exceed {total.total >> 20} MiB"
+                f"{_share(total, self._client)}; try again",
+                RETRY_AFTER_S,
+            )
+        total.take(self._client, more)
+        self._num_bytes = num_bytes
+
+    def leave(self) -> None:
+        """Counts the request as in progress no longer; it still holds its bytes."""
+        if self._has_entered:
+            self._gate.requests.give(self._client, 1)
+            self._has_entered = False
+
+    def release(self) -> None:
+        """Gives the bytes back."""
+        self._gate.bytes.give(self._client, self._num_bytes)
+        self._num_bytes = 0
+
+    def __enter__(self) -> Place:
+        self.take()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.leave()
+        self.release()
+
+
+class Visit(Place):
+    """One request on its way through the server; a context that counts how it ends, and gives back what it held."""
+
+    def __init__(self, admission: Admission, caller: Caller) -> None:
+        super().__init__(admission.gate, caller.name)
+        self.label = UNKNOWN
+        """The model that the request is counted under."""
+        self._service = admission.service
+        self._names = admission.names
+        self._caller = caller
+        self._asked_name = ""
+        self._model = ""
+        self._body_bytes = 0
+        self.is_read = False
+        self._keeps_bytes = False
+
+    def check_room(self) -> None:
+        """Raises Overloaded if `enter` would for lack of room."""
+        self._gate.check_room(self._client)
+
+    def enter(self, num_bytes: int) -> None:
+        """Counts the request as in progress; `num_bytes` is the size of its body, 0 if unknown.
+
+        Raises Overloaded, and Unavailable if the server is not ready.
+        """
+        self.take()
+        self._service.check_ready()
+        self._body_bytes = num_bytes
+        self._check_queue()
+
+    def find(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
+        """Finds the model or operation of that name; raises UnknownModel, Forbidden if the role does not allow it."""
+        self._asked_name = name
+        self.count_as(name if name in self._names else UNKNOWN)
+        info = self._service.catalog.model(name, version)
+        if isinstance(info, OperationInfo):
+            self._caller.need(Role.TRAIN, info.name)
+        else:
+            self._model = name
+            self._check_queue()
+        return info
+
+    def find_scorer(self, name: str, *, has_samples: bool = True) -> ModelInfo:
+        """Finds the model of that name, of that checkpoint, or the default one; raises UnknownModel."""
+        info = self._service.catalog.scored_by(name)
+        self.count_as(info.name)
+        if has_samples:
+            self._model = info.name
+            self._check_queue()
+        return info
+
+    def _check_queue(self) -> None:
+        """Raises Overloaded if the model's queue has no room, before the request is decoded."""
+        if self._has_entered and self._model:
+            self._service.check_room(self._model, self._client, self._body_bytes)
+
+    def count_as(self, label: str) -> None:
+        """Counts and traces the request under this model from now on."""
+        self.label = label
+        tracing.tell(model=label)
+
+    def hold_answer(self, answer: Any, info: ModelInfo | OperationInfo) -> int:
+        """Holds and returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample.
+
+        All rows of a table are as long as the longest.
+        """
+        if not isinstance(answer, ScoreReply) or not isinstance(info, ModelInfo) or not info.is_by_token:
+            return 0
+        table_bytes = _NUMBER_BYTES * len(answer.results) * max(answer.lengths, default=0)
+        self.reach(table_bytes)
+        return table_bytes
+
+    def keep_bytes(self) -> None:
+        """Has the bytes held until `release`, beyond the end of this context."""
+        self._keeps_bytes = True
+
+    def __enter__(self) -> Visit:
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.leave()
+        if kind is not None or not self._keeps_bytes:
+            self.release()
+        service = self._service
+        if isinstance(error, GuerdonError | asyncio.CancelledError) and not self.is_read:
+            operation = service.catalog.operations.get(self._asked_name)
+            if operation is not None and service.critic is not None:
+                service.critic.refused(operation.operation, error)
+        service.metrics.request_done(self.label, time.monotonic() - self._started, kind)
+
+
+class UnreadRequest:
+    """A request to a critic whose bytes are all there, and not decoded yet."""
+
+    def __init__(self, exchange: Exchange[Any], info: OperationInfo, visit: Visit) -> None:
+        self._exchange, self._info, self._visit = exchange, info, visit
+
+    async def read(self) -> Any:
+        """Decodes it, once; raises InvalidRequest."""
+        exchange = self._exchange
+        return await off_loop(functools.partial(exchange.decode, self._info), exchange.num_bytes)
+
+    def release(self) -> None:
+        """Gives its bytes back: it only waits for another request's answer."""
+        self._visit.release()
+
+
+class Admission:
+    """The one way in: all transports of a server share it."""
+
+    def __init__(self, service: Service, config: LimitsConfig) -> None:
+        self.service = service
+        self.gate = Gate(config, service.access.names)
+        self.names = frozenset(info.name for info in service.catalog.models())
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in progress."""
+        return self.gate.requests.taken
+
+    def identify(self, authorization: bytes | str | None, token: bytes | str | None) -> Caller:
+        """Returns whose key this is; raises Unauthenticated, which is counted."""
+        try:
+            return self.service.access.caller(authorization, token)
+        except Unauthenticated as e:
+            self.service.metrics.client_request_done(UNKNOWN, type(e))
+            raise
+
+    def label(self, name: str) -> str:
+        """Returns the model that a form's request is counted under, which names its model so."""
+        try:
+            return self.service.catalog.scored_by(name).name
+        except UnknownModel:
+            return UNKNOWN
+
+    async def answer(self, exchange: Exchange[ReplyT]) -> ReplyT:
+        """Answers one request; raises whatever is wrong with it, or befalls it."""
+        service, client = self.service, exchange.caller.name
+        with Visit(self, exchange.caller) as visit:
+            info = await exchange.read(visit)
+            visit.is_read = True
+            if isinstance(info, OperationInfo):
+                answer: Any = await service.call(info.name, UnreadRequest(exchange, info, visit), client)
+            else:
+                request = await off_loop(functools.partial(exchange.decode, info), exchange.num_bytes)
+                if request is None:
+                    answer = ScoreReply([], [], info.weights_version)
+                else:
+                    answer = await service.score(info.name, request, client)
+            return await exchange.encode(answer, info)
+
+
+def _share(of: Shares, client: str) -> str:
+    """Returns what an error adds if the room that is left belongs to other clients."""
+    return f", or {client}'s share of it" if of.taken < of.total and client else ""

@@ -1,0 +1,130 @@
+"""Requests to score over HTTP, as admission takes them: KServe's tensors, and the forms of other servers' protocols."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
+from guerdon.server.front.admission import Admission, Visit
+from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply, score_headers, version_header
+from guerdon.server.reading import off_loop
+from guerdon.settings.config import LimitsConfig
+from guerdon.wire import bodies, kserve, operations, pooling, sglang, tei, trainers
+from guerdon.wire.forms import Asked, Form
+from guerdon.wire.operations import Answer
+
+FORMS: dict[str, Form] = trainers.FORMS | pooling.FORMS | sglang.FORMS | tei.FORMS
+"""All forms by the path at which they are served."""
+
+_BINARY = (b"content-type", b"application/octet-stream")
+
+_READ_INLINE_BYTES = 65_536
+"""A larger body is parsed in a thread: ten thousand samples may stand in one."""
+
+_ROW_BYTES = 1024
+"""A row of an answer takes about as long to write as so many bytes of a body take to parse."""
+
+
+class KServeExchange:
+    """One request of KServe v2 to a model or a critic's operation; the URL names it."""
+
+    def __init__(self, request: HttpRequest, limits: LimitsConfig) -> None:
+        self.caller = request.caller
+        self.num_bytes = 0
+        self._request = request
+        self._limits = limits
+
+    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+        """Finds the model first: what cannot be answered is refused before its body is read."""
+        request, self._visit = self._request, visit
+        info = visit.find(request.names["name"], request.names.get("version", ""))
+        visit.enter(request.content_length)
+        self._body = await request.read_body(visit, self._limits)
+        self.num_bytes = len(self._body)
+        request.cancel_on_disconnect()
+        return info
+
+    def decode(self, info: ModelInfo | OperationInfo) -> operations.Asked:
+        """Returns what the tensors ask."""
+        body, self._body = self._body, b""
+        self._tensors = kserve.decode(body, self._request.json_length)
+        asked = operations.to_request(self._tensors, info)
+        if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
+            self._tensors.inputs = {}
+        return asked
+
+    async def encode(self, answer: Answer, info: ModelInfo | OperationInfo) -> Reply:
+        """Returns JSON, and binary tensors if they were asked for."""
+        table_bytes = self._visit.hold_answer(answer, info)
+        write = functools.partial(self._write, answer, info)
+        payload, json_length = await off_loop(write, max(self.num_bytes, table_bytes))
+        headers: Headers = []
+        if isinstance(answer, ScoreReply):
+            headers = score_headers(answer)
+        elif answer is not None:
+            headers = [version_header(answer.weights_version)]
+        if json_length is None:
+            headers.append(JSON)
+        else:
+            headers += (_BINARY, (b"inference-header-content-length", b"%d" % json_length))
+        return 200, headers, payload
+
+    def _write(self, answer: Answer, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
+        return kserve.encode(operations.to_reply(answer, self._tensors, info), self._tensors)
+
+
+class FormExchange:
+    """One request in a form: to the model that its body names, else the URL's `?model=`, else the default one."""
+
+    num_bytes = 0  # the body is parsed in `read`, since it names the model
+
+    def __init__(self, form: Form, request: HttpRequest, admission: Admission, limits: LimitsConfig) -> None:
+        self.caller = request.caller
+        self._form = form
+        self._request = request
+        self._admission = admission
+        self._limits = limits
+
+    async def read(self, visit: Visit) -> ModelInfo:
+        """Parses the body, and finds the model that it names."""
+        request, query = self._request, self._request.query
+        name = query.get("model", "")
+        visit.label = self._admission.label(name)  # until the body names another model
+        visit.enter(request.content_length)
+        body = await request.read_body(visit, self._limits)
+        self._size = size = len(body)
+        parse = functools.partial(self._parse, body, query)
+        del body
+        self._asked = asked = await off_loop(parse, size, _READ_INLINE_BYTES)
+        del parse
+        # A prompt before many responses makes more text than was sent.
+        visit.reach(_num_characters(asked))
+        name = asked.model or name
+        visit.count_as(self._admission.label(name))
+        info = visit.find_scorer(name, has_samples=asked.request is not None)
+        asked.check(info)
+        request.cancel_on_disconnect()
+        return info
+
+    def decode(self, info: ModelInfo | OperationInfo) -> ScoreRequest | None:
+        """Returns the samples, None if there are none."""
+        return self._asked.request
+
+    async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
+        """Returns the form's answer as JSON."""
+        assert isinstance(info, ModelInfo)
+        write = functools.partial(self._write, answer, info)
+        payload = await off_loop(write, max(self._size, len(answer.results) * _ROW_BYTES))
+        return 200, [*score_headers(answer), JSON], payload
+
+    def _parse(self, body: bytes, query: dict[str, str]) -> Asked:
+        return self._form.read(bodies.parse(body), query)
+
+    def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes:
+        written: Any = self._asked.answer(reply, info)
+        return bodies.write(written)
+
+
+def _num_characters(asked: Asked) -> int:
+    return sum(map(len, asked.request.texts or ())) if asked.request is not None else 0

@@ -1,0 +1,232 @@
+"""One HTTP request as its handlers see it: head, body within bounds of size and time, and the client's disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import zlib
+from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qsl
+
+from starlette.types import Receive, Scope, Send
+
+from guerdon.core import ScoreReply
+from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from guerdon.server.auth import Caller
+from guerdon.server.front.admission import Place
+from guerdon.server.reading import off_loop
+from guerdon.settings.config import LimitsConfig
+from guerdon.wire import bodies
+
+Headers = list[tuple[bytes, bytes]]
+Reply = tuple[int, Headers, bytes]
+"""Status, headers and body."""
+
+JSON = (b"content-type", b"application/json")
+
+CONNECTION = "guerdon.connection"
+"""The scope's key for the connection, if it is one of ours; it is told whose it is."""
+
+_WATCH_AFTER_S = 0.01
+_WEIGHED_BYTES = 65_536
+_INFLATE_INLINE_BYTES = 65_536
+_INFLATE_READ_BYTES = 65_536
+_INFLATE_STEP_BYTES = 4 << 20
+
+
+class UploadTooSlow(DeadlineExceeded):
+    """The body did not come within the time that it has; what still comes of it is not read."""
+
+
+class HttpRequest:
+    """A request whose head is there; `caller` and `names`, the path's parameters, are set as it is admitted."""
+
+    caller: Caller
+    names: dict[str, str]
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.has_left = False
+        self._task: asyncio.Task[object] | None = None
+        self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
+
+    @property
+    def path(self) -> str:
+        """The path without what stands before the application, such as Ray Serve's route prefix."""
+        path, root = self.scope["path"], self.scope.get("root_path", "")
+        return path[len(root) :] if root and path.startswith(root + "/") else path
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The query's parameters, also those without a value: a misspelt name is refused either way."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    @property
+    def content_length(self) -> int:
+        """The size of the body as announced, 0 if it is not."""
+        return int(self.headers.get(b"content-length", 0))
+
+    async def read_body(self, place: Place, limits: LimitsConfig) -> bytes:
+        """Reads the whole body, decompressed; `place` holds its bytes.
+
+        Raises PayloadTooLarge as soon as it is known to be larger than the limit, Overloaded if the place has no room
+        for it, UploadTooSlow if it takes too long in all or nothing more of it comes, Cancelled if the client
+        disconnects.
+        """
+        max_bytes = limits.max_body_mb << 20
+        if (num_bytes := self.content_length) > max_bytes:
+            raise _too_large(f"the body of {num_bytes} bytes", max_bytes)
+        place.reach(num_bytes)
+        encoding = self.headers.get(b"content-encoding", b"").strip().lower()
+        if encoding not in (b"", b"identity", b"gzip", b"deflate"):
+            raise InvalidRequest(
+                f"Content-Encoding {encoding.decode('latin-1')!r} is not known here: use gzip or deflate"
+            )
+        json_length = self.json_length
+        body = await self._receive_body(place, max_bytes, limits)
+        if encoding in (b"gzip", b"deflate"):
+            body = await _inflated(body, place, max_bytes)
+            place.hold(len(body))
+        text = memoryview(body)[:json_length]
+        if len(text) > _WEIGHED_BYTES:  # what is shorter is parsed at once, and alone
+            memory = await off_loop(functools.partial(bodies.memory, text), len(text))
+            place.reach(memory + len(body) - len(text))  # parsed JSON takes more memory than its text
+        return body
+
+    @property
+    def json_length(self) -> int | None:
+        """The length of the body's JSON if binary tensors follow it; raises InvalidRequest."""
+        value = self.headers.get(b"inference-header-content-length")
+        if value is None:
+            return None
+        if not value.isdigit() or len(value) > 12:
+            raise InvalidRequest("Inference-Header-Content-Length must be an integer from 0 up")
+        return int(value)
+
+    def cancel_on_disconnect(self) -> None:
+        """From now on cancels this task if the client disconnects, and sets `has_left`; until `finish`.
+
+        The connection is only watched once the request takes longer than a moment, so a quick one costs nothing.
+        """
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._watch = loop.call_later(_WATCH_AFTER_S, self._start_watch, loop)
+
+    def finish(self) -> None:
+        """Watches the connection no longer."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _start_watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._watch = loop.create_task(self._cancel_when_left())
+
+    async def _cancel_when_left(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        assert self._task is not None
+        self.has_left = True
+        self._task.cancel()
+
+    async def _receive_body(self, place: Place, max_bytes: int, limits: LimitsConfig) -> bytes:
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + limits.request_timeout_s
+        chunks: list[bytes] = []
+        size, has_more = 0, True
+        try:
+            async with asyncio.timeout(None) as waiting:
+                while has_more:
+                    more_by = loop.time() + limits.read_timeout_s
+                    waiting.reschedule(min(ends, more_by))
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client left")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > max_bytes:
+                        raise _too_large("the body", max_bytes)
+                    place.reach(size)
+                    has_more = message.get("more_body", False)
+        except TimeoutError as e:
+            if ends <= more_by:
+                text = f"the body did not come within {limits.request_timeout_s:g} s"
+            else:
+                text = f"nothing more of the body came for {limits.read_timeout_s:g} s"
+            raise UploadTooSlow(f"{text}; send it faster, or fewer rows") from e
+        return b"".join(chunks)
+
+
+Handler = Callable[[HttpRequest], Awaitable[Reply]]
+
+
+async def send_reply(send: Send, reply: Reply, *, more_body: bool = False) -> None:
+    """Sends status, headers and body; with `more_body` the connection stays open for the caller."""
+    status, headers, body = reply
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+def version_header(weights_version: str) -> tuple[bytes, bytes]:
+    """Returns the header that names the weights that gave the answer."""
+    return b"guerdon-weights-version", weights_version.encode("latin-1", "replace")
+
+
+def score_headers(reply: ScoreReply) -> Headers:
+    """Returns the headers on how long the samples waited and were computed, and by which weights."""
+    return [
+        (b"guerdon-queue-ms", b"%.3f" % (reply.queue_s * 1e3)),
+        (b"guerdon-compute-ms", b"%.3f" % (reply.compute_s * 1e3)),
+        version_header(reply.weights_version),
+    ]
+
+
+async def _inflated(body: bytes, place: Place, max_bytes: int) -> bytes:
+    """What a gzip or zlib stream holds, never more than `max_bytes` of it, and no more than the place has room for."""
+    inflating = _Inflating(body, max_bytes)
+    while not inflating.is_done:
+        place.hold(min(len(body) + inflating.num_bytes + _INFLATE_STEP_BYTES, max_bytes))
+        await off_loop(inflating.step, len(body) + inflating.num_bytes, _INFLATE_INLINE_BYTES)
+        if inflating.num_bytes > max_bytes:
+            raise _too_large("the decompressed body", max_bytes)
+    return b"".join(inflating.chunks)
+
+
+class _Inflating:
+    """A compressed body on its way to what it holds, a step at a time."""
+
+    def __init__(self, body: bytes, max_bytes: int) -> None:
+        self.chunks: list[bytes] = []
+        self.num_bytes = 0
+        self.is_done = False
+        self._body = memoryview(body)
+        self._most = max_bytes
+        self._position = 0
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
+
+    def step(self) -> None:
+        """Adds at most _INFLATE_STEP_BYTES to the chunks, and none beyond one too many; raises InvalidRequest."""
+        stream, ends = self._stream, min(self.num_bytes + _INFLATE_STEP_BYTES, self._most + 1)
+        while self.num_bytes < ends and not self.is_done:
+            given: bytes | memoryview = stream.unconsumed_tail
+            if not given:
+                given = self._body[self._position : self._position + _INFLATE_READ_BYTES]
+                self._position += len(given)
+            try:
+                chunk = stream.decompress(given, ends - self.num_bytes)
+            except zlib.error as e:
+                raise InvalidRequest(f"the body is not what Content-Encoding says: {e}") from e
+            self.num_bytes += len(chunk)
+            self.chunks.append(chunk)
+            if stream.eof:
+                if stream.unused_data or self._position < len(self._body):
+                    raise InvalidRequest("more follows the compressed body")
+                self.is_done = True
+            elif not given:
+                raise InvalidRequest("the compressed body is cut off")
+
+
+def _too_large(what: str, max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"{what} is larger than the {max_bytes >> 20} MiB that this server accepts; send fewer rows")
