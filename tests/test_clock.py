@@ -22,12 +22,12 @@ SRC = TESTS.parent / "src" / "guerdon"
 TOLD = {
     "actor/trackers.py",
     "cli/bench/command.py",
-    "console.py",
+    "cli/console.py",
     "engine/checkpoint/digests.py",
     "server/page/watch.py",
     "server/front/http_app.py",
     "server/triton.py",
-    "tracing.py",
+    "server/tracing.py",
     "wire/pooling.py",
 }
 """Where the time of day is told to somebody, or compared with a file's, and no duration is measured by it."""

@@ -185,7 +185,7 @@ def fail_alone(made: CriticTrainer, ranks: Ranks) -> None:
         failed = e
     made.engine.values = values  # type: ignore[method-assign]
     assert (failed.num_steps, made._optimiser.step) == (1, before + 1), failed
-    assert "boom" in str(failed) and "rank 1 on" in str(failed) and "the 1 before it stand" in str(failed), failed
+    assert "boom" in str(failed) and "rank 1 on" in str(failed) and "the 1 before it are kept" in str(failed), failed
     told = ranks.tell_all((str(failed), failed.num_steps, made.weights_version, made.engine.score([Sequence(ROWS[0])])))
     assert all(repr(other) == repr(told[0]) for other in told), told
     assert made.train(REQUEST, 1).num_steps == 1
@@ -231,7 +231,7 @@ def swap(critic_folder: Path, ranks: Ranks) -> None:
     engines = {"critic": both._critic.engine, "reward model": both._reward}
 
     def there() -> str:
-        name = next((name for name, engine in engines.items() if engine is both._there), "")
+        name = next((name for name, engine in engines.items() if engine is both._on_device), "")
         assert set(ranks.tell_all(name)) == {name}
         return name
 
@@ -251,7 +251,7 @@ def swap(critic_folder: Path, ranks: Ranks) -> None:
         if ranks.rank % 2:
             engines[name].onload = fails  # type: ignore[method-assign]
         (told,) = score(len(ROWS))
-        assert f"the {name} cannot be brought to the device (OutOfMemoryError: no room)" in told, told
+        assert f"the {name} cannot be moved to the device (OutOfMemoryError: no room)" in told, told
         assert there() == "", name
         engines[name].onload = onload  # type: ignore[method-assign]
         assert score(len(ROWS)) == {""}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from guerdon.core import TrainRequest
-from guerdon.training.batches import global_batches
+from guerdon.training.critic_trainer import global_batches
 
 NAN = np.nan
 

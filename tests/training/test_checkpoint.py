@@ -26,7 +26,7 @@ from guerdon.engine.checkpoint.loading import load
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import CriticConfig, LearningConfig, ModelConfig
-from guerdon.training import critic_trainer, trainer_checkpoint
+from guerdon.training import critic_trainer, tensor_files
 from guerdon.training.critic_trainer import CriticTrainer
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
@@ -141,7 +141,7 @@ def test_nothing_in_it_is_a_pickle_and_others_may_read_it(tmp_path: Path) -> Non
 
 
 def test_large_weights_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_checkpoint, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
     folder = zoo.checkpoint("llama", tmp_path / "base")
     trainer = build(folder)
     trainer.train(request(ROWS))
@@ -162,7 +162,7 @@ def test_every_file_is_on_the_disk_when_save_returns(tmp_path: Path, monkeypatch
         synced[Path(f"/proc/self/fd/{number}").readlink().name] = os.fstat(number).st_size
 
     monkeypatch.setattr(os, "fsync", watched)
-    monkeypatch.setattr(trainer_checkpoint, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
     kept = saved(build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))), tmp_path / "kept")
     assert synced == {path.name: path.stat().st_size for path in kept.iterdir()}
 
@@ -222,8 +222,8 @@ def test_two_critics_share_a_version_exactly_where_they_share_their_weights(tmp_
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
 def test_no_setting_of_learning_is_left_out_of_a_version(name: str) -> None:
-    other = critic_trainer._decisive(CriticConfig(**{name: "another"}))  # type: ignore[arg-type]
-    assert (other == critic_trainer._decisive(CriticConfig())) is (name == "activation_checkpointing")
+    other = critic_trainer._settings_in_version(CriticConfig(**{name: "another"}))  # type: ignore[arg-type]
+    assert (other == critic_trainer._settings_in_version(CriticConfig())) is (name == "activation_checkpointing")
 
 
 # ------------------------------------------------------------------------------------------- refusals
@@ -302,8 +302,8 @@ def test_a_damaged_one_is_refused_and_changes_nothing(damage: str, tmp_path: Pat
         ({"lora": 4}, {"lora": 4, "lora_alpha": 8.0}, "lora_alpha 32"),
         ({}, {"optimizer": "adamw_8bit"}, "optimizer adamw,"),
         ({"lora": 4}, {"lora": 4, "lora_targets": ".*q_proj"}, "lora_targets all-linear"),
-        ({}, {"mean": 0.5}, r"kept belongs to a critic of another standardisation, mean 0.0, this is trained with 0.5"),
-        ({"std": 2.0}, {}, r"kept belongs to a critic of another standardisation, std 2.0, this is trained with 1.0"),
+        ({}, {"mean": 0.5}, r"kept belongs to a critic .*mean 0.0, this run has 0.5"),
+        ({"std": 2.0}, {}, r"kept belongs to a critic .*std 2.0, this run has 1.0"),
     ],
 )
 def test_other_settings_are_named(made: Any, runs: Any, what: str, tmp_path: Path) -> None:

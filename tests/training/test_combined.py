@@ -150,7 +150,7 @@ def test_where_the_critic_does_not_fit_beside_others_the_request_fails_alone(tmp
         assert caught.value.num_steps == 0
         assert moves[-2:] == ["-critic", "head to cpu"]  # what had arrived has left again
     results = both.score([Sequence(row) for row in ROWS])
-    assert all(isinstance(r, ServerFault) and "the critic cannot be brought" in str(r) for r in results)
+    assert all(isinstance(r, ServerFault) and "the critic cannot be moved" in str(r) for r in results)
     full[0] = False
     assert both.train(request(ROWS)) == alone.train(request(ROWS))
     np.testing.assert_array_equal(scored(both)[1], values(alone, ROWS))
@@ -177,7 +177,7 @@ def test_where_the_reward_model_does_not_fit_the_critic_still_learns(tmp_path: P
     both.train(request(ROWS))
     full = fills_up(both._reward)
     results = both.score([Sequence(row) for row in ROWS])
-    assert all(isinstance(r, ServerFault) and "the reward model cannot be brought" in str(r) for r in results)
+    assert all(isinstance(r, ServerFault) and "the reward model cannot be moved" in str(r) for r in results)
     assert moves[-2:] == ["-reward", "head to cpu"]
     assert both.train(request(ROWS, seed=1)).num_steps > 0
     full[0] = False

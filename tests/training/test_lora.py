@@ -148,7 +148,7 @@ def test_only_the_targets_are_adapted_and_the_start_says_how_much_that_is(tmp_pa
         p.numel() for n, p in trainer.engine.trunk.named_parameters()
         if p.dim() > 1 and not is_adapter(n) and "embed" not in n
     )  # fmt: skip
-    assert f"1,824 of 42,368 parameters train: adapters on {share:.1%} of the layers' weights" in caplog.text
+    assert f"1,824 of 42,368 parameters are trained: adapters on {share:.1%} of the layers' weights" in caplog.text
 
 
 @pytest.mark.parametrize("name", zoo.DECODERS)

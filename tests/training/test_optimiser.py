@@ -13,7 +13,7 @@ from transformers import get_scheduler
 from guerdon.distributed.ranks import Ranks
 from guerdon.errors import ConfigError
 from guerdon.settings.config import CriticConfig
-from guerdon.training.optimiser import Optimiser, rate
+from guerdon.training.optimiser import Optimiser, schedule_factor
 
 
 def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> dict[str, nn.Parameter]:
@@ -136,7 +136,7 @@ def test_the_schedule_is_that_of_transformers(name: str, config: CriticConfig) -
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs: Any = get_scheduler(name, adamw, config.warmup_steps, config.total_steps)
     for step in range(12):
-        assert rate(config, step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        assert schedule_factor(config, step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
         adamw.step()
         theirs.step()
 
@@ -144,8 +144,8 @@ def test_the_schedule_is_that_of_transformers(name: str, config: CriticConfig) -
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_after_its_end_the_schedule_stays_at_0(schedule: Any) -> None:
     config = CriticConfig(lr_schedule=schedule, total_steps=5)
-    assert rate(config, 4) > 0
-    assert [rate(config, step) for step in (5, 6, 8, 100)] == [0.0] * 4
+    assert schedule_factor(config, 4) > 0
+    assert [schedule_factor(config, step) for step in (5, 6, 8, 100)] == [0.0] * 4
 
 
 def test_the_end_of_the_schedule_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,7 +154,7 @@ def test_the_end_of_the_schedule_is_told_once(caplog: pytest.LogCaptureFixture) 
     told = []
     for seed in range(6):
         step(optimiser, own, seed)
-        told.append(caplog.text.count("the learning rate is 0: the schedule has ended with step 4"))
+        told.append(caplog.text.count("the learning rate is 0: the schedule ended at step 4"))
     assert told == [0, 0, 0, 1, 1, 1]
 
 

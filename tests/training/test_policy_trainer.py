@@ -379,7 +379,7 @@ def test_tied_weights_are_written_once_and_nothing_is_a_pickle(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("made", "runs", "what"),
     [
-        ({}, {"dtype": "bfloat16"}, "dtype float32, this is trained with bfloat16"),
+        ({}, {"dtype": "bfloat16"}, "dtype float32, this run has bfloat16"),
         ({}, {"lora": 2}, "lora None"),
         ({"lora": 4}, {"lora": 2}, "lora 4"),
     ],

@@ -42,11 +42,8 @@ def test_adapters_go_with_fsdp_and_8_bits_with_adapters() -> None:
 
 
 def test_one_process_raises_its_own_errors() -> None:
-    def fails() -> None:
+    with pytest.raises(KeyError, match="its own"), collectives.share_errors(ALONE):
         raise KeyError("its own")
-
-    with pytest.raises(KeyError, match="its own"):
-        collectives.together(ALONE, fails)
 
 
 class Two(Ranks):
@@ -66,8 +63,9 @@ def test_an_error_of_many_ranks_holds_no_tensors_once_it_is_done_with() -> None:
 
     gc.disable()
     try:
-        with contextlib.suppress(ServerFault):
-            collectives.together(Two(size=2, members=(Member(0, "one", 7), Member(1, "two", 8))), fails)
+        ranks = Two(size=2, members=(Member(0, "one", 7), Member(1, "two", 8)))
+        with contextlib.suppress(ServerFault), collectives.share_errors(ranks):
+            fails()
         assert [tensor() for tensor in held] == [None]
     finally:
         gc.enable()
@@ -84,7 +82,7 @@ def stored(folder: Path) -> Path:
 
 def test_parts_are_read_into_whole_tensors(tmp_path: Path) -> None:
     folder = stored(tmp_path / "optimizer")
-    assert tensor_files.StoredParts(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
+    assert tensor_files.StoredShards(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
     own = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     tensor_files.read_into(folder, own)
     assert all(torch.equal(own[name], tensor) for name, tensor in TENSORS.items())
@@ -95,17 +93,17 @@ def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        tensor_files.StoredParts(folder, TENSORS)
+        tensor_files.StoredShards(folder, TENSORS)
     file.unlink()
-    with pytest.raises(CheckpointError, match="no files"):
-        tensor_files.StoredParts(folder, TENSORS)
+    with pytest.raises(CheckpointError, match="no tensor files"):
+        tensor_files.StoredShards(folder, TENSORS)
 
 
 def test_a_last_part_that_is_missing_is_told(tmp_path: Path) -> None:
     """The files do not show that there was more behind what they hold."""
     own = TENSORS | {"a": torch.zeros(4, 3)}
-    with pytest.raises(CheckpointError, match="6 of the 12 numbers of a: files are missing"):
-        tensor_files.StoredParts(stored(tmp_path / "optimizer"), own)
+    with pytest.raises(CheckpointError, match="6 of the 12 values of a: files are missing"):
+        tensor_files.StoredShards(stored(tmp_path / "optimizer"), own)
     # Of a larger one all is there: which is another model's, as `check_same` says.
     own = TENSORS | {"a": torch.zeros(1, 3)}
-    assert tensor_files.StoredParts(tmp_path / "optimizer", own).shapes["a"] == (2, 3)
+    assert tensor_files.StoredShards(tmp_path / "optimizer", own).shapes["a"] == (2, 3)

@@ -1,10 +1,11 @@
-"""What a trainer's ranks do together: each its part of a batch, sums over all parts, and one outcome for all."""
+"""Collectives of the trainers: rows of each rank, shared errors, sums over ranks, and the gradient's norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,57 +19,55 @@ from guerdon.distributed.shards import shards
 from guerdon.training.algorithms.masking import Sums
 
 BUCKET_BYTES = 32 << 20
-"""Gradients smaller than that are summed together, for each sum by itself costs a round through the network."""
-DATA, TENSOR = "fsdp", "tp"
-"""The dimensions of a sharded parameter's mesh."""
+"""Gradients are summed in buckets of this size, because each all-reduce costs a network round trip."""
+DATA, TENSOR = "fsdp", "tp"  # the mesh dimensions of a sharded parameter
 
-T = TypeVar("T")
 S = TypeVar("S", bound=Sums)
 
 
-# ------------------------------------------------------------------------------------------- rows, outcomes, numbers
+# ------------------------------------------------------------------------------------------- rows, errors, numbers
 
 
-def own_part(rows: list[np.ndarray], ranks: Ranks) -> list[int]:
-    """The numbers of those of the rows that this rank computes."""
+def rows_of_this_rank(rows: list[np.ndarray], ranks: Ranks) -> list[int]:
+    """Returns the indices of the rows that this rank computes."""
     return shards(rows, ranks.data_size)[ranks.data_rank]
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What `work` returns on this rank, once it has succeeded on all of them; all must call it, in the same place.
+@contextlib.contextmanager
+def share_errors(ranks: Ranks) -> Iterator[None]:
+    """Collective; re-raises the first failing rank's error, named by that rank, on every rank.
 
-    Else every rank raises the same, what befell the first of those that failed, named by its rank; RanksLost where one
-    is not there to tell. A process by itself raises what `work` does.
+    Raises RanksLost if a rank is gone. A single process raises its own error unchanged.
     """
     if ranks.size == 1:
-        return work()
-    made: Any = None
-    error = None
+        yield
+        return
+    own_error = None
     try:
-        made = work()
-    # Whatever a device, a disk or a model raises: the others must hear of it.
+        yield
     except Exception as e:
-        error = e
-    told = ranks.tell_all(None if error is None else ranks.portable(error))
-    if (first := next((other for other in told if other is not None), None)) is not None:
+        own_error = e
+    errors = ranks.tell_all(None if own_error is None else ranks.portable(own_error))
+    if (first := next((error for error in errors if error is not None), None)) is not None:
         try:
-            raise first from error
+            raise first from own_error
         finally:
-            # Else the errors and their frames, in which the tensors of `work` are, would hold each other until a
-            # collection.
-            del first, error, told
-    return made
+            # Breaks the reference cycle between the errors and their frames, which hold the block's tensors.
+            del first, own_error, errors
 
 
 def sum_over_parts(sums: S, ranks: Ranks) -> S:
-    """The sums over all data-parallel ranks' parts, the same on every rank."""
+    """Collective; returns the sums over all data-parallel ranks."""
     if ranks.data_size == 1:
         return sums
     return type(sums)(*ranks.total(astuple(sums)).tolist())
 
 
-def add_up(table: Tensor, ranks: Ranks) -> None:
-    """Adds up all data-parallel ranks' tables in place: each has its own rows filled in, and the others 0."""
+def sum_tables(table: Tensor, ranks: Ranks) -> None:
+    """Collective; sums the tables of all data-parallel ranks in place.
+
+    Each rank fills in its own rows and leaves the others 0.
+    """
     if ranks.data_size > 1:
         distributed.all_reduce(table, group=ranks.data_group)
 
@@ -77,29 +76,32 @@ def add_up(table: Tensor, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: the very memory, and all of it where it is whole."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor without a copy, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's part of the parameter's gradient, the very memory, laid out as the parameter is."""
+    """Returns this rank's shard of the parameter's gradient without a copy, laid out as the parameter is."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
     if gradient.placements != parameter.placements:
-        # Put in its place, for whoever sums it over ranks must do that to the parameter's own.
+        # Assigned to the parameter, because that is the gradient which is then summed over ranks.
         moved = gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
         part = moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
-        parameter.grad = whole_of(part, parameter)
+        parameter.grad = as_distributed(part, parameter)
         return part
     return gradient.to_local()
 
 
-def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor laid out as the parameter `like` whose part on this rank is `part`; that itself where it is whole."""
+def as_distributed(part: Tensor, like: Tensor) -> Tensor:
+    """Returns the distributed tensor whose shard on this rank is `part`, laid out as the parameter `like`.
+
+    Returns `part` itself if `like` is not sharded.
+    """
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -108,7 +110,7 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
 
 
 def is_sharded_over(tensor: Tensor, dimension: str) -> bool:
-    """Whether the ranks of that dimension of its mesh hold different parts of the tensor."""
+    """Whether the ranks along that mesh dimension hold different shards of the tensor."""
     return not _placement(tensor, dimension).is_replicate()
 
 
@@ -121,7 +123,7 @@ def _placement(tensor: Tensor, dimension: str) -> Placement:
 
 
 def sum_gradients(gradients: Iterable[Tensor], group: ProcessGroup) -> None:
-    """Sums each of the gradients over the group in place; all ranks must give the same ones, in the same order."""
+    """Collective; sums each gradient over the group in place. All ranks must pass the same ones in the same order."""
     bucket: list[Tensor] = []
     size_bytes = 0
     for gradient in gradients:
@@ -144,10 +146,11 @@ def _sum_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def total_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor], ranks: Ranks) -> float:
-    """The norm of all ranks' gradients together, bitwise the same on every rank, as all decide by it.
+def gradient_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor], ranks: Ranks) -> float:
+    """Collective; returns the norm of all ranks' gradients together, bitwise equal on every rank because all decide by
+    it.
 
-    `gradients` are this rank's parts by the parameters' names. A part that several ranks have counts once.
+    `gradients` are this rank's shards by the parameters' names. A shard that several ranks hold counts once.
     """
     counted = [gradient for name, gradient in gradients.items() if _counts_here(parameters[name], ranks)]
     norm = torch.nn.utils.get_total_norm(counted).item() if counted else 0.0
@@ -157,6 +160,6 @@ def total_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 
 
 def _counts_here(parameter: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the one of those with the same part of the parameter that counts it."""
+    """Whether this rank counts the parameter, of all ranks that hold the same shard of it."""
     of_data = ranks.data_rank == 0 or is_sharded_over(parameter, DATA)
     return of_data and (ranks.tensor_rank == 0 or is_sharded_over(parameter, TENSOR))

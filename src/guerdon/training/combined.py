@@ -25,15 +25,15 @@ PROBE = "Is 1 + 1 = 2? Yes, naïvely.\n"
 
 
 class CriticWithReward:
-    """A critic that learns and a reward model that does not: values from the one, rewards from the other.
+    """A critic that learns and a reward model that does not: values come from the one, rewards from the other.
 
-    With `resident` memory both trunks are on the device. With `swap` one of them is, and the other waits in the
-    host's memory; a request goes first to the one that is there, so that it costs one exchange. The optimiser's state
-    stays where it is: what it takes, the reward model leaves free anyway while the critic trains.
+    With `resident` memory both trunks are on the device. With `swap` one of them is, and the other waits in host
+    memory; a request first runs the one on the device, so that it costs one swap. The optimiser's state stays on the
+    device: the reward model must leave room for it anyway while the critic trains.
 
-    Both models score the same part of the sequences on a rank. The reward model is never sharded by FSDP, so that a
-    rank without a sequence to reward need not run it. Ranks that hold parts of one model swap together or not at all:
-    in what one runs or saves, all of them have to be where its weights are.
+    On each rank both models score the same part of the sequences. The reward model is never sharded by FSDP, so that a
+    rank without a sequence to reward need not run it. Ranks that share one sharded model swap together or not at all,
+    because a forward or a save needs all shards in the same place.
     """
 
     takes_all = False
@@ -45,28 +45,28 @@ class CriticWithReward:
         memory: Literal["resident", "swap"] = "resident",
         ranks: Ranks = ALONE,
     ) -> None:
-        """Loads the reward model, with `swap` in the critic's place; raises ConfigError where it does not fit it."""
+        """Loads the reward model, with `swap` in the critic's place; raises ConfigError if the two do not fit."""
         self._critic = critic
         self._ranks = ranks
         self._swaps = memory == "swap"
         if self._swaps:
             critic.engine.offload()
         self._reward: Engine = load_reward()
-        self._there: Engine | None = self._reward
+        self._on_device: Engine | None = self._reward
         _check_fits(critic, self._reward)
         self.encoder = critic.encoder
         self.max_batch_tokens = min(critic.max_batch_tokens, self._reward.max_batch_tokens)
 
     @property
     def info(self) -> ModelInfo:
-        """The critic's, with rewards beside the values, and no wider than either model."""
+        """The critic's, with rewards beside the values and the narrower limits of the two models."""
         critic, reward = self._critic.info, self._reward.info
         return dataclasses.replace(
             critic,
             outputs=("values", "rewards"),
             pooling=reward.pooling,
-            vocab_size=_least(critic.vocab_size, reward.vocab_size),
-            max_length=_least(critic.max_length, reward.max_length),
+            vocab_size=_smaller(critic.vocab_size, reward.vocab_size),
+            max_length=_smaller(critic.max_length, reward.max_length),
         )
 
     @property
@@ -76,17 +76,18 @@ class CriticWithReward:
 
     @run_token.setter
     def run_token(self, token: str) -> None:
+        """The critic's."""
         self._critic.run_token = token
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick` whenever a layer of either has run; False where they show no layers."""
+        """Calls `tick` after every layer of both models; returns False if a model has no visible layers."""
         critic, reward = self._critic.watch(tick), self._reward.watch(tick)
         return critic and reward
 
     def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
-        """Each sequence's values, and its reward where that is wanted; where one of the models fails on it, that.
+        """Returns each sequence's values, and its reward if wanted, or the error of the model that failed on it.
 
-        Where a model cannot be brought to the device, this is every sequence's failure. Raises Offloaded.
+        If a model cannot be moved to the device, every sequence gets that error. Raises Offloaded.
         """
         return self._score(sequences, is_plain=False)
 
@@ -97,138 +98,139 @@ class CriticWithReward:
     def _score(self, sequences: list[Sequence], is_plain: bool) -> list[Score | GuerdonError]:
         self._critic.check_ready()
         rewarded = [s for s in sequences if s.wants_reward]
-        any_wanted = any(self._told(bool(rewarded))) if self._swaps else bool(rewarded)
+        any_wanted = any(self._tell_swapping_ranks(bool(rewarded))) if self._swaps else bool(rewarded)
         try:
-            if self._swaps and self._there is self._reward:
+            if self._swaps and self._on_device is self._reward:
                 rewards = self._score_rewards(rewarded, any_wanted, is_plain)
                 values = self._score_values(sequences, is_plain)
             else:
                 values = self._score_values(sequences, is_plain)
                 rewards = self._score_rewards(rewarded, any_wanted, is_plain)
-        except _NotBrought as e:
+        except _SwapFailed as e:
             return [ServerFault(str(e)) for _ in sequences]
         reward = iter(rewards)
-        return [_both(v, next(reward)) if s.wants_reward else v for s, v in zip(sequences, values, strict=True)]
+        return [_merge_scores(v, next(reward)) if s.wants_reward else v for s, v in zip(sequences, values, strict=True)]
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """As the critic's own; raises TrainFailed, too, where the critic cannot be brought to the device."""
-        self._bring_critic()
+        """As CriticTrainer.train; also raises TrainFailed if the critic cannot be moved to the device."""
+        self._swap_in_critic()
         return self._critic.train(request, first_steps)
 
     def validate(self, request: TrainRequest) -> TrainReport:
-        """As the critic's own; raises TrainFailed where the critic cannot be brought to the device."""
-        self._bring_critic()
+        """As CriticTrainer.validate; also raises TrainFailed if the critic cannot be moved to the device."""
+        self._swap_in_critic()
         return self._critic.validate(request)
 
     def save(self, folder: Path) -> None:
-        """As the critic's own, wherever its weights are at the moment."""
+        """As CriticTrainer.save, wherever its weights are at the moment."""
         self._critic.save(folder)
 
     def load(self, folder: Path, lineage: int | None = None) -> None:
-        """As the critic's own, wherever its weights are at the moment."""
+        """As CriticTrainer.load, wherever its weights are at the moment."""
         self._critic.load(folder, lineage)
 
     def state(self) -> dict[str, Any]:
-        """As the critic's own."""
+        """As CriticTrainer.state."""
         return self._critic.state()
 
     def offload(self) -> None:
-        """Moves both models and the optimiser's state to the host's memory."""
+        """Moves both models and the optimiser's state to host memory."""
         self._critic.offload()
         self._reward.offload()
-        self._there = None
+        self._on_device = None
 
     def onload(self) -> None:
         """Moves them back to the device, all or none; with `swap` the reward model follows when it is needed."""
         self._critic.onload()
         if not self._swaps:
             try:
-                collectives.together(self._ranks, self._reward.onload)
+                with collectives.share_errors(self._ranks):
+                    self._reward.onload()
             except Exception:
                 self.offload()
                 raise
-        self._there = self._critic.engine
+        self._on_device = self._critic.engine
 
     def _score_values(self, sequences: list[Sequence], is_plain: bool) -> list[Score | SampleFailed]:
-        self._bring_alike(self._critic.engine)
+        self._swap_in_on_all_ranks(self._critic.engine)
         return self._critic.score_plainly(sequences) if is_plain else self._critic.score(sequences)
 
     def _score_rewards(self, sequences: list[Sequence], any_wanted: bool, is_plain: bool) -> list[Score | SampleFailed]:
-        """The rewards, once the model has come for whoever of those that swap together has any to make."""
+        """Returns the rewards.
+
+        Swaps the model in if any of the ranks that swap together has a sequence to reward.
+        """
         if not any_wanted:
             return []
-        self._bring_alike(self._reward)
+        self._swap_in_on_all_ranks(self._reward)
         if not sequences:
             return []
         return self._reward.score_plainly(sequences) if is_plain else self._reward.score(sequences)
 
-    def _bring_alike(self, engine: Engine) -> None:
-        """As `_bring`, on all ranks that hold parts of one model or on none of them."""
+    def _swap_in_on_all_ranks(self, engine: Engine) -> None:
+        """As `_swap_in`, on all ranks that share one sharded model or on none of them."""
         failure = ""
         try:
-            self._bring(engine)
-        except _NotBrought as e:
+            self._swap_in(engine)
+        except _SwapFailed as e:
             failure = str(e)
-        told = self._told(failure) if self._swaps else [failure]
-        if first := next((other for other in told if other), ""):
+        failures = self._tell_swapping_ranks(failure) if self._swaps else [failure]
+        if first := next((other for other in failures if other), ""):
             if not failure:
-                self._send_away()
-            raise _NotBrought(first)
+                self._swap_out()
+            raise _SwapFailed(first)
 
-    def _told(self, what: T) -> list[T]:
-        """What each of the ranks tells that swap together; they call it in the same place."""
+    def _tell_swapping_ranks(self, what: T) -> list[T]:
+        """Collective over the ranks that swap together; returns what each of them passed."""
         if self._ranks.in_step:
             return self._ranks.tell_all(what)
         if self._ranks.tensor_size == 1:
             return [what]
-        # A part of the batch is theirs alone; other parts may be without a sequence, and not be asked at all.
+        # Only the ranks of this part of the batch: other parts may have no sequence and not be called.
         try:
             with self._ranks.waiting():
                 return frames.exchange(what, self._ranks.tensor_group)
         except RuntimeError as e:
             raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
 
-    def _bring_critic(self) -> None:
+    def _swap_in_critic(self) -> None:
         self._critic.check_ready()
-
-        def bring() -> None:
-            try:
-                self._bring(self._critic.engine)
-            except _NotBrought as e:
-                raise TrainFailed(f"{e}: nothing was changed", 0) from None
-
         try:
-            collectives.together(self._ranks, bring)
+            with collectives.share_errors(self._ranks):
+                try:
+                    self._swap_in(self._critic.engine)
+                except _SwapFailed as e:
+                    raise TrainFailed(f"{e}: nothing was changed", 0) from None
         except TrainFailed:
-            self._send_away()
+            self._swap_out()
             raise
 
-    def _bring(self, engine: Engine) -> None:
-        """With `swap`, makes the engine the one that is on the device, or nobody where it raises _NotBrought."""
-        if not self._swaps or self._there is engine:
+    def _swap_in(self, engine: Engine) -> None:
+        """With `swap`, moves the engine to the device; if it raises _SwapFailed, no engine is there."""
+        if not self._swaps or self._on_device is engine:
             return
         try:
-            with self._ranks.waiting():  # for memory, and no layer runs meanwhile
-                # Nobody is there until the other has arrived whole: memory may not suffice for it.
-                self._send_away()
+            with self._ranks.waiting():  # no layer ticks meanwhile
+                # First out, then in: memory may not suffice for both, nor for the one that comes.
+                self._swap_out()
                 engine.onload()
         except Exception as e:
             log.exception("a swap failed")
             with self._ranks.waiting():
-                engine.offload()  # what of it has arrived
+                engine.offload()  # the part that was moved
             which = "critic" if engine is self._critic.engine else "reward model"
-            raise _NotBrought(f"the {which} cannot be brought to the device ({type(e).__name__}: {e})") from e
-        self._there = engine
+            raise _SwapFailed(f"the {which} cannot be moved to the device ({type(e).__name__}: {e})") from e
+        self._on_device = engine
 
-    def _send_away(self) -> None:
-        """With `swap`, nobody is on the device then."""
-        there, self._there = self._there, None
+    def _swap_out(self) -> None:
+        """With `swap`, moves the engine on the device, if any, to host memory."""
+        there, self._on_device = self._on_device, None
         if self._swaps and there is not None:
             there.offload()
 
 
-class _NotBrought(Exception):
-    """One of the two models does not arrive on the device, for lack of memory there; later it may."""
+class _SwapFailed(Exception):
+    """A model does not fit the device at the moment; later it may."""
 
 
 def _check_fits(critic: CriticTrainer, reward: Any) -> None:
@@ -239,12 +241,12 @@ def _check_fits(critic: CriticTrainer, reward: Any) -> None:
     own, other = (np.asarray(encoder.encode([PROBE])[0]) for encoder in (critic.encoder, reward.encoder))
     if not np.array_equal(own, other):
         raise ConfigError(
-            "the reward model's tokenizer is another than the critic's, and both read the same tokens",
-            "use two models of one family, or serve the reward model by itself and send it text",
+            "the reward model's tokenizer differs from the critic's, and both read the same tokens",
+            "use two models of one family, or serve the reward model separately and send it text",
         )
 
 
-def _both(value: Score | SampleFailed, reward: Score | SampleFailed) -> Score | SampleFailed:
+def _merge_scores(value: Score | SampleFailed, reward: Score | SampleFailed) -> Score | SampleFailed:
     if isinstance(value, SampleFailed):
         return value
     if isinstance(reward, SampleFailed):
@@ -252,5 +254,5 @@ def _both(value: Score | SampleFailed, reward: Score | SampleFailed) -> Score | 
     return Score(reward.reward, values=value.values)
 
 
-def _least(a: int | None, b: int | None) -> int | None:
+def _smaller(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)

@@ -1,4 +1,4 @@
-"""The critic that learns: global batches, the clipped value loss over micro-batches, the step, and its checkpoints."""
+"""The critic that learns: global batches, the clipped value loss, optimiser steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,28 @@ from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, Ser
 from guerdon.settings.config import LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
-from guerdon.training.batches import GlobalBatch, global_batches
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_state import TrainerState
+from guerdon.training.trainer_checkpoint import TrainerCheckpoint
 
 FORMAT = 1
 DIGITS = 12
-"""Of the digest in a version."""
+"""Hex digits of the digest in a version."""
 log = logging.getLogger(__name__)
 
 
 class CriticTrainer:
-    """A critic with its optimiser: it scores, and it learns from train requests, one at a time.
+    """A critic with its optimiser: it scores sequences, and learns from train requests, one at a time.
 
-    Its weights are a function of the checkpoint that it began from and of what it was trained on since; on a CPU
-    bitwise. Many ranks do it together: each is given the same, and computes its part of every global batch.
+    Its weights are a function of the initial checkpoint and of the train requests since; bitwise on a CPU. With several
+    ranks all of them get the same calls, and each computes its part of every global batch.
     """
 
     takes_all = False
 
     def __init__(self, loaded: LoadedModel, config: CriticConfig, ranks: Ranks = ALONE) -> None:
-        """`ranks` are those that `loaded` was loaded with.
+        """Raises ConfigError if a setting needs a missing library, or does not fit the model or the ranks.
 
-        Raises ConfigError where a setting needs a library that is not there, or does not fit the model or the ranks.
+        `ranks` are those that `loaded` was loaded with.
         """
         check_layout(config, ranks)
         self._config = config
@@ -78,37 +78,37 @@ class CriticTrainer:
         summed = frozenset(f"trunk.{name}" for name in loaded.summed_over_tensor_ranks)
         self._optimiser = Optimiser(self._trained, config, ranks, summed)
         num_trained = sum(p.numel() for p in self._trained.values())
-        part = f"{num_trained:,} of {self._num_parameters:,} parameters train"
+        part = f"{num_trained:,} of {self._num_parameters:,} parameters are trained"
         if config.lora is not None:
             part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
-        self._history = _digest(json.dumps({**_decisive(config), **self._made_with()}, sort_keys=True))
+        self._history = _digest(json.dumps({**_settings_in_version(config), **self._must_match()}, sort_keys=True))
         self._lineage = 0
         self._is_offloaded = False
         self._broken = ""
         self.run_token = ""
         self.encoder = loaded.encoder
 
-    # ---------------------------------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------------------------------- information
 
     @property
     def info(self) -> ModelInfo:
-        """The critic's values as a served model, under the version of its weights at this moment."""
+        """The served model that gives the critic's values, with the version of its weights at this moment."""
         return dataclasses.replace(
             self.engine.info, name=f"{self._config.name}_infer", weights_version=self.weights_version
         )
 
     @property
     def max_batch_tokens(self) -> int:
-        """Tokens of one forward, after sharing."""
+        """Tokens of one forward, after prefix sharing."""
         return self.engine.max_batch_tokens
 
     @property
     def weights_version(self) -> str:
-        """`<as loaded>+<step>.<digest>`; behind it the run's token and the load that went back to a checkpoint.
+        """`<as loaded>+<step>.<digest>`, followed by the run's token and by the number of the last rollback.
 
-        The digest is of the settings and of all that was learnt from, so that other weights have another version, also
-        those of another server that began from the same checkpoint.
+        The digest covers the settings and all training data, so that different weights have different versions, even on
+        two servers that began from the same checkpoint.
         """
         version = self._loaded.info.weights_version
         if self._optimiser.step:
@@ -117,7 +117,9 @@ class CriticTrainer:
         return f"{version}-load{self._lineage}" if self._lineage else version
 
     def state(self) -> dict[str, Any]:
-        """Step, learning rate of the next step, how many parameters there are and are trained; what broke, if any."""
+        """Returns the step, the next step's learning rate, the numbers of parameters, and the fault if weights are
+        corrupt.
+        """
         return {
             "broken": self._broken,
             "step": self._optimiser.step,
@@ -129,11 +131,11 @@ class CriticTrainer:
     # ---------------------------------------------------------------------------------------- scoring and learning
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick` whenever a layer has run; False where the trunk shows no layers."""
+        """Calls `tick` after every layer; returns False if the trunk has no visible layers."""
         return self.engine.watch(tick)
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """The value of every token; the reward is the last one's. Raises Offloaded."""
+        """Returns the value of every token, with the last one as reward. Raises Offloaded."""
         self.check_ready()
         return self.engine.score(sequences)
 
@@ -143,23 +145,23 @@ class CriticTrainer:
         return self.engine.score_plainly(sequences)
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """One optimiser step a global batch, of which `first_steps` bounds the number.
+        """Makes one optimiser step per global batch, for the first `first_steps` of them if given.
 
-        A batch without a token that counts makes no step, and none whose gradient is not finite; such steps change
-        nothing, the schedule included. Raises TrainFailed where it breaks off on any rank: what was done before it
-        stands. All ranks report, or raise, the same; RanksLost where one of them is not there any more.
+        A batch without any masked token makes no step. A step with a gradient that is not finite is skipped: it changes
+        nothing, the schedule included. Raises TrainFailed if a batch fails on any rank; the batches before it are kept.
+        All ranks return or raise the same; RanksLost if a rank is gone.
         """
         self.check_ready()
         batches = self._batches(request)[:first_steps]
-        tally = _Tally(self._optimiser.learning_rate)
+        totals = _TrainTotals(self._optimiser.learning_rate)
         failure = None
         try:
             for batch in batches:
-                self._learn(batch, tally)
+                self._step(batch, totals)
         except RanksLost:
-            # No answer to keep: nobody knows what the others did, and this process ends.
+            # No answer to keep: what the other ranks did is unknown, and this process ends.
             raise
-        # Whatever a device or a model raises, out of memory included.
+        # Devices and models raise anything, out of memory included.
         except Exception as e:
             log.exception("train request %s broke off", request.id)
             failure = str(e) if self._ranks.size > 1 and isinstance(e, GuerdonError) else f"{type(e).__name__}: {e}"
@@ -167,53 +169,54 @@ class CriticTrainer:
         finally:
             self._optimiser.free()
         if failure is None:
-            return self._report(request, tally)
-        # Raised out here, so that it does not carry the frames that hold the activations: this error is kept.
-        done = len(tally.losses)
-        stands = f"the {done} before it stand" if done else "nothing was changed"
-        what = self._broken or f"{stands}, and the critic is at step {self._optimiser.step}"
-        raise TrainFailed(f"global batch {done + 1} of {len(batches)} failed ({failure}): {what}", done)
+            return self._report(request, totals)
+        # Raised out here, because the error is kept and must not keep the frames that hold the activations.
+        done = len(totals.losses)
+        kept = f"the {done} before it are kept" if done else "nothing was changed"
+        state = self._broken or f"{kept}, and the critic is at step {self._optimiser.step}"
+        raise TrainFailed(f"global batch {done + 1} of {len(batches)} failed ({failure}): {state}", done)
 
     def validate(self, request: TrainRequest) -> TrainReport:
-        """What `train` would report of the weights as they are, without a step."""
+        """Returns the report that `train` would give for the current weights, without a step."""
         self.check_ready()
-        tally = _Tally(self._optimiser.learning_rate)
+        totals = _TrainTotals(self._optimiser.learning_rate)
         batches = self._batches(request)
-        for batch, sums in zip(
-            batches, collectives.together(self._ranks, lambda: self._measured(batches)), strict=True
-        ):
-            tally.add(batch, collectives.sum_over_parts(sums, self._ranks))
-        return self._report(request, tally)
+        with collectives.share_errors(self._ranks):
+            all_sums = self._measure(batches)
+        for batch, sums in zip(batches, all_sums, strict=True):
+            totals.add(batch, collectives.sum_over_parts(sums, self._ranks))
+        return self._report(request, totals)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
         return global_batches(request, self._config.global_batch_size, with_action=self.engine.depends_on_length)
 
-    def _measured(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
-        """What this rank's part of each batch comes to."""
+    def _measure(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
+        """Returns this rank's sums of each batch."""
         with self.engine.no_gradients():
             return [sum((stats for _, stats in self._losses(batch)), ValueLossStats()) for batch in batches]
 
-    def _learn(self, batch: GlobalBatch, tally: _Tally) -> None:
-        own = collectives.together(self._ranks, lambda: self._add_gradients(batch))
+    def _step(self, batch: GlobalBatch, totals: _TrainTotals) -> None:
+        with collectives.share_errors(self._ranks):
+            own = self._add_gradients(batch)
         sums = collectives.sum_over_parts(own, self._ranks)
         if batch.num_tokens:
             self._optimiser.sum_over_ranks()
-            tally.grad_norm = self._optimiser.gradient_norm()
-            if math.isfinite(tally.grad_norm):
-                tally.learning_rate = self._optimiser.learning_rate
-                with self._changing("a step broke off inside the optimiser"):
-                    norm = tally.grad_norm
-                    collectives.together(self._ranks, lambda: self._optimiser.apply(norm))
+            totals.grad_norm = self._optimiser.gradient_norm()
+            if math.isfinite(totals.grad_norm):
+                totals.learning_rate = self._optimiser.learning_rate
+                with self._changing_weights("a step broke off inside the optimiser"):
+                    with collectives.share_errors(self._ranks):
+                        self._optimiser.apply(totals.grad_norm)
                     self._history = _digest(self._history, *batch.rows, *batch.targets)
-                tally.num_steps += 1
+                totals.num_steps += 1
             else:
-                log.warning("a step is left out: the norm of its gradient is %s", tally.grad_norm)
+                log.warning("skipped a step: the norm of its gradient is %s", totals.grad_norm)
                 self._optimiser.free()
-                tally.num_skipped += 1
-        tally.add(batch, sums)
+                totals.num_skipped += 1
+        totals.add(batch, sums)
 
     def _add_gradients(self, batch: GlobalBatch) -> ValueLossStats:
-        """Adds up the gradients of this rank's part of the batch."""
+        """Accumulates the gradients of this rank's part of the batch."""
         sums = ValueLossStats()
         with torch.enable_grad():
             for loss, stats in self._losses(batch):
@@ -223,81 +226,83 @@ class CriticTrainer:
         return sums
 
     def _losses(self, batch: GlobalBatch) -> Iterator[tuple[Tensor, ValueLossStats]]:
-        """Micro-batch by micro-batch of this rank's part its share of the batch's loss; the graph is to be used before
-        the next."""
+        """Yields this rank's share of the batch's loss for each micro-batch; call backward before taking the next."""
         clip = self._config.loss_clip_val
-        part = collectives.own_part(batch.rows, self._ranks)
+        part = collectives.rows_of_this_rank(batch.rows, self._ranks)
         for numbers, values in self.engine.values([batch.rows[i] for i in part]):
             if not numbers:
-                # A filler, whose backward the other ranks wait for.
+                # A filler: the other ranks wait in its backward pass.
                 yield values[0].sum() * 0, ValueLossStats()
                 continue
             targets = torch.from_numpy(np.concatenate([batch.targets[part[i]] for i in numbers], axis=1))
             prev_values, returns, mask = targets.to(values[0].device)
             yield clipped_value_loss(torch.cat(values), prev_values, returns, mask, clip, batch.sum_mask)
 
-    def _report(self, request: TrainRequest, tally: _Tally) -> TrainReport:
+    def _report(self, request: TrainRequest, totals: _TrainTotals) -> TrainReport:
         return TrainReport(
             id=request.id,
             step=self._optimiser.step,
             weights_version=self.weights_version,
-            loss=_mean_loss(tally.sums),
-            losses=tally.losses,
-            num_tokens=tally.num_tokens,
-            clip_fraction=tally.sums.clip_fraction,
-            explained_variance=tally.sums.explained_variance,
-            grad_norm=tally.grad_norm,
-            learning_rate=tally.learning_rate,
-            num_steps=tally.num_steps,
-            num_skipped=tally.num_skipped,
+            loss=_mean_loss(totals.sums),
+            losses=totals.losses,
+            num_tokens=totals.num_tokens,
+            clip_fraction=totals.sums.clip_fraction,
+            explained_variance=totals.sums.explained_variance,
+            grad_norm=totals.grad_norm,
+            learning_rate=totals.learning_rate,
+            num_steps=totals.num_steps,
+            num_skipped=totals.num_skipped,
         )
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed.
+        """Collective; writes everything that `load` needs into an existing, empty folder, fsynced. Raises
+        StorageFailed.
 
-        Every rank must call it, with the same folder; what is written does not tell how many there were.
+        All ranks must pass the same folder. The files do not depend on the number of ranks.
         """
         self._check_whole()
         facts = {"lineage": self._lineage, "history": self._history, "weights_version": self.weights_version}
-        self._state().write(folder, self._files, facts)
+        self._checkpoint().write(folder, self._files, facts)
 
     def load(self, folder: Path, lineage: int | None = None) -> None:
-        """Becomes what was saved, bitwise, on whichever device the weights are.
+        """Collective; restores a checkpoint bitwise, on whichever device the weights are.
 
-        `lineage` is a number that no load had before, by which all later versions differ from those that other
-        training from this checkpoint gave; None goes on under the saved one. Raises CheckpointError, with nothing
-        changed on any rank, where the folder is damaged or was made with another model or other settings.
+        `lineage` is a number that no load had before: it makes all later versions differ from those of other training
+        from this checkpoint. None continues the saved lineage. Raises CheckpointError, with nothing changed on any
+        rank, if the folder is damaged or was made with another model or other settings.
         """
-        facts, restore = collectives.together(self._ranks, lambda: self._state().open(folder))
-        with self._changing("a checkpoint was read only in part"):
-            collectives.together(self._ranks, restore)
+        with collectives.share_errors(self._ranks):
+            facts, restore = self._checkpoint().open(folder)
+        with self._changing_weights("a checkpoint was read only in part"):
+            with collectives.share_errors(self._ranks):
+                restore()
             self._history = facts["history"]
             self._lineage = facts["lineage"] if lineage is None else lineage
 
-    def _state(self) -> TrainerState:
-        return TrainerState(
+    def _checkpoint(self) -> TrainerCheckpoint:
+        return TrainerCheckpoint(
             self._stored_weights(),
             self._optimiser,
             self.engine.device,
-            self._made_with(),
-            _OTHERS,
+            self._must_match(),
+            _MISMATCHES,
             "checkpoint_dir",
             self._ranks,
             earlier={"base": self._loaded.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
-        """The model's own tensors as they go into files: by the file's stem and the name there."""
+        """Returns the model's tensors for its files: by the file's stem and the name in it."""
         if self._config.lora is None:
             return {"model": trainer_checkpoint.model_tensors(self._loaded)}
         trunk = self._loaded.trunk.named_parameters()
         adapted = {name: parameter.data for name, parameter in trunk if lora.is_adapter(name)}
         return {"adapter_model": lora.to_peft(adapted), "value_head": trainer_checkpoint.head_tensors(self._loaded)}
 
-    def _made_with(self) -> dict[str, Any]:
-        """What must be the same where a checkpoint is loaded."""
+    def _must_match(self) -> dict[str, Any]:
+        """Returns what must be equal when a checkpoint is loaded."""
         return {
             "format": FORMAT,
             "base": self._loaded.info.weights_version,
@@ -307,31 +312,29 @@ class CriticTrainer:
             **trainer_checkpoint.learning_settings(self._config),
         }
 
-    # ---------------------------------------------------------------------------------------- memory, and faults
+    # ---------------------------------------------------------------------------------------- memory and faults
 
     def offload(self) -> None:
-        """Moves weights and optimiser state to the host's memory; nothing is scored or trained until `onload`."""
+        """Moves weights and optimiser state to host memory; scoring and training are refused until `onload`."""
         self._is_offloaded = True
         self._optimiser.move(torch.device("cpu"))
         self.engine.offload()
 
     def onload(self) -> None:
-        """Moves them back to the device, all or none, on all ranks or none."""
+        """Collective; moves them back to the device, completely and on all ranks, or not at all."""
         try:
-            collectives.together(self._ranks, self._bring)
+            with collectives.share_errors(self._ranks):
+                self.engine.onload()
+                self._optimiser.move(self.engine.device)
         except Exception:
             self.offload()
             raise
         self._is_offloaded = False
 
-    def _bring(self) -> None:
-        self.engine.onload()
-        self._optimiser.move(self.engine.device)
-
     def check_ready(self) -> None:
-        """Raises Offloaded, or ServerFault where a fault has spoilt the weights."""
+        """Raises Offloaded, or ServerFault if a fault has corrupted the weights."""
         if self._is_offloaded:
-            raise Offloaded(f"{self._config.name} is offloaded: its weights are off the device; call onload first")
+            raise Offloaded(f"{self._config.name} is offloaded to host memory; call onload first")
         self._check_whole()
 
     def _check_whole(self) -> None:
@@ -339,15 +342,54 @@ class CriticTrainer:
             raise ServerFault(self._broken)
 
     @contextlib.contextmanager
-    def _changing(self, fault: str) -> Iterator[None]:
-        """What breaks off within it leaves weights that nobody asked for: they are not used again."""
-        self._broken = f"{fault}, which left the critic's weights spoilt: restart the server, which restores them"
+    def _changing_weights(self, fault: str) -> Iterator[None]:
+        """Marks the weights as corrupt if the block fails."""
+        self._broken = f"{fault}, which left the critic's weights corrupt: restart the server, which restores them"
         yield
         self._broken = ""
 
 
-class _Tally:
-    """What a request has come to so far."""
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The rows of one optimiser step that have a masked token.
+
+    `rows` are int64 `[T_i]`, cut behind the last masked token, or behind its action: a causal model never reads what
+    follows. `targets` are float32 `[3, T_i]`: prev_values, returns and mask of these tokens. `sum_mask` is the mask's
+    sum over all of them, `num_tokens` the number of tokens with a mask above 0.
+    """
+
+    rows: list[np.ndarray]
+    targets: list[np.ndarray]
+    sum_mask: float
+    num_tokens: int
+
+
+def global_batches(request: TrainRequest, size: int, *, with_action: bool = False) -> list[GlobalBatch]:
+    """Splits the request's rows in order into batches of `size`; the last one may be smaller.
+
+    `with_action` keeps the token behind the last masked one. It is for models whose values depend on the row's length,
+    because a row has that token when it is scored.
+    """
+    return [
+        _global_batch(request, slice(start, start + size), int(with_action)) for start in range(0, len(request), size)
+    ]
+
+
+def _global_batch(request: TrainRequest, part: slice, num_more: int) -> GlobalBatch:
+    tokens, mask = request.tokens[part], request.mask[part]
+    targets = np.stack([request.prev_values[part], request.returns[part], mask])
+    counts = mask > 0
+    width = mask.shape[1]
+    rows, own = [], []
+    for i in np.flatnonzero(counts.any(axis=1)):
+        length = width - int(counts[i, ::-1].argmax())
+        rows.append(tokens[i, : length + num_more])
+        own.append(np.pad(targets[:, i, :length], ((0, 0), (0, num_more))))
+    return GlobalBatch(rows, own, float(mask.sum(dtype=np.float64)), int(counts.sum()))
+
+
+class _TrainTotals:
+    """Sums over the global batches of one request so far."""
 
     def __init__(self, learning_rate: float) -> None:
         self.sums = ValueLossStats()
@@ -357,22 +399,22 @@ class _Tally:
         self.learning_rate = learning_rate
 
     def add(self, batch: GlobalBatch, sums: ValueLossStats) -> None:
-        """Counts one global batch that is over."""
+        """Adds a finished global batch."""
         self.sums += sums
         self.losses.append(_mean_loss(sums))
         self.num_tokens += batch.num_tokens
 
 
-_OTHERS = {
+_MISMATCHES = {
     "base": "belongs to a critic of another model, weights",
-    "mean": "belongs to a critic of another standardisation, mean",
-    "std": "belongs to a critic of another standardisation, std",
+    "mean": "belongs to a critic with another standardisation, mean",
+    "std": "belongs to a critic with another standardisation, std",
 }
-"""What a fact that differs says of a checkpoint."""
+"""Starts of the errors for checkpoints whose facts differ."""
 
 
-def _decisive(config: CriticConfig) -> dict[str, Any]:
-    """The settings that decide, beside what is learnt from, which weights come out."""
+def _settings_in_version(config: CriticConfig) -> dict[str, Any]:
+    """Returns the settings that, besides the training data, decide the weights."""
     return {name: getattr(config, name) for name in (*LEARNING, "loss_clip_val")}
 
 

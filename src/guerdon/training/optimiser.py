@@ -1,4 +1,4 @@
-"""AdamW over a model's parameters: float32 masters, the norm of the gradient, the schedule, and the state by name."""
+"""AdamW over a model's parameters: float32 masters, gradient norm, learning-rate schedule, and the state by name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from guerdon.training import collectives
 EPS = 1e-8
 log = logging.getLogger(__name__)
 CONSTANTS = ("qmap1", "qmap2")
-"""What bitsandbytes keeps with every parameter and never changes."""
+"""State that bitsandbytes keeps with every parameter and never changes."""
 
 
 class Optimiser:
-    """Steps the parameters given by name; those of less than float32 have a float32 master that is stepped for them.
+    """Steps the parameters given by name; a parameter of less than float32 has a float32 master, which is stepped for
+    it.
 
-    Gradients come from `backward`, as often as it is called between two steps, and `collect` after each. Everything
-    that a step needs is allocated here, so that memory which does not suffice shows at the start. Of a parameter that
-    is sharded over ranks each steps its own part: AdamW knows no other element than the one it steps.
+    Gradients come from `backward`, called any number of times between two steps, with `collect` after each. Everything
+    that a step needs is allocated at the start, so that lack of memory shows there. If a parameter is sharded, each
+    rank steps its own shard, because AdamW is elementwise.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Optimiser:
         ranks: Ranks = ALONE,
         summed_over_tensor_ranks: frozenset[str] = frozenset(),
     ) -> None:
-        """`summed_over_tensor_ranks` names those whose gradients are sums over the ranks of tensor parallelism.
+        """Raises ConfigError if the 8-bit optimiser is not installed, or as `check_layout`.
 
-        Raises ConfigError where the 8-bit optimiser is asked for and not installed, and as `check_layout`.
+        `summed_over_tensor_ranks` names the parameters whose gradients must be summed over the ranks of tensor
+        parallelism.
         """
         check_layout(config, ranks)
         self.step = 0
@@ -47,40 +49,40 @@ class Optimiser:
         self._ranks, self._summed = ranks, summed_over_tensor_ranks
         self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
         for name in self._copied():
-            self._collect_as_made(name)
+            self._collect_on_backward(name)
         self._largest_norm = config.gradient_clip_val or math.inf
         make = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
         self._adamw = make(list(self._masters.values()), config)
-        for name in self._lent():
-            self._give_back(name)
+        for name in self._borrowed():
+            self._release(name)
         self._config = config
         self._has_warned = False
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step; it depends on nothing but the number of steps made."""
-        return self._config.learning_rate * rate(self._config, self.step)
+        """That of the next step; it depends only on the number of steps made."""
+        return self._config.learning_rate * schedule_factor(self._config, self.step)
 
     def collect(self) -> None:
-        """Takes what a backward pass has left in parameters of less than float32; to be called after each.
+        """Moves gradients of lower-precision parameters to their masters; call it after each backward.
 
-        Nothing is left but where a sharded parameter was moved from one device to another: that gives it another
-        tensor, without the hook.
+        A hook does so already, except after a sharded parameter has moved to another device: that creates a new tensor
+        without the hook.
         """
         for name in self._copied():
             if (parameter := self._parameters[name]).grad is not None:
                 self._collect(name)
-                # The list of them has stayed, and is not looked at any more.
+                # The old list of hooks is still there, but is not called any more.
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-                self._collect_as_made(name)
+                self._collect_on_backward(name)
 
     def sum_over_ranks(self) -> None:
-        """Makes the gradients those of all ranks' parts of the batch; to be called once a step, on every rank.
+        """Collective; sums the gradients over the ranks' parts of the batch. Call it once a step.
 
-        What FSDP shards it has summed itself.
+        FSDP sums its sharded gradients itself.
         """
         if self._ranks.size > 1:
-            # Gradients of a large model are long on their way, and no layer runs that would tick.
+            # Summing a large model's gradients takes long, and no layer runs that would tick.
             with self._ranks.waiting():
                 self._sum_over_ranks()
 
@@ -89,51 +91,55 @@ class Optimiser:
         whole = [name for name, p in self._parameters.items() if not collectives.is_sharded_over(p, collectives.DATA)]
         if ranks.data_size > 1 and whole:
             found = self._gradients()
-            # A weight that nothing was computed with has no gradient, and is not to decay: unless another rank has one.
+            # A weight that no rank used has no gradient and must not decay.
             has_any = ranks.total([float(name in found) for name in whole])
             wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
-            # What has to be allocated is, before any rank waits for another in the sum itself.
-            made = collectives.together(ranks, lambda: [self._gradient_or_zeros(name) for name in wanted])
-            collectives.sum_gradients(made, ranks.data_group)
+            # Allocates before the all-reduce, in which the other ranks would wait for one that is out of memory.
+            with collectives.share_errors(ranks):
+                gradients = [self._gradient_or_zeros(name) for name in wanted]
+            collectives.sum_gradients(gradients, ranks.data_group)
         if ranks.tensor_size > 1:
             found = self._gradients()
             collectives.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
 
     def gradient_norm(self) -> float:
-        """The norm of all gradients together, before clipping; of many ranks, once they are summed."""
+        """Returns the norm of all gradients together, before clipping; with several ranks, call it after
+        `sum_over_ranks`.
+        """
         gradients = self._gradients()
         if self._ranks.size == 1:
             return torch.nn.utils.get_total_norm(list(gradients.values())).item()
         with self._ranks.waiting():
-            return collectives.total_norm(gradients, self._parameters, self._ranks)
+            return collectives.gradient_norm(gradients, self._parameters, self._ranks)
 
     def apply(self, norm: float) -> None:
-        """One step with the gradients, clipped by their `norm`; they are freed afterwards."""
+        """Makes one step with the gradients, clipped by their `norm`, and frees them."""
         with self._ranks.waiting():
-            self._apply(norm)
-
-    def _apply(self, norm: float) -> None:
-        assert all(self._parameters[name].grad is None for name in self._copied()), "gradients were not collected"
-        for name in self._lent():
-            master, parameter = self._masters[name], self._parameters[name]
-            master.data = collectives.local(parameter)
-            master.grad = self._gradients_of(name)
-        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._largest_norm, torch.tensor(norm))
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
-        self._adamw.step()
-        with torch.no_grad():
-            for name in self._copied():
-                collectives.local(self._parameters[name]).copy_(self._masters[name])
-        self.step += 1
-        self.free()
-        for name in self._lent():
-            self._give_back(name)
-        # During the warm-up 0 is where it begins.
-        if not self._has_warned and self.step > self._config.warmup_steps and not rate(self._config, self.step):
+            assert all(self._parameters[name].grad is None for name in self._copied()), "gradients were not collected"
+            for name in self._borrowed():
+                master, parameter = self._masters[name], self._parameters[name]
+                master.data = collectives.local_shard(parameter)
+                master.grad = self._gradient(name)
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._largest_norm, torch.tensor(norm))
+            for group in self._adamw.param_groups:
+                group["lr"] = self.learning_rate
+            self._adamw.step()
+            with torch.no_grad():
+                for name in self._copied():
+                    collectives.local_shard(self._parameters[name]).copy_(self._masters[name])
+            self.step += 1
+            self.free()
+            for name in self._borrowed():
+                self._release(name)
+        # A learning rate of 0 is normal at the start of the warm-up.
+        if (
+            not self._has_warned
+            and self.step > self._config.warmup_steps
+            and not schedule_factor(self._config, self.step)
+        ):
             self._has_warned = True
             log.warning(
-                "the learning rate is 0: the schedule has ended with step %d (total_steps), and more change nothing",
+                "the learning rate is 0: the schedule ended at step %d (total_steps), and further steps change nothing",
                 self._config.total_steps,
             )
 
@@ -143,34 +149,34 @@ class Optimiser:
             parameter.grad = self._masters[name].grad = None
 
     def _gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of the gradients that there are, by the parameters' names."""
-        found = {name: self._gradients_of(name) for name in self._parameters}
+        """Returns this rank's shards of the existing gradients, by the parameters' names."""
+        found = {name: self._gradient(name) for name in self._parameters}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
-    def _gradients_of(self, name: str) -> Tensor | None:
+    def _gradient(self, name: str) -> Tensor | None:
         parameter, master = self._parameters[name], self._masters[name]
         if master.dtype != parameter.dtype:
             return master.grad
         return collectives.local_gradient(parameter)
 
     def _gradient_or_zeros(self, name: str) -> Tensor:
-        if (found := self._gradients_of(name)) is not None:
+        if (found := self._gradient(name)) is not None:
             return found
         parameter, master = self._parameters[name], self._masters[name]
         if master.dtype != parameter.dtype:
             master.grad = torch.zeros_like(master)
         else:
             parameter.grad = torch.zeros_like(parameter)
-        made = self._gradients_of(name)
-        assert made is not None
-        return made
+        zeros = self._gradient(name)
+        assert zeros is not None
+        return zeros
 
-    def _collect_as_made(self, name: str) -> None:
-        # As soon as it is there, so that not all are held in both dtypes; FSDP calls it once it has summed over ranks.
+    def _collect_on_backward(self, name: str) -> None:
+        # At once, so that gradients are not all held in both dtypes. FSDP calls the hook after summing over ranks.
         self._parameters[name].register_post_accumulate_grad_hook(lambda _: self._collect(name))
 
     def _collect(self, name: str) -> None:
-        """Adds the parameter's gradient to its master's, so that micro-batches add up in float32."""
+        """Adds the parameter's gradient to its master's, so that micro-batches accumulate in float32."""
         parameter, master = self._parameters[name], self._masters[name]
         gradient = collectives.local_gradient(parameter)
         assert gradient is not None
@@ -181,17 +187,17 @@ class Optimiser:
         parameter.grad = None
 
     def _copied(self) -> list[str]:
-        """The parameters of less than float32, which have copies of their own as masters."""
+        """Returns the parameters of less than float32, whose masters are copies."""
         return [name for name, parameter in self._parameters.items() if parameter.dtype != torch.float32]
 
-    def _lent(self) -> list[str]:
-        """The sharded parameters in float32, whose masters are their parts on this rank, for the time of a step."""
+    def _borrowed(self) -> list[str]:
+        """Returns the sharded float32 parameters, whose masters refer to their local shards during a step only."""
         return [
             name for name, p in self._parameters.items() if p.dtype == torch.float32 and self._masters[name] is not p
         ]
 
-    def _give_back(self, name: str) -> None:
-        # A part that is held on to would stay on the device when the weights leave it.
+    def _release(self, name: str) -> None:
+        # A reference to the shard would keep it on the device when the weights are offloaded.
         master = self._masters[name]
         master.grad = None
         master.data = master.data.new_empty(0)
@@ -199,24 +205,24 @@ class Optimiser:
     # ---------------------------------------------------------------------------------------- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by name, `<parameter>/<what>`: the tensors themselves, where they are tensors.
+        """Returns all state by name, `<parameter>/<what>`: the tensors themselves, not copies.
 
-        What is as large as a sharded parameter is sharded as it is.
+        State with the shape of a sharded parameter is sharded as it is.
         """
         made: dict[str, Tensor] = {}
         copied = set(self._copied())
         for name, master in self._masters.items():
             parameter = self._parameters[name]
             if name in copied:
-                made[f"{name}/master"] = collectives.whole_of(master.data, parameter)
+                made[f"{name}/master"] = collectives.as_distributed(master.data, parameter)
             for key, value in self._adamw.state[master].items():
                 if key not in CONSTANTS:
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                    made[f"{name}/{key}"] = tensor if key == "step" else collectives.whole_of(tensor, parameter)
+                    made[f"{name}/{key}"] = tensor if key == "step" else collectives.as_distributed(tensor, parameter)
         return made
 
     def restore(self, step: int, read: Callable[[str], Tensor]) -> None:
-        """Becomes what the state of these names was after `step` steps; the parameters are restored by the caller."""
+        """Restores the state of `step` steps from `read(name)`; the caller restores the parameters."""
         for name, tensor in self.tensors().items():
             tensor.copy_(read(name))
         for name, master in self._masters.items():
@@ -238,13 +244,13 @@ class Optimiser:
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself where it is float32, else a float32 copy that collects its gradients.
+    """Returns the parameter itself if it is float32, else a float32 copy that accumulates its gradients.
 
-    Of a sharded parameter it is this rank's part.
+    For a sharded parameter it is this rank's shard.
     """
     if parameter.dtype == torch.float32:
-        return nn.Parameter(collectives.local(parameter)) if isinstance(parameter, DTensor) else parameter
-    return nn.Parameter(collectives.local(parameter.detach()).float())
+        return nn.Parameter(collectives.local_shard(parameter)) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(collectives.local_shard(parameter.detach()).float())
 
 
 def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
@@ -255,7 +261,7 @@ def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
         betas=(config.betas[0], config.betas[1]),
         eps=EPS,
         weight_decay=config.weight_decay,
-        # In one kernel nothing is allocated, so a step cannot run out of memory halfway.
+        # Fused, because a single kernel allocates nothing: a step cannot run out of memory halfway.
         fused=on_gpu,
     )
     for master in masters:
@@ -287,17 +293,17 @@ def _adamw_8bit(masters: list[nn.Parameter], config: LearningConfig) -> Any:
 
 
 def check_layout(config: LearningConfig, ranks: Ranks) -> None:
-    """Raises ConfigError where the settings do not go with the ranks' layout; before anything is loaded."""
+    """Raises ConfigError if the settings do not fit the ranks' layout; call it before anything is loaded."""
     if config.lora is not None and ranks.tensor_size > 1:
         raise ConfigError(
-            f"lora is set, and tensor_parallel is {ranks.tensor_size}: adapters do not fit layers that lie in parts",
+            f"lora is set, and tensor_parallel is {ranks.tensor_size}: adapters do not fit sharded layers",
             "use fsdp, or leave tensor_parallel at 1, or leave lora out",
         )
     if config.optimizer == "adamw_8bit" and config.lora is None and ranks.is_sharded:
-        raise _sharded_8bit()
+        raise _no_sharded_8bit()
 
 
-def _sharded_8bit() -> ConfigError:
+def _no_sharded_8bit() -> ConfigError:
     return ConfigError(
         "optimizer is adamw_8bit, and the weights are sharded over ranks: bitsandbytes quantises whole tensors only",
         "use adamw, whose state is sharded as the weights are, or neither tensor_parallel nor fsdp",
@@ -305,22 +311,22 @@ def _sharded_8bit() -> ConfigError:
 
 
 def moment_bytes(config: LearningConfig) -> int | None:
-    """What AdamW's two moments take for each weight of the model; None where adapters alone are trained."""
+    """Returns the bytes of AdamW's two moments per weight of the model; None if only adapters are trained."""
     if config.lora is not None:
         return None
     return 2 if config.optimizer == "adamw_8bit" else 8
 
 
-def rate(config: LearningConfig, step: int) -> float:
-    """The factor of the learning rate for the step after `step` others, as transformers' `get_scheduler` has it.
+def schedule_factor(config: LearningConfig, step: int) -> float:
+    """Returns the factor of the learning rate after `step` steps, as transformers' `get_scheduler` defines it.
 
-    It rises from 0 over the warm-up, and stays at 1, or falls to 0 at `total_steps` and remains there. Written out
-    here because a function of the step leaves no state to save, and because importing transformers' own takes seconds.
+    It rises from 0 during the warm-up, then stays at 1 or falls to 0 at `total_steps`. It is reimplemented here because
+    a function of the step has no state to save, and because importing transformers' version takes seconds.
     """
     if step < config.warmup_steps:
         return step / config.warmup_steps
     if config.lr_schedule == "constant":
         return 1.0
     assert config.total_steps is not None
-    over = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    return 1.0 - over if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * over))
+    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    return 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,4 +1,4 @@
-"""The policy that learns: log-probs of responses, those of its reference, one optimiser step, and its checkpoints.
+"""The policy that learns: log-probs of responses and of the reference, optimiser steps, and checkpoints.
 
 Legend: B rows, b rows of a micro-batch, R tokens of the longest response.
 """
@@ -28,20 +28,20 @@ from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.policy_losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_state import TrainerState
+from guerdon.training.trainer_checkpoint import TrainerCheckpoint
 
 FORMAT = 1
 log = logging.getLogger(__name__)
 
 Loss = Callable[[Tensor, Tensor | None, np.ndarray], tuple[Tensor, PolicyLossStats]]
-"""Of a micro-batch's log-probs, entropies (or None) and rows' numbers: its share of the loss, and its sums."""
+"""Maps a micro-batch's log-probs, entropies (or None) and row indices to its share of the loss, and its sums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """What a policy makes of B responses: float32 `[B,R]` on the CPU, without gradients.
+    """Log-probs of B responses: float32 `[B,R]` on the CPU, without gradients.
 
-    Entry r of a row is about the response's token r, and 0 beyond the response; `entropies` only where asked for.
+    Entry r of a row is about the response's token r, and 0 behind the response; `entropies` only if requested.
     """
 
     logprobs: Tensor
@@ -52,8 +52,8 @@ class Logprobs:
 class StepReport:
     """What one optimiser step did.
 
-    `stats` are sums over the global batch, before the step; `grad_norm` is that before clipping, `learning_rate` the
-    one that the step used. `skipped` tells that nothing was changed: no token counted, or the norm was not finite.
+    `stats` are sums over the global batch, before the step; `grad_norm` is the norm before clipping, `learning_rate`
+    that of the step. `skipped` means that nothing was changed, because the mask was 0 or the norm not finite.
     `num_micro_batches` counts those of all ranks.
     """
 
@@ -65,14 +65,14 @@ class StepReport:
 
 
 class PolicyTrainer:
-    """A causal language model with its optimiser, and the reference that it is held to.
+    """A causal language model with its optimiser, and the reference for its KL penalty.
 
-    Its weights are a function of the checkpoint that it began from, of the seed and of the steps since; on a CPU
-    bitwise. The reference is the model as loaded: with adapters itself without them, else a frozen copy.
+    Its weights are a function of the initial checkpoint, the seed and the steps since; bitwise on a CPU. The reference
+    is the model as loaded: with adapters the same model with adapters off, else a frozen copy.
 
-    Many ranks do it together: all are given all rows, and each computes its part of them. Where any of them fails, all
-    raise the same. Once a step or a load has broken off within the weights, whatever uses them raises ServerFault, but
-    for a load that succeeds.
+    With several ranks all of them get all rows, and each computes its part of them. If any rank fails, all raise the
+    same. If a step or a load fails while it changes the weights, every later use raises ServerFault until a load
+    succeeds.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class PolicyTrainer:
         seed: int = 0,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Begins with adapters, where there are any, as `seed` has them drawn; `ranks` are those that loaded it.
+        """Raises ConfigError if a setting needs a missing library, or does not fit the model or the ranks.
 
-        Raises ConfigError where a setting needs a library that is not there, or does not fit the model or the ranks.
+        `seed` draws the initial adapters, if any; `ranks` are those that loaded the policy.
         """
         check_layout(config, ranks)
         self._config = config
@@ -99,10 +99,10 @@ class PolicyTrainer:
         settings = {"architectures": [type(self.model).__name__]}
         self._files = trainer_checkpoint.model_files(loaded.folder, self.model.dtype, settings)
         if config.lora is not None:
-            targets, without = config.lora_targets, loaded.gathering.no_gradients
-            lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, without)
+            targets, no_gradients = config.lora_targets, loaded.gathering.no_gradients
+            lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, no_gradients)
             base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
-            # Beside an adapter a config.json would pass for a whole model's.
+            # With a config.json the folder of an adapter would pass for a whole model's.
             del self._files["config.json"]
             self._files["adapter_config.json"] = trainer_checkpoint.to_json(lora.describe_adapters(self.model, base))
         if config.activation_checkpointing:
@@ -114,13 +114,13 @@ class PolicyTrainer:
         self._sums, self._num_micro_batches = PolicyLossStats(), 0
         self._reference = self._load_reference() if keeps_reference and config.lora is None else None
         counts = [sum(p.numel() for p in some.values()) for some in (self._trained, parameters)]
-        log.info("%s: %s of %s parameters train", loaded.config.model, *(f"{count:,}" for count in counts))
+        log.info("%s: %s of %s parameters are trained", loaded.config.model, *(f"{count:,}" for count in counts))
 
-    # ---------------------------------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------------------------------- information
 
     @property
     def step_count(self) -> int:
-        """Optimiser steps made; skipped ones are none."""
+        """Optimiser steps made, without skipped ones."""
         return self._optimiser.step
 
     @property
@@ -135,13 +135,15 @@ class PolicyTrainer:
         return f"{version}+{self.step_count}" if self.step_count else version
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick` whenever a layer of the policy or its reference has run; False where they show no layers."""
+        """Calls `tick` after every layer of policy and reference; returns False if a model has no visible layers."""
         engines = [self.engine] if self._reference is None else [self.engine, self._reference]
         watched = [engine.watch(tick) for engine in engines]
         return all(watched)
 
     def _summed_over_tensor_ranks(self) -> frozenset[str]:
-        """The parameters whose gradients must be summed over the ranks of tensor parallelism, by the model's names."""
+        """Returns the parameters whose gradients must be summed over the ranks of tensor parallelism, by the model's
+        names.
+        """
         prefix = next(name for name, child in self.model.named_children() if child is self.policy.trunk)
         return frozenset(f"{prefix}.{name}" for name in self.policy.summed_over_tensor_ranks)
 
@@ -154,25 +156,25 @@ class PolicyTrainer:
         temperature: float = 1.0,
         with_entropies: bool = False,
     ) -> Logprobs:
-        """Log-probs of the rows' responses at this temperature, where asked for with their entropies.
+        """Returns the log-probs of the rows' responses at this temperature, with their entropies if requested.
 
-        Rows are int64 `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError where a prompt
-        is empty.
+        Rows are int64 `[P+R_i]`, prompt and response; `prompt_lengths` is int64 `[B]`. Raises ValueError if a prompt is
+        empty.
         """
         self._check_whole()
-        return self._gathered(self.engine, rows, prompt_lengths, temperature, with_entropies)
+        return self._all_logprobs(self.engine, rows, prompt_lengths, temperature, with_entropies)
 
     def reference_logprobs(
         self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
     ) -> Tensor:
-        """What the log-probs of `logprobs` were before the first step."""
+        """Returns the log-probs of the reference, which are those of the policy before its first step."""
         assert self.keeps_reference
         if self._reference is None:
             with lora.without_adapters(self.model):
-                return self._gathered(self.engine, rows, prompt_lengths, temperature, False).logprobs
-        return self._gathered(self._reference, rows, prompt_lengths, temperature, False).logprobs
+                return self._all_logprobs(self.engine, rows, prompt_lengths, temperature, False).logprobs
+        return self._all_logprobs(self._reference, rows, prompt_lengths, temperature, False).logprobs
 
-    def _gathered(
+    def _all_logprobs(
         self,
         engine: LanguageEngine,
         rows: list[np.ndarray],
@@ -180,23 +182,21 @@ class PolicyTrainer:
         temperature: float,
         with_entropies: bool,
     ) -> Logprobs:
-        """The micro-batches' results of all ranks in the order of the rows, on the CPU."""
+        """Collective; returns the results of all ranks in the order of the rows, on the CPU."""
         with engine.no_gradients():
-            made = [torch.zeros(len(rows), _width(rows, prompt_lengths)) for _ in range(1 + with_entropies)]
-
-            def fill() -> None:
-                for members, *parts in self._of_own_rows(engine, rows, prompt_lengths, temperature, with_entropies):
-                    for whole, part in zip(made, parts, strict=False):
+            tables = [torch.zeros(len(rows), _width(rows, prompt_lengths)) for _ in range(1 + with_entropies)]
+            with collectives.share_errors(self._ranks):
+                micro_batches = self._own_micro_batches(engine, rows, prompt_lengths, temperature, with_entropies)
+                for members, *parts in micro_batches:
+                    for table, part in zip(tables, parts, strict=False):
                         if len(members):
                             assert part is not None
-                            whole[members] = part.cpu()
+                            table[members] = part.cpu()
+            for table in tables:
+                collectives.sum_tables(table, self._ranks)
+        return Logprobs(*tables)
 
-            collectives.together(self._ranks, fill)
-            for whole in made:
-                collectives.add_up(whole, self._ranks)
-        return Logprobs(*made)
-
-    def _of_own_rows(
+    def _own_micro_batches(
         self,
         engine: LanguageEngine,
         rows: list[np.ndarray],
@@ -204,11 +204,11 @@ class PolicyTrainer:
         temperature: float,
         with_entropies: bool,
     ) -> Iterator[tuple[np.ndarray, Tensor, Tensor | None]]:
-        """What the engine gives for this rank's part of the rows: their numbers, and tables as wide as for all rows.
+        """Yields row indices, log-probs and entropies of this rank's micro-batches, in tables as wide as for all rows.
 
-        Without numbers it is a filler, whose backward the other ranks wait for.
+        One without indices is a filler: the other ranks wait in its backward pass.
         """
-        part = np.array(collectives.own_part(rows, self._ranks), dtype=np.int64)
+        part = np.array(collectives.rows_of_this_rank(rows, self._ranks), dtype=np.int64)
         if not len(part) and not self._ranks.in_step:
             return
         width = _width(rows, prompt_lengths)
@@ -220,19 +220,19 @@ class PolicyTrainer:
             yield part[members], logprobs, entropies
 
     def _load_reference(self) -> LanguageEngine:
-        """The model as loaded, once more; in the host's memory where the device has no room for it."""
-        own_bytes = sum(collectives.local(p).numel() * p.element_size() for p in self.model.parameters())
+        """Loads the initial model once more; into host memory if the device has no memory for it."""
+        own_bytes = sum(collectives.local_shard(p).numel() * p.element_size() for p in self.model.parameters())
         device = self.engine.device
         has_room = device.type != "cuda" or gpu_bytes(device, 2 * own_bytes) >= 2 * own_bytes
-        # Parts of one model cannot be on the CPU here and on a GPU there: sharded, it must fit.
+        # All shards of a model must be on the same kind of device: a sharded reference must fit.
         if not has_room and not self._ranks.is_sharded:
-            log.warning("the reference stays on the CPU: %s has no room for it, and it will be slow there", device)
+            log.warning("the reference is on the CPU, which is slow: %s has no memory for it", device)
             device = torch.device("cpu")
         config = dataclasses.replace(self.policy.config, require_packed=False)
         config.dtype = dtype_name(self.model.dtype)  # type: ignore[assignment]
         loaded = load_policy(config, device, ranks=self._ranks)
         loaded.model.requires_grad_(False)
-        # Chosen as the policy's path is, by gradients, too: by another one their first log-probs would differ a little.
+        # `trains` chooses the policy's forward; with another one their first log-probs would differ slightly.
         return LanguageEngine(dataclasses.replace(loaded, trains=True))
 
     # ---------------------------------------------------------------------------------------- learning
@@ -246,7 +246,7 @@ class PolicyTrainer:
         temperature: float = 1.0,
         with_entropies: bool = False,
     ) -> StepReport:
-        """One optimiser step on the rows of one global batch: `accumulate`, then `apply`."""
+        """Makes one optimiser step on the rows of one global batch: `accumulate`, then `apply`."""
         self.accumulate(rows, prompt_lengths, loss, temperature=temperature, with_entropies=with_entropies)
         return self.apply()
 
@@ -259,21 +259,18 @@ class PolicyTrainer:
         temperature: float = 1.0,
         with_entropies: bool = False,
     ) -> PolicyLossStats:
-        """Adds up the gradients of one global batch; `loss` is asked for the share of each micro-batch.
+        """Accumulates the gradients of one global batch; `loss` is called with each micro-batch.
 
-        It gets float32 `[b,R]` log-probs with the graph attached, entropies of the same shape or None, and the numbers
-        (int64 `[b]`) that these have among `rows`; R is the longest response among all of `rows`. The shares add up to
-        the batch's loss, which is in the sums that are returned. Where anything is raised, no gradients are left.
+        It gets float32 `[b,R]` log-probs with the graph attached, entropies of the same shape or None, and their
+        indices (int64 `[b]`) among `rows`; R is the longest response of all `rows`. Its shares add up to the batch's
+        loss, which is in the returned sums. If anything raises, all gradients are dropped.
         """
         self._check_whole()
-        own, own_count = PolicyLossStats(), 0
-
-        def add_gradients() -> None:
-            nonlocal own, own_count
-            with torch.enable_grad():
-                for members, logprobs, entropies in self._of_own_rows(
-                    self.engine, rows, prompt_lengths, temperature, with_entropies
-                ):
+        own_sums, own_count = PolicyLossStats(), 0
+        try:
+            with collectives.share_errors(self._ranks), torch.enable_grad():
+                micro_batches = self._own_micro_batches(self.engine, rows, prompt_lengths, temperature, with_entropies)
+                for members, logprobs, entropies in micro_batches:
                     if not len(members):
                         (logprobs.sum() * 0).backward()
                         self._optimiser.collect()
@@ -281,24 +278,22 @@ class PolicyTrainer:
                     share, stats = loss(logprobs, entropies, members)
                     share.backward()
                     self._optimiser.collect()
-                    own += stats
+                    own_sums += stats
                     own_count += 1
-
-        try:
-            collectives.together(self._ranks, add_gradients)
-            sums = collectives.sum_over_parts(own, self._ranks)
+            sums = collectives.sum_over_parts(own_sums, self._ranks)
             count = round(float(self._ranks.total([float(own_count)])[0]))
         except BaseException:
-            self._drop()
+            self._reset_gradients()
             self.engine.forget_broken()
             raise
         self._sums, self._num_micro_batches = self._sums + sums, self._num_micro_batches + count
         return sums
 
     def apply(self) -> StepReport:
-        """The optimiser step of the gradients added up since the last one.
+        """Makes an optimiser step with the gradients accumulated since the last one.
 
-        Where no token counts or the gradient's norm is not finite, nothing is changed, the schedule included.
+        If the mask is 0 or the gradient's norm is not finite, the step is skipped: it changes nothing, the schedule
+        included.
         """
         self._check_whole()
         sums, count = self._sums, self._num_micro_batches
@@ -307,12 +302,13 @@ class PolicyTrainer:
             norm, rate = self._optimiser.gradient_norm(), self._optimiser.learning_rate
             skipped = not (sums.sum_mask > 0 and math.isfinite(norm))
             if skipped:
-                log.warning("a step is left out: %g tokens count, the gradient's norm is %g", sums.sum_mask, norm)
+                log.warning("skipped a step: the mask sums to %g, the gradient's norm is %g", sums.sum_mask, norm)
             else:
-                with self._changing("a step broke off inside the optimiser"):
-                    collectives.together(self._ranks, lambda: self._optimiser.apply(norm))
+                fault = "a step broke off inside the optimiser"
+                with self._changing_weights(fault), collectives.share_errors(self._ranks):
+                    self._optimiser.apply(norm)
         finally:
-            self._drop()
+            self._reset_gradients()
         return StepReport(sums, norm, rate, skipped, count)
 
     def _check_whole(self) -> None:
@@ -320,67 +316,71 @@ class PolicyTrainer:
             raise ServerFault(self._broken)
 
     @contextlib.contextmanager
-    def _changing(self, fault: str) -> Iterator[None]:
-        """What breaks off within it leaves weights that nobody asked for: they are not used again."""
-        self._broken = f"{fault}, which left the policy's weights spoilt: load a checkpoint"
+    def _changing_weights(self, fault: str) -> Iterator[None]:
+        """Marks the weights as corrupt if the block fails."""
+        self._broken = f"{fault}, which left the policy's weights corrupt: load a checkpoint"
         yield
         self._broken = ""
 
-    def _drop(self) -> None:
-        """Begins a step with no gradients."""
+    def _reset_gradients(self) -> None:
         self._optimiser.free()
         self._sums, self._num_micro_batches = PolicyLossStats(), 0
 
     def offload_optimizer(self) -> None:
-        """Moves the optimiser's state to the host's memory; no step may be made until `onload_optimizer`."""
+        """Moves the optimiser's state to host memory; no step may be made until `onload_optimizer`."""
         self._optimiser.move(torch.device("cpu"))
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload_optimizer(self) -> None:
-        """Moves it back to the device."""
+        """Moves the optimiser's state back to the device."""
         self._optimiser.move(self.engine.device)
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Writes all that `load` needs into an existing, empty folder, every file fsynced; raises StorageFailed.
+        """Collective; writes everything that `load` needs into an existing, empty folder, fsynced. Raises
+        StorageFailed.
 
-        `AutoModelForCausalLM.from_pretrained` reads the policy from it, too. Every rank must call it, with the same
-        folder; what is written does not tell how many there were.
+        `AutoModelForCausalLM.from_pretrained` reads the policy from it, too. All ranks must pass the same folder; the
+        files do not depend on the number of ranks.
         """
         self._check_whole()
-        self._state().write(folder, self._files, {"weights_version": self.weights_version})
+        self._checkpoint().write(folder, self._files, {"weights_version": self.weights_version})
 
     def load(self, folder: Path) -> None:
-        """Becomes what was saved, bitwise; raises CheckpointError, with nothing changed on any rank, where that cannot
-        be."""
-        _, restore = collectives.together(self._ranks, lambda: self._state().open(folder))
-        self._drop()
-        with self._changing("a checkpoint was read only in part"):
-            collectives.together(self._ranks, restore)
+        """Collective; restores a checkpoint bitwise.
 
-    def _state(self) -> TrainerState:
-        made_with = {
+        Raises CheckpointError, with nothing changed on any rank, if that is impossible.
+        """
+        with collectives.share_errors(self._ranks):
+            _, restore = self._checkpoint().open(folder)
+        self._reset_gradients()
+        fault = "a checkpoint was read only in part"
+        with self._changing_weights(fault), collectives.share_errors(self._ranks):
+            restore()
+
+    def _checkpoint(self) -> TrainerCheckpoint:
+        must_match = {
             "format": FORMAT,
             "base": self.policy.info.weights_version,
             "dtype": dtype_name(self.model.dtype),
             **trainer_checkpoint.learning_settings(self._config),
         }
-        others = {"base": "belongs to a policy that began from another model, weights"}
-        return TrainerState(
+        mismatches = {"base": "belongs to a policy that began from another model, weights"}
+        return TrainerCheckpoint(
             self._stored_weights(),
             self._optimiser,
             self.engine.device,
-            made_with,
-            others,
+            must_match,
+            mismatches,
             "run.output_dir",
             self._ranks,
             earlier={"base": self.policy.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:
-        """The model's own tensors as they go into files: by the file's stem and the name there."""
+        """Returns the model's tensors for its files: by the file's stem and the name in it."""
         if self._config.lora is not None:
             return {"adapter_model": lora.to_peft({name: p.data for name, p in self._trained.items()})}
         tied = self.model.all_tied_weights_keys
@@ -388,5 +388,5 @@ class PolicyTrainer:
 
 
 def _width(rows: list[np.ndarray], prompt_lengths: np.ndarray) -> int:
-    """Tokens of the longest response."""
+    """Returns the tokens of the longest response."""
     return max(len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True))

@@ -1,109 +1,228 @@
-"""Tensors that lie in parts on several ranks, to files and back, by `torch.distributed.checkpoint`.
+"""Tensors to safetensors files and back, whole or sharded over ranks by `torch.distributed.checkpoint`.
 
-Weights become whole ones, in the files that any library reads. The optimiser's state, which is three times as much
-and of use to nobody else, stays in parts: every rank writes its own at the same time. Both can be read in any layout:
-a rank reads those slices of the files that it holds.
+Weights are gathered into whole tensors, which any library can read. The optimiser's state, three times as large and of
+no use to other libraries, stays sharded: all ranks write their shards at the same time. Both can be read with any
+number of ranks, because each rank reads only the slices that it holds.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 from guerdon.distributed.ranks import Ranks
-from guerdon.errors import CheckpointError, RanksLost, ServerFault
-from guerdon.training import collectives, trainer_checkpoint
+from guerdon.engine.checkpoint.files import StoredTensor, open_safetensors
+from guerdon.errors import CheckpointError, RanksLost, ServerFault, StorageFailed
+from guerdon.training import collectives
+
+SHARD_BYTES = 4 << 30
+"""Size of one file, which is gathered in host memory before it is written."""
+
+
+# ------------------------------------------------------------------------------------------- writing whole tensors
+
+
+def to_json(data: Any) -> bytes:
+    """Returns indented JSON, because people read it."""
+    return json.dumps(data, indent=2).encode() + b"\n"
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes and fsyncs a new file; raises StorageFailed."""
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        raise _write_failed(path, e) from e
+
+
+def write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
+    """Writes and fsyncs `<stem>.safetensors`, or several files and their index if large; raises StorageFailed."""
+    plan = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
+    )
+    for file, names in plan.filename_to_tensors.items():
+        write_file(folder / file, {name: tensors[name] for name in names})
+    if plan.is_sharded:
+        write_index(folder, stem, plan)
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes and fsyncs one file of whole tensors; raises StorageFailed."""
+    part = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(dict(_unshared(part)), path, metadata={"format": "pt"})
+        _fsync(path)
+    except (SafetensorError, OSError) as e:
+        raise _write_failed(path, e) from e
+
+
+def write_index(folder: Path, stem: str, plan: Any) -> None:
+    """Writes the index of a stem's files, as planned by `huggingface_hub`; raises StorageFailed."""
+    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    write_bytes(folder / f"{stem}.safetensors.index.json", to_json(index))
+
+
+def _unshared(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Copies tensors that share memory, which safetensors refuses to write."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        yield name, tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+
+
+def _fsync(path: Path) -> None:
+    """Fsyncs a file that safetensors has written, and replaces its owner-only mode by the folder's."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _write_failed(path: Path, error: Exception) -> StorageFailed:
+    return StorageFailed(f"cannot write {path}: {error}; free disk space, or check the disk")
+
+
+# ------------------------------------------------------------------------------------------- writing sharded tensors
 
 
 def is_sharded(tensors: dict[str, Tensor]) -> bool:
-    """Whether any of them lies in parts."""
+    """Whether any of the tensors is sharded over ranks."""
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
-# ------------------------------------------------------------------------------------------- writing
+def write_gathered(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Collective; writes the files that `write_tensors` would write for the whole tensors.
 
-
-def write_whole(folder: Path, stem: str, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Writes what `trainer_checkpoint.write_tensors` writes of the whole tensors; all ranks must call it.
-
-    The ranks take turns by file: each gathers all parts of its own, and no rank holds more than a file of them. Raises
-    StorageFailed, on every rank, where the disk of any does not take them; and at once where a rank cannot gather, for
-    which the others wait.
+    The ranks take turns by file: each gathers the tensors of its own files only, so that no rank holds more than one
+    file. Raises StorageFailed on every rank if any rank cannot write. If a rank cannot gather, it raises at once,
+    because the others wait in the collective.
     """
-    on_paper = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    without_data = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     plan = split_torch_state_dict_into_shards(
-        on_paper, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=trainer_checkpoint.SHARD_BYTES
+        without_data, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
     )
     error: Exception | None = None
     for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
-        is_own = number % ranks.size == ranks.rank and error is None
+        writes_here = number % ranks.size == ranks.rank and error is None
         part: dict[str, Tensor] = {}
         for name in names:
-            # What gathers is a collective: a rank whose disk is full goes on with it.
-            whole = _whole(tensors[name])
+            # Collective: a rank whose disk is full still takes part in it.
+            whole = _gathered(tensors[name])
             try:
-                if is_own and error is None:
+                if writes_here and error is None:
                     part[name] = whole.cpu()
-            # To be told to the others, once they are through, too: the host's memory, or below its disk.
+            # Shared with the other ranks after the loop: the host may be out of memory or out of disk.
             except Exception as e:
                 error = e
                 part.clear()
             del whole
         try:
-            if is_own and error is None:
-                trainer_checkpoint.write_file(folder / file, part)
+            if writes_here and error is None:
+                write_file(folder / file, part)
         except Exception as e:
             error = e
 
-    def finish() -> None:
+    with collectives.share_errors(ranks):
         if error is not None:
             raise error
         if plan.is_sharded and ranks.is_leader:
-            trainer_checkpoint.write_index(folder, stem, plan)
-
-    collectives.together(ranks, finish)
+            write_index(folder, stem, plan)
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def write_parts(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Writes every rank's own parts into a new folder, fsynced; all ranks must call it. Raises StorageFailed."""
+def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Collective; writes every rank's shards into a new folder, fsynced. Raises StorageFailed."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=ranks.control)
     except CheckpointException as e:
         rank, (why, _) = min(e.failures.items())
         if isinstance(why, OSError) or "SafetensorError" in type(why).__name__:
-            raise trainer_checkpoint.storage_failed(folder, why) from e  # type: ignore[arg-type]
+            raise _write_failed(folder, why) from e  # type: ignore[arg-type]
         raise ServerFault(f"{folder} cannot be written by rank {rank}: {type(why).__name__}: {why}") from e
     except RuntimeError as e:
-        # What dcp does by itself on a rank it reports as above; this is a connection's.
+        # dcp reports its own errors as CheckpointException, so that this one comes from a lost connection.
         raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
 
 
-# ------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------- reading whole tensors
 
 
-class StoredParts:
-    """A folder that `write_parts` wrote, whose shapes are known and whose files are open to be read."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file; raises CheckpointError if there is none."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e}", "load another checkpoint") from e
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} is not a JSON object", "load another checkpoint")
+    return data
+
+
+def open_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
+    """Opens the tensors that `write_tensors` wrote, by name and not yet read; raises CheckpointError if they are
+    missing.
+    """
+    files = sorted(folder.glob(f"{stem}*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no {stem}.safetensors", "load another checkpoint")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= open_safetensors(file)
+    return tensors
+
+
+def check_shapes(found: dict[str, tuple[int, ...]], own: dict[str, Tensor], folder: Path) -> None:
+    """Raises CheckpointError unless names and shapes are those of the model's own tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{folder} is of another model: {name} is {found.get(name, 'absent')} there, "
+            f"{shapes.get(name, 'absent')} here",
+            "start with the model and the settings that it was made with",
+        )
+
+
+@torch.no_grad()
+def copy_into(own: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
+    """Overwrites the model's own tensors with the stored ones of the same names."""
+    for name, tensor in own.items():
+        tensor.copy_(stored[name][...])
+
+
+# ------------------------------------------------------------------------------------------- reading shards
+
+
+class StoredShards:
+    """A folder that `write_shards` wrote, with the shapes of its tensors."""
 
     def __init__(self, folder: Path, own: dict[str, Tensor]) -> None:
-        """`own` are the tensors that it is to be read into.
+        """Raises CheckpointError if a file is damaged or a shard is missing.
 
-        Raises CheckpointError where a file is damaged, or a part of a tensor is missing.
+        `own` are the tensors to read it into.
         """
         self.folder = folder
         metadata = _metadata(folder)
@@ -111,18 +230,18 @@ class StoredParts:
         for name, found in metadata.items():
             self.shapes[name] = tuple(found.size)
             num_read = sum(math.prod(chunk.sizes) for chunk in found.chunks)
-            wanted = _wanted(self.shapes[name], tuple(own[name].shape) if name in own else ())
-            if num_read != math.prod(wanted):
+            expected = _expected_shape(self.shapes[name], tuple(own[name].shape) if name in own else ())
+            if num_read != math.prod(expected):
                 raise CheckpointError(
-                    f"{folder} holds {num_read} of the {math.prod(wanted)} numbers of {name}: files are missing",
+                    f"{folder} holds {num_read} of the {math.prod(expected)} values of {name}: files are missing",
                     "copy the whole checkpoint, or load another",
                 )
 
 
-def _wanted(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of which the files should have all: as far as their parts reach, or the model's own.
+def _expected_shape(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that the files should cover: the stored one, or the model's own if the stored one is smaller.
 
-    That parts are missing behind the last one that is there does not show in the files.
+    Files do not show that shards behind the last stored one are missing.
     """
     is_short = len(found) == len(own) and all(a <= b for a, b in zip(found, own, strict=True))
     return own if is_short else found
@@ -130,21 +249,21 @@ def _wanted(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
 
 def _metadata(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
-        trainer_checkpoint.open_safetensors(file)  # says what is damaged, and what to do
+        open_safetensors(file)  # raises the error that names the damaged file
     found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if not found:
-        raise CheckpointError(f"{folder} has no files of tensors", "load another checkpoint")
+        raise CheckpointError(f"{folder} has no tensor files", "load another checkpoint")
     return found
 
 
 def read_into(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Overwrites the tensors, whole or this rank's parts of them, with those of the same names in the folder's files.
+    """Overwrites the tensors, whole or sharded, with those of the same names in the folder's files.
 
-    Each rank reads by itself. Raises CheckpointError where a file cannot be read; some are overwritten then.
+    Each rank reads by itself. Raises CheckpointError if a file cannot be read; some tensors are overwritten then.
     """
     try:
         with warnings.catch_warnings():
-            # That each rank reads by itself is what is wanted here.
+            # Each rank reads by itself on purpose.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as e:

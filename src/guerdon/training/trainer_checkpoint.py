@@ -1,43 +1,42 @@
-"""The files of a trainer's checkpoint: safetensors and JSON, nothing that runs when it is read.
+"""A trainer's checkpoint: safetensors and JSON, so that reading it runs no code.
 
 | file | holds |
 | --- | --- |
-| `model*.safetensors`, `config.json`, the tokenizer's files | the model as a checkpoint that others load |
-| `adapter_model.safetensors`, `adapter_config.json` | in its place where adapters train |
-| `value_head.safetensors` | beside them, of a critic |
-| `optimizer*.safetensors` | the optimiser's state, and float32 masters of weights of less precision |
-| `optimizer/` | in its place where it is sharded over ranks: the parts of each, by `torch.distributed.checkpoint` |
+| `model*.safetensors`, `config.json`, the tokenizer's files | the model, as a checkpoint that other libraries load |
+| `adapter_model.safetensors`, `adapter_config.json` | the adapters instead, if adapters are trained |
+| `value_head.safetensors` | the value head of a critic with adapters |
+| `optimizer*.safetensors` | the optimiser's state, and float32 masters of lower-precision weights |
+| `optimizer/` | the same if it is sharded over ranks: every rank's shards, by `torch.distributed.checkpoint` |
 | `rng.safetensors` | the state of torch's random number generators |
-| `trainer.json` | step, and what the checkpoint was made with |
+| `trainer.json` | the step, and the settings that the checkpoint was made with |
 
-A critic is written as OpenRLHF writes its critics: the trunk under its own names, a `score` head for every token,
-mean and std in `config.json`.
+A critic is written as OpenRLHF writes its critics: the trunk under its own names, a `score` head for every token, mean
+and std in `config.json`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from guerdon.engine.checkpoint.files import StoredTensor, open_safetensors
+from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.engine.checkpoint.files import StoredTensor
 from guerdon.engine.checkpoint.loading import LoadedModel
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import LearningConfig
+from guerdon.training import collectives, tensor_files
+from guerdon.training.optimiser import Optimiser
+from guerdon.training.tensor_files import to_json
 
 HEAD = "score"
-SHARD_BYTES = 4 << 30
-"""Of one file, which is gathered in the host's memory before it is written."""
 MORE_FILES = (
     "generation_config.json",
     "merges.txt",
@@ -46,27 +45,139 @@ MORE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+OPTIMISER_FOLDER = "optimizer"
+"""The folder of the optimiser's state if that is sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCheckpoint:
+    """The parts of a trainer that its checkpoint holds, to write or to restore, on one rank or several.
+
+    `weights` are the tensors by the stem of their file. `made_with` must be equal when the checkpoint is loaded;
+    `mismatches` has the start of the error if it differs, and `earlier` the values that guerdon 0.1 wrote for it.
+    `setting` names the setting that chooses the folder. The number of `ranks` and their layout may differ at loading.
+    """
+
+    weights: dict[str, dict[str, Tensor]]
+    optimiser: Optimiser
+    device: torch.device
+    made_with: dict[str, Any]
+    mismatches: dict[str, str]
+    setting: str
+    ranks: Ranks = ALONE
+    earlier: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+        """Collective; writes everything, with `files` by name and more `facts`, into an existing, empty folder.
+
+        Every file is fsynced. Raises StorageFailed on all ranks if any rank cannot write its part.
+        """
+        with collectives.share_errors(self.ranks):
+            self._check_shared(folder)
+        optimiser = self.optimiser.tensors()
+        for stem, tensors in self.weights.items():
+            if tensor_files.is_sharded(tensors):
+                tensor_files.write_gathered(folder, stem, tensors, self.ranks)
+        if tensor_files.is_sharded(optimiser):
+            tensor_files.write_shards(folder / OPTIMISER_FOLDER, optimiser, self.ranks)
+        with collectives.share_errors(self.ranks):
+            self._write_unsharded(folder, optimiser, files, facts)
+
+    def _check_shared(self, folder: Path) -> None:
+        if self.ranks.size > 1 and not folder.is_dir():
+            raise StorageFailed(
+                f"{folder} does not exist here: ranks on several hosts need a {self.setting} on a shared file system"
+            )
+
+    def _write_unsharded(
+        self, folder: Path, optimiser: dict[str, Tensor], files: dict[str, bytes], facts: dict[str, Any]
+    ) -> None:
+        """Writes what the first rank has in whole; the random number generators are the same on all ranks."""
+        if not self.ranks.is_leader:
+            return
+        for stem, tensors in self.weights.items():
+            if not tensor_files.is_sharded(tensors):
+                tensor_files.write_tensors(folder, stem, tensors)
+        for name, data in files.items():
+            tensor_files.write_bytes(folder / name, data)
+        if not tensor_files.is_sharded(optimiser):
+            tensor_files.write_tensors(folder, "optimizer", optimiser)
+        tensor_files.write_tensors(folder, "rng", rng_tensors(self.device))
+        known = {"step": self.optimiser.step, "learning_rate": self.optimiser.learning_rate}
+        tensor_files.write_bytes(folder / "trainer.json", to_json(self.made_with | known | facts))
+
+    def open(self, folder: Path) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Returns the facts, and a function that restores everything; nothing changes before it is called.
+
+        Not collective. Raises CheckpointError if the folder is damaged or was made with other settings.
+        """
+        facts = tensor_files.read_json(folder / "trainer.json")
+        for name, own in self.made_with.items():
+            if facts.get(name) not in (own, self.earlier.get(name, own)):
+                what = self.mismatches.get(name, f"was made with {name}")
+                raise CheckpointError(
+                    f"{folder} {what} {facts.get(name)}, this run has {own}",
+                    f"start with the model and the settings that it was made with, or give another {self.setting}",
+                )
+        restores = [self._open_weights(folder, stem, own) for stem, own in self.weights.items()]
+        restores.append(self._open_optimiser(folder, facts["step"]))
+        rng = tensor_files.open_tensors(folder, "rng")
+
+        def restore() -> None:
+            for part in restores:
+                part()
+            restore_rng(rng, self.device)
+
+        return facts, restore
+
+    def _open_weights(self, folder: Path, stem: str, own: dict[str, Tensor]) -> Callable[[], None]:
+        stored = tensor_files.open_tensors(folder, stem)
+        tensor_files.check_shapes({name: tensor.shape for name, tensor in stored.items()}, own, folder)
+        if tensor_files.is_sharded(own):
+            return lambda: tensor_files.read_into(folder, own)
+        return lambda: tensor_files.copy_into(own, stored)
+
+    def _open_optimiser(self, folder: Path, step: int) -> Callable[[], None]:
+        own = self.optimiser.tensors()
+        is_stored_sharded = (folder / OPTIMISER_FOLDER).is_dir()
+        if not is_stored_sharded and not tensor_files.is_sharded(own):
+            stored = tensor_files.open_tensors(folder, "optimizer")
+            tensor_files.check_shapes({name: tensor.shape for name, tensor in stored.items()}, own, folder)
+            return lambda: self.optimiser.restore(step, lambda name: stored[name][...])
+        shapes = (
+            tensor_files.StoredShards(folder / OPTIMISER_FOLDER, own).shapes
+            if is_stored_sharded
+            else {name: tensor.shape for name, tensor in tensor_files.open_tensors(folder, "optimizer").items()}
+        )
+        tensor_files.check_shapes(shapes, own, folder)
+
+        def restore() -> None:
+            # Reads into the state itself, except for numbers that are not tensors.
+            tensor_files.read_into(folder / OPTIMISER_FOLDER if is_stored_sharded else folder, own)
+            self.optimiser.restore(step, own.__getitem__)
+
+        return restore
 
 
 # ------------------------------------------------------------------------------------------- what a model's folder has
 
 
 def model_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
-    """Trunk and head under the names that a checkpoint has for them."""
+    """Returns the tensors of trunk and head under their names in a checkpoint."""
     prefix = f"{loaded.trunk.base_model_prefix}." if loaded.trunk.base_model_prefix else ""
     trunk = {f"{prefix}{name}": tensor for name, tensor in loaded.trunk.state_dict().items()}
     return trunk | head_tensors(loaded)
 
 
 def head_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
-    """The head's tensors as a checkpoint names them: a lone layer without its number."""
+    """Returns the head's tensors under their names in a checkpoint: a single layer without its number."""
     state = loaded.head.module.state_dict()
     alone = all(name.startswith("0.") for name in state)
     return {f"{HEAD}.{name.removeprefix('0.') if alone else name}": tensor for name, tensor in state.items()}
 
 
 def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
-    """`config.json` and the tokenizer's files for this critic, which came from `folder`, by name."""
+    """Returns `config.json` and the tokenizer's files of a critic that was loaded from `folder`, by name."""
     settings = {
         "architectures": ["CriticModel"],
         "value_head_prefix": HEAD,
@@ -81,9 +192,9 @@ def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
 def model_files(
     folder: Path, dtype: torch.dtype, more_settings: dict[str, Any], leave_out: tuple[str, ...] = ()
 ) -> dict[str, bytes]:
-    """The folder's `config.json` with other settings, and its small files: the tokenizer's, and generation's settings.
+    """Returns the folder's `config.json`, with other settings, and its small files: tokenizer and generation settings.
 
-    They are held in memory from the start, for a trainer of minutes or weeks cannot count on that folder to stay.
+    They are kept in memory from the start, because the folder may be gone when the trainer saves, hours or weeks later.
     """
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("torch_dtype", *leave_out):
@@ -95,7 +206,7 @@ def model_files(
 
 
 def learning_settings(config: LearningConfig) -> dict[str, Any]:
-    """The settings without which a checkpoint's tensors mean nothing."""
+    """Returns the settings without which a checkpoint's tensors mean nothing."""
     return {
         "optimizer": config.optimizer,
         "lora": config.lora,
@@ -104,125 +215,11 @@ def learning_settings(config: LearningConfig) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------- writing
-
-
-def to_json(data: Any) -> bytes:
-    """Readable JSON, for people look into checkpoints."""
-    return json.dumps(data, indent=2).encode() + b"\n"
-
-
-def write(path: Path, data: bytes) -> None:
-    """Writes and fsyncs a new file; raises StorageFailed where the disk does not take it."""
-    try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        raise storage_failed(path, e) from e
-
-
-def write_tensors(folder: Path, stem: str, tensors: dict[str, Tensor]) -> None:
-    """Writes and fsyncs `<stem>.safetensors`, or where it grows large its parts and their index.
-
-    Raises StorageFailed where the disk does not take them.
-    """
-    plan = split_torch_state_dict_into_shards(
-        tensors, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=SHARD_BYTES
-    )
-    for file, names in plan.filename_to_tensors.items():
-        write_file(folder / file, {name: tensors[name] for name in names})
-    if plan.is_sharded:
-        write_index(folder, stem, plan)
-
-
-def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes and fsyncs one file of whole tensors; raises StorageFailed where the disk does not take it."""
-    part = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(dict(_unshared(part)), path, metadata={"format": "pt"})
-        _settle(path)
-    except (SafetensorError, OSError) as e:
-        raise storage_failed(path, e) from e
-
-
-def write_index(folder: Path, stem: str, plan: Any) -> None:
-    """Writes which of a stem's files holds which tensor, as `huggingface_hub` has planned it; raises StorageFailed."""
-    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-    write(folder / f"{stem}.safetensors.index.json", to_json(index))
-
-
-def _unshared(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Layers that share their weights are written once for each name; safetensors wants them apart for that."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        yield name, tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-
-
-def _settle(path: Path) -> None:
-    """Fsyncs a file that safetensors has written; it is for its owner alone then, and should be as its folder is."""
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def storage_failed(path: Path, error: Exception) -> StorageFailed:
-    """What is raised where the disk does not take that file."""
-    return StorageFailed(f"cannot write {path}: {error}; make room on the disk, or mend it")
-
-
-# ------------------------------------------------------------------------------------------- reading
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in that file; raises CheckpointError where there is none."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}", "load another checkpoint") from e
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object", "load another checkpoint")
-    return data
-
-
-def open_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """The tensors that `write_tensors` wrote, by name, not yet read; raises CheckpointError where they are missing."""
-    files = sorted(folder.glob(f"{stem}*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no {stem}.safetensors", "load another checkpoint")
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= open_safetensors(file)
-    return tensors
-
-
-def check_same(found: dict[str, tuple[int, ...]], own: dict[str, Tensor], folder: Path) -> None:
-    """Raises CheckpointError unless the shapes found by name are those of the model's own tensors."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        raise CheckpointError(
-            f"{folder} is of another model: {name} is {found.get(name, 'absent')} there, "
-            f"{shapes.get(name, 'absent')} here",
-            "start with the model and the settings that it was made with",
-        )
-
-
-@torch.no_grad()
-def copy_into(own: dict[str, Tensor], stored: dict[str, StoredTensor]) -> None:
-    """Overwrites the model's own tensors with those stored under the same names."""
-    for name, tensor in own.items():
-        tensor.copy_(stored[name][...])
-
-
 # ------------------------------------------------------------------------------------------- random numbers
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators that training draws from."""
+    """Returns the state of the generators that training draws from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -230,7 +227,7 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(stored: dict[str, StoredTensor], device: torch.device) -> None:
-    """Puts them back; a generator of a device that was not there when they were saved stays as it is."""
+    """Restores the generators; that of a device which was absent at saving keeps its state."""
     torch.set_rng_state(stored["cpu"][...])
     if device.type == "cuda" and "cuda" in stored:
         torch.cuda.set_rng_state(stored["cuda"][...], device)
