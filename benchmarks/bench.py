@@ -35,10 +35,9 @@ import load
 from bench_report import report
 from forms import FORMS, HERE, NULL_FORMS, NULL_ROW, ON_CUDA, Form
 from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, SORTED
-from loads import MOST_RESPONSE, PROMPTS, make_cell, read_chats
 from report import machine
 from servers import Server, is_here, set_up
-from workload import DEMO_PROMPTS, make_models
+from workload import DEMO_PROMPTS, MOST_RESPONSE, PROMPTS, make_cell, make_models, read_chats
 
 RESPONSES = (1, 4, 8, 16, 32)
 PARTS = ("peers", "null", "rates", "growth")

@@ -14,7 +14,7 @@ from claims import best, rate
 from forms import PADDED_TO_MAXIMUM
 from guerdon.plots import BAND, INK, MAIN, MUTED, SECOND, STYLE, pyplot
 from in_process import ONE_BY_ONE, SORTED
-from loads import PROMPTS
+from workload import PROMPTS
 
 PEERS = {
     "PyTriton, padded to the maximum": PADDED_TO_MAXIMUM,

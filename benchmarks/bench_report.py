@@ -9,7 +9,7 @@ import rates
 from claims import best, rate
 from forms import FORMS
 from in_process import ENGINE, IN_PROCESS
-from loads import PROMPTS
+from workload import PROMPTS
 
 median = statistics.median
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 import load
 from forms import FORMS, PADDED_TO_MAXIMUM, Form
 from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, InProcess, Worker
-from loads import Cell, Group
 from servers import Server, is_here
+from workload import Cell, Group
 
 MARGIN = 1.4
 """A form that is so many times slower than the best of its kind in the first round is not measured again."""

@@ -15,8 +15,7 @@ from guerdon.wire import kserve
 from guerdon.wire.kserve import InferRequest
 from guerdon.wire.tensors import Tensor
 from load import Answer, post
-from loads import Group
-from workload import MAX_LENGTH
+from workload import MAX_LENGTH, Group
 
 HERE = Path(__file__).parent
 REQUIREMENTS = {

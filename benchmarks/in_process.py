@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loads import Group
+from workload import Group
 
 Score = Callable[[str, list[np.ndarray]], list[float]]
 """Scores of rows of ids, by a way."""

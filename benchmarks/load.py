@@ -1,20 +1,29 @@
-"""A closed loop of raw HTTP/1.1 requests: one connection for each in flight, as little client work as possible."""
+"""Raw HTTP/1.1 requests on kept connections: the transport of benchmarks, with as little client work as possible.
+
+The loops are those of `guerdon bench`; a closed loop keeps requests in flight, an open one sends each at its time.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httptools
 import numpy as np
 import uvloop
 
+from guerdon.cli.bench.driving import Extent, LoadGenerator
+
+_MAX_CONNECTIONS = 20_000
+
 
 @dataclass(slots=True)
 class Answer:
-    """One reply: which request it answers, its status (0: the connection broke), its body and its time."""
+    """The reply to request `index`; status 0 if it was not sent or the connection broke.
+
+    `seconds` count from when it was due, so that a delay of this client counts as the server's.
+    """
 
     index: int
     status: int
@@ -25,24 +34,24 @@ class Answer:
 
 @dataclass
 class Result:
-    """All answers of one run and the time that the run took."""
+    """The answers of a run, and its duration."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def per_s(self) -> float:
-        """Good answers a second."""
+        """Returns successful answers per second."""
         return sum(a.status == 200 for a in self.answers) / self.seconds
 
     def latency_ms(self, percentile: float) -> float:
-        """That percentile of the good answers' times."""
+        """Returns a percentile of the successful answers' times."""
         times = [a.seconds for a in self.answers if a.status == 200]
         return float(np.percentile(times, percentile) * 1e3) if times else float("nan")
 
 
 def post(path: str, body: bytes, json_length: int | None = None) -> bytes:
-    """The bytes of one request."""
+    """Returns the bytes of a request."""
     kind = "application/json" if json_length is None else "application/octet-stream"
     extra = "" if json_length is None else f"Inference-Header-Content-Length: {json_length}\r\n"
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\n{extra}"
@@ -52,77 +61,105 @@ def post(path: str, body: bytes, json_length: int | None = None) -> bytes:
 def run(
     port: int, requests: list[bytes], concurrency: int, *, count: int | None = None, seconds: float | None = None
 ) -> Result:
-    """Sends the requests in turn, from the first again after the last, until `count` or `seconds` is reached."""
-    return uvloop.run(_run(port, requests, concurrency, count, seconds))
+    """Sends the requests in a cycle, `concurrency` at once, until `count` or `seconds` is reached."""
+
+    async def measure() -> Result:
+        generator = _RawLoad(port, requests)
+        await generator.closed(concurrency, Extent(seconds, count))
+        return generator.finish()
+
+    return uvloop.run(measure())
 
 
-async def _run(port: int, requests: list[bytes], concurrency: int, count: int | None, seconds: float | None) -> Result:
-    result, started = Result(), time.perf_counter()
-    numbers = iter(range(count if count is not None else 1 << 60))
+def run_plan(port: int, plan: Sequence[tuple[float, bytes]]) -> Result:
+    """Sends each request (seconds when it is due, bytes) at its time; waits for all answers."""
 
-    def following() -> int | None:
-        late = seconds is not None and time.perf_counter() - started >= seconds
-        return None if late else next(numbers, None)
+    async def measure() -> Result:
+        generator = _RawLoad(port, [request for _, request in plan])
+        await generator.open(due_s for due_s, _ in plan)
+        return generator.finish()
 
-    async def one() -> None:
-        loop = asyncio.get_running_loop()
-        while (first := following()) is not None:
-            connection = _Connection(requests, first, following, result.answers)
-            try:
-                await loop.create_connection(lambda made=connection: made, "127.0.0.1", port)
-            except OSError:
-                result.answers.append(Answer(first, 0, b"", None, 0.0))
-                continue
-            await connection.done
+    return uvloop.run(measure())
 
-    await asyncio.gather(*(one() for _ in range(min(concurrency, count or concurrency))))
-    result.seconds = time.perf_counter() - started
-    return result
+
+class _RawLoad(LoadGenerator):
+    def __init__(self, port: int, requests: list[bytes]) -> None:
+        super().__init__(_MAX_CONNECTIONS)
+        self._port, self._requests, self._result = port, requests, Result()
+        self._idle: list[_Connection] = []
+
+    def finish(self) -> Result:
+        """Closes the connections and returns the answers."""
+        self._result.seconds = self.now_s()
+        for connection in self._idle:
+            connection.transport.close()
+        return self._result
+
+    def skip(self, index: int, due_s: float) -> None:
+        self._result.answers.append(Answer(index, 0, b"", None, 0.0))
+
+    async def send(self, index: int, due_s: float | None) -> bool:
+        now_s = self.now_s()
+        began_s = now_s if due_s is None else min(due_s, now_s)  # uvloop's timers may fire a millisecond early
+        answer = Answer(index, 0, b"", None, 0.0)
+        try:
+            connection = self._idle.pop() if self._idle else await self._connect()
+            await connection.ask(self._requests[index % len(self._requests)], answer)
+        except OSError:
+            pass
+        answer.seconds = self.now_s() - began_s
+        self._result.answers.append(answer)
+        return answer.status != 0
+
+    async def _connect(self) -> _Connection:
+        _, made = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(self._idle), "127.0.0.1", self._port
+        )
+        return made
 
 
 class _Connection(asyncio.Protocol):
-    """Sends one request after another, each when the one before is answered."""
+    """Sends one request after another; stands in `idle` in between."""
 
-    def __init__(
-        self, requests: list[bytes], first: int, following: Callable[[], int | None], answers: list[Answer]
-    ) -> None:
-        self._requests, self._following, self._answers = requests, following, answers
-        self._index: int | None = first
-        self.done = asyncio.get_running_loop().create_future()
+    def __init__(self, idle: list[_Connection]) -> None:
+        self._idle = idle
+        self._answered: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._send()
+        self.transport = transport
 
-    def _send(self) -> None:
+    async def ask(self, request: bytes, answer: Answer) -> None:
+        """Fills in the answer; leaves its status 0 if the connection breaks."""
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._json_length: int | None = None
-        self._started = time.perf_counter()
-        self._transport.write(self._requests[self._index % len(self._requests)])
+        self._answer = answer
+        self._answered = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        await self._answered
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"inference-header-content-length":
-            self._json_length = int(value)
+            self._answer.json_length = int(value)
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        seconds, status = time.perf_counter() - self._started, self._parser.get_status_code()
-        self._answers.append(Answer(self._index, status, b"".join(self._body), self._json_length, seconds))
-        following = self._following()
-        if following is None or not self._parser.should_keep_alive():
-            self._index = None
-            self._transport.close()
-            return
-        self._index = following
-        asyncio.get_running_loop().call_soon(self._send)
+        self._answer.status, self._answer.body = self._parser.get_status_code(), b"".join(self._body)
+        if self._parser.should_keep_alive():
+            self._idle.append(self)
+        else:
+            self.transport.close()
+        self._finish()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._index is not None:
-            self._answers.append(Answer(self._index, 0, b"", None, time.perf_counter() - self._started))
-        self.done.set_result(None)
+        if self in self._idle:
+            self._idle.remove(self)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)

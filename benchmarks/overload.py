@@ -23,16 +23,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 import torch
-import uvloop
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import load
-import open_loop
 import report
 from promises import LEAST_SHARE, MOST_WAITS, broken_of
 from workload import MAX_LENGTH, SHAPE, VOCAB_SIZE
@@ -69,7 +68,8 @@ def main() -> int:
             told = {"peak": peak}
             for name, small_share in (("overload", 0.0), ("fair", LITTLE)):
                 plan = make_plan(requests, peak["per_s"], small_share, args.settle + args.seconds, seed=number)
-                sent = uvloop.run(open_loop.send(port, plan))
+                answers = load.run_plan(port, [(due_s, body) for due_s, _, body in plan]).answers
+                sent = [Sent(plan[a.index][1], plan[a.index][0], a.status, a.seconds) for a in answers]
                 clients = ("", FLOOD, SMALL) if small_share else ("",)
                 told |= {f"{name} {client}".strip(): of_client(sent, client, args) for client in clients}
                 samples.setdefault(name, []).extend(s.seconds for s in counted(sent, args) if s.status == 200)
@@ -172,12 +172,22 @@ def make_plan(
     return sorted(plan, key=lambda entry: entry[0])
 
 
-def counted(sent: list[open_loop.Sent], args: argparse.Namespace) -> list[open_loop.Sent]:
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request of the plan, with the status and time of its answer."""
+
+    client: str
+    due_s: float
+    status: int
+    seconds: float
+
+
+def counted(sent: list[Sent], args: argparse.Namespace) -> list[Sent]:
     """Those that were due after the server had settled."""
     return [s for s in sent if s.due_s >= args.settle]
 
 
-def of_client(sent: list[open_loop.Sent], client: str, args: argparse.Namespace) -> dict[str, float]:
+def of_client(sent: list[Sent], client: str, args: argparse.Namespace) -> dict[str, float]:
     """What became of one client's requests, or of all of them."""
     mine = [s for s in sent if client in ("", s.client)]
     # The rate is of answers in the time measured: what was sent before, and answered in it, stands for what was sent

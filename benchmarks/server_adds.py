@@ -33,10 +33,8 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import uvloop
 
 import load
-import open_loop
 from guerdon import RetryPolicy, RewardClient
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
@@ -152,9 +150,8 @@ def measure_latency(groups: list[list[str]], args: argparse.Namespace) -> dict:
                     luck, dues = random.Random(number), [0.0]
                     while dues[-1] < args.seconds:
                         dues.append(dues[-1] + luck.expovariate(share * closed.per_s))
-                    plan = [(due, "", request) for due, request in zip(dues, itertools.cycle(requests), strict=False)]
-                    sent = uvloop.run(open_loop.send(port, plan))
-                    done = load.Result([load.Answer(0, s.status, b"", None, s.seconds) for s in sent], args.seconds)
+                    done = load.run_plan(port, list(zip(dues, itertools.cycle(requests), strict=False)))
+                    done.seconds = args.seconds
                     row = found.setdefault(f"{kind}, open at {share:.0%} of that", {})
                     tell(row, {"per_s": done.per_s} | percentiles(done))
     return found

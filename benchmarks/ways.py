@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -80,26 +78,25 @@ TEXTS = Way("HTTP, texts", json_texts, of_json)
 def ask_grpc(
     port: int, requests: list[bytes], concurrency: int, *, count: int | None = None, seconds: float | None = None
 ) -> load.Result:
-    """As `load.run`, over one channel."""
-    return asyncio.run(_ask_grpc(port, requests, concurrency, count, seconds))
+    """Does what `load.run` does, over one gRPC channel."""
+
+    async def measure() -> load.Result:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            generator = _GrpcLoad(channel.unary_unary("/inference.GRPCInferenceService/ModelInfer"), requests)
+            await generator.closed(concurrency, load.Extent(seconds, count))
+            generator.result.seconds = generator.now_s()
+            return generator.result
+
+    return asyncio.run(measure())
 
 
-async def _ask_grpc(
-    port: int, requests: list[bytes], concurrency: int, count: int | None, seconds: float | None
-) -> load.Result:
-    result, numbers, started = load.Result(), itertools.count(), time.perf_counter()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+class _GrpcLoad(load.LoadGenerator):
+    def __init__(self, infer: Callable[[bytes], Awaitable[bytes]], requests: list[bytes]) -> None:
+        super().__init__()
+        self._infer, self._requests, self.result = infer, requests, load.Result()
 
-        async def one() -> None:
-            while (seconds is None or time.perf_counter() - started < seconds) and (
-                count is None or (index := next(numbers)) < count
-            ):
-                index = index if count is not None else next(numbers)
-                sent = time.perf_counter()
-                body = await infer(requests[index % len(requests)])
-                result.answers.append(load.Answer(index, 200, body, None, time.perf_counter() - sent))
-
-        await asyncio.gather(*(one() for _ in range(concurrency)))
-        result.seconds = time.perf_counter() - started
-    return result
+    async def send(self, index: int, due_s: float | None) -> bool:
+        sent_s = self.now_s()
+        body = await self._infer(self._requests[index % len(self._requests)])
+        self.result.answers.append(load.Answer(index, 200, body, None, self.now_s() - sent_s))
+        return True

@@ -207,8 +207,7 @@ def test_a_round_of_guerdon_and_transformers_agrees(tmp_path: Path) -> None:
 
     import contest
     from in_process import ENGINE, ONE_BY_ONE, SORTED
-    from loads import make_cell, read_chats
-    from workload import DEMO_PROMPTS, make_models
+    from workload import DEMO_PROMPTS, make_cell, make_models, read_chats
 
     chats = read_chats(DEMO_PROMPTS)[:8]
     model = make_models(tmp_path, [[c["prompt"] + r for c in chats for r in c["responses"]]])

@@ -18,30 +18,30 @@ DATA = Path(__file__).parents[1] / "examples/demo/heldout.jsonl"
 
 
 @pytest.fixture(scope="module")
-def loads() -> Any:
+def workload() -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        import loads
+        import workload
 
-        yield loads
+        yield workload
     finally:
         sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
-def chats(loads: Any) -> list[dict]:
-    return loads.read_chats(DATA)
+def chats(workload: Any) -> list[dict]:
+    return workload.read_chats(DATA)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(loads: Any, chats: list[dict]) -> Any:
+def tokenizer(workload: Any, chats: list[dict]) -> Any:
     from workload import make_tokenizer
 
     return make_tokenizer([c["prompt"] + r for c in chats for r in c["responses"]])
 
 
-def test_a_cell_has_each_prompts_own_responses_and_then_others(loads: Any, chats: list[dict], tokenizer: Any) -> None:
-    cell = loads.make_cell(chats, tokenizer, "bare", 16)
+def test_a_cell_has_each_prompts_own_responses_first(workload: Any, chats: list[dict], tokenizer: Any) -> None:
+    cell = workload.make_cell(chats, tokenizer, "bare", 16)
     assert {len(g.rows) for g in cell.groups} == {16}
     group = next(g for g in cell.groups if g.first == 0)
     mine, others = group.texts[: len(chats[0]["responses"])], group.texts[len(chats[0]["responses"]) :]
@@ -53,41 +53,41 @@ def test_a_cell_has_each_prompts_own_responses_and_then_others(loads: Any, chats
 
 @pytest.mark.parametrize(("load", "tokens"), [("short", 180), ("long", 1_000)])
 def test_earlier_turns_make_a_prompt_as_long_as_its_load_says(
-    loads: Any, chats: list[dict], tokenizer: Any, load: str, tokens: int
+    workload: Any, chats: list[dict], tokenizer: Any, load: str, tokens: int
 ) -> None:
-    groups = loads.make_cell(chats, tokenizer, load, 1).groups
+    groups = workload.make_cell(chats, tokenizer, load, 1).groups
     lengths = [g.prompt_tokens for g in groups]
     # A turn is whole, so that a prompt may pass what was wanted by a question and the fewest tokens of a reply.
-    assert all(0.85 * tokens - loads.FEWEST <= n <= 1.15 * tokens + 80 for n in lengths), lengths
+    assert all(0.85 * tokens - workload.FEWEST <= n <= 1.15 * tokens + 80 for n in lengths), lengths
     assert len(set(lengths)) > 5
     rows = sorted((g.rows[0] for g in groups), key=lambda row: row.tolist())
     assert all(common_prefix(a, b) < 16 for a, b in itertools.pairwise(rows))
 
 
-def test_a_response_is_cut_where_a_trainer_would_stop_it(loads: Any, tokenizer: Any) -> None:
+def test_a_response_is_cut_where_a_trainer_would_stop_it(workload: Any, tokenizer: Any) -> None:
     text = " ".join(["a reply of very many words"] * 99)
-    short = loads.cut(text, tokenizer, 40)
+    short = workload.cut(text, tokenizer, 40)
     assert text.startswith(short) and len(tokenizer(short)["input_ids"]) == 40
-    assert loads.cut(short, tokenizer, 40) == short
+    assert workload.cut(short, tokenizer, 40) == short
 
 
-def test_a_cell_is_as_large_as_batches_need(loads: Any, chats: list[dict], tokenizer: Any) -> None:
-    by_sequences = loads.make_cell(chats, tokenizer, "long", 16)
-    assert sum(len(g.rows) for g in by_sequences.groups) == loads.SEQUENCES
-    by_tokens = loads.make_cell(chats, tokenizer, "short", 1)
-    mean = sum(g.num_tokens for g in by_tokens.groups[: loads.FIRST]) / loads.FIRST
-    assert len(by_tokens.groups) == min(len(chats), max(round(loads.TOKENS / mean), loads.SEQUENCES))
+def test_a_cell_is_as_large_as_batches_need(workload: Any, chats: list[dict], tokenizer: Any) -> None:
+    by_sequences = workload.make_cell(chats, tokenizer, "long", 16)
+    assert sum(len(g.rows) for g in by_sequences.groups) == workload.SEQUENCES
+    by_tokens = workload.make_cell(chats, tokenizer, "short", 1)
+    mean = sum(g.num_tokens for g in by_tokens.groups[: workload.FIRST]) / workload.FIRST
+    assert len(by_tokens.groups) == min(len(chats), max(round(workload.TOKENS / mean), workload.SEQUENCES))
 
 
 @pytest.fixture
-def groups(loads: Any) -> list[Any]:
+def groups(workload: Any) -> list[Any]:
     return [
-        loads.Group([f"text {i} {j}" for j in range(3)], [np.arange(4, 9 + i + j) for j in range(3)], 3 * i, 4)
+        workload.Group([f"text {i} {j}" for j in range(3)], [np.arange(4, 9 + i + j) for j in range(3)], 3 * i, 4)
         for i in range(5)
     ]
 
 
-def test_every_sequence_is_asked_for_once(loads: Any, groups: list[Any]) -> None:
+def test_every_sequence_is_asked_for_once(workload: Any, groups: list[Any]) -> None:
     from forms import FORMS
 
     for form in FORMS:
@@ -100,7 +100,7 @@ def test_every_sequence_is_asked_for_once(loads: Any, groups: list[Any]) -> None
             assert all(len(some) == 1 for _, some in asked)
 
 
-def test_requests_hold_the_rows_and_only_the_default_pads_to_the_maximum(loads: Any, groups: list[Any]) -> None:
+def test_requests_hold_the_rows_and_only_the_default_pads_to_the_maximum(workload: Any, groups: list[Any]) -> None:
     from forms import FORMS, PADDED_TO_MAXIMUM
     from guerdon.wire import kserve
 
@@ -119,7 +119,7 @@ def test_requests_hold_the_rows_and_only_the_default_pads_to_the_maximum(loads: 
     assert tokens_of(PADDED_TO_MAXIMUM)[0].shape == (3, 2048)
 
 
-def test_answers_are_read_as_scores(loads: Any) -> None:
+def test_answers_are_read_as_scores(workload: Any) -> None:
     from forms import read_labels, read_pooled, read_scores
     from load import Answer
 

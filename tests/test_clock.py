@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "guerdon"
 TOLD = {
     "actor/trackers.py",
-    "cli/bench/command.py",
+    "cli/bench/benching.py",
     "cli/console.py",
     "engine/checkpoint/digests.py",
     "server/page/watch.py",

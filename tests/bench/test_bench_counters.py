@@ -8,10 +8,8 @@ from collections import Counter
 
 import pytest
 
-from guerdon.cli.bench import table
-from guerdon.cli.bench.counters import Work, parsed, work
 from guerdon.cli.bench.driving import NOT_SENT, Answer
-from guerdon.cli.bench.summary import bounded, summarised
+from guerdon.cli.bench.summary import Work, check_bounds, notes, parse_counters, summarise, table, work_between
 from guerdon.server.metrics import Metrics
 
 GOOD = Answer(sent_s=0.0, seconds=0.5, num_sequences=8, num_tokens=80, queue_s=0.1, compute_s=0.2)
@@ -27,29 +25,29 @@ def counters(model: str, received: float, computed: float, batches: int = 1) -> 
 
 
 def test_the_servers_own_text_is_read() -> None:
-    before = parsed(counters('a"b\\', 100, 60).render().decode())
-    after = parsed(counters('a"b\\', 300, 160, 2).render().decode())
+    before = parse_counters(counters('a"b\\', 100, 60).render().decode())
+    after = parse_counters(counters('a"b\\', 300, 160, 2).render().decode())
     (model,) = {name for name, _ in after if name}
-    assert work(before, after, model) == Work(model, 200, 100, 1, 6)
+    assert work_between(before, after, model) == Work(model, 200, 100, 1, 6)
 
 
 def test_a_sum_counts_what_all_its_models_do() -> None:
-    one, other = (parsed(counters(name, 50, 40).render().decode()) for name in ("helpful", "safe"))
-    assert work(Counter(), one + other, "total") == Work("", 100, 80, 2, 12)
-    assert work(Counter(), one + other, "safe") == Work("safe", 50, 40, 1, 6)
+    one, other = (parse_counters(counters(name, 50, 40).render().decode()) for name in ("helpful", "safe"))
+    assert work_between(Counter(), one + other, "total") == Work("", 100, 80, 2, 12)
+    assert work_between(Counter(), one + other, "safe") == Work("safe", 50, 40, 1, 6)
 
 
 def test_nothing_is_told_of_a_server_that_was_started_again_or_counts_nothing() -> None:
-    more, less = (parsed(counters("m", n, n).render().decode()) for n in (100, 50))
-    assert work(more, less, "m") is None
-    assert work(None, more, "m") is None and work(more, None, "m") is None
-    assert work(more, more, "m") is None
+    more, less = (parse_counters(counters("m", n, n).render().decode()) for n in (100, 50))
+    assert work_between(more, less, "m") is None
+    assert work_between(None, more, "m") is None and work_between(more, None, "m") is None
+    assert work_between(more, more, "m") is None
 
 
 def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
     lost = Answer(0.0, 9.0, 8, 80, 8, error="Overloaded", text="the queue is full")
     partly = dataclasses.replace(GOOD, num_failed=2, error="SampleFailed", text="not finite")
-    summary = summarised([GOOD, partly, lost], None, 0.5)
+    summary = summarise([GOOD, partly, lost], None, 0.5)
     assert (summary.requests, summary.answered, summary.sequences, summary.failed_sequences) == (3, 2, 14, 10)
     assert summary.seconds == 9.0 and summary.sequences_per_s == pytest.approx(14 / 9)
     assert summary.latency is not None and summary.latency.max == 500
@@ -58,23 +56,23 @@ def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
 
 
 def test_where_nothing_was_answered_no_bound_holds_and_no_number_is_made_up() -> None:
-    summary = summarised([Answer(0.0, 1.0, 8, None, 8, error="Unreachable", text="gone")], None, 0.0)
-    summary.checks = bounded(summary, 100, 0.1)
+    summary = summarise([Answer(0.0, 1.0, 8, None, 8, error="Unreachable", text="gone")], None, 0.0)
+    summary.checks = check_bounds(summary, 100, 0.1)
     assert summary.latency is None and summary.received_tokens is None
     assert [check.holds for check in summary.checks] == [False, False]
-    told = table.written(summary, "heading", "load", io.StringIO())
-    assert "Unreachable 1 times, the first: gone" in told and "it is nothing" in told and "\x1b" not in told
+    told = table(summary, "heading", "load", io.StringIO())
+    assert "Unreachable 1 times, first: gone" in told and "is nothing" in told and "\x1b" not in told
 
 
 def test_times_that_a_server_does_not_tell_are_absent() -> None:
-    summary = summarised([dataclasses.replace(GOOD, queue_s=0.0, compute_s=0.0)], None, 0.0)
+    summary = summarise([dataclasses.replace(GOOD, queue_s=0.0, compute_s=0.0)], None, 0.0)
     assert summary.queue is None and summary.compute is None
-    assert "server's queue" not in table.written(summary, "", "", io.StringIO())
+    assert "server's queue" not in table(summary, "", "", io.StringIO())
 
 
 def test_a_client_at_its_limit_says_so() -> None:
-    assert not list(table.notes(summarised([GOOD], None, 0.1)))
-    (note,) = table.notes(summarised([GOOD], None, 0.98))
+    assert not list(notes(summarise([GOOD], None, 0.1)))
+    (note,) = notes(summarise([GOOD], None, 0.98))
     assert "0.98 cores" in note
 
 
@@ -86,28 +84,28 @@ def sent(late_s: float, seconds: float, count: int = 11) -> list[Answer]:
 
 
 def test_the_clients_own_delay_is_told_apart_from_the_servers_latency() -> None:
-    summary = summarised(sent(late_s=1.0, seconds=1.5), None, 0.3, rate=10.0)
+    summary = summarise(sent(late_s=1.0, seconds=1.5), None, 0.3, rate=10.0)
     assert summary.late is not None and summary.late.max == 1000
     assert summary.sent_per_s == pytest.approx(10 / 2), "ten more in two seconds, which should have been one"
-    (note,) = table.notes(summary)
-    assert "could not keep up with 10 requests a second" in note and "1.00 s after they were due, 5.0 a second" in note
-    told = table.written(summary, "", "", io.StringIO())
-    assert "client's delay" in told and "10 were asked for" in told
+    (note,) = notes(summary)
+    assert "could not keep up with 10 requests per second" in note and "1.00 s late, 5.0 per second" in note
+    told = table(summary, "", "", io.StringIO())
+    assert "client's delay" in told and "10 requested" in told
     assert summary.as_json()["late_ms"]["max"] == 1000 and summary.as_json()["sent_per_s"] == pytest.approx(5)
 
 
 @pytest.mark.parametrize(("late_s", "seconds"), [(0.005, 0.006), (0.05, 1.0), (0.0, 1.0)])
 def test_a_delay_that_changes_nothing_is_no_note(late_s: float, seconds: float) -> None:
-    assert not list(table.notes(summarised(sent(late_s, seconds), None, 0.3, rate=10.0)))
+    assert not list(notes(summarise(sent(late_s, seconds), None, 0.3, rate=10.0)))
 
 
 def test_without_a_rate_nothing_is_due_and_nothing_late() -> None:
-    summary = summarised(sent(late_s=1.0, seconds=1.5), None, 0.3)
-    assert summary.late is None and summary.sent_per_s is None and not list(table.notes(summary))
-    assert "delay" not in table.written(summary, "", "", io.StringIO())
+    summary = summarise(sent(late_s=1.0, seconds=1.5), None, 0.3)
+    assert summary.late is None and summary.sent_per_s is None and not list(notes(summary))
+    assert "delay" not in table(summary, "", "", io.StringIO())
 
 
 def test_what_was_not_sent_is_in_no_rate_and_no_delay() -> None:
     left_out = [Answer(9.0, 0.0, 1, None, 1, error=NOT_SENT, text="")]
-    summary = summarised(sent(late_s=0.0, seconds=0.5) + left_out, None, 0.3, rate=10.0)
+    summary = summarise(sent(late_s=0.0, seconds=0.5) + left_out, None, 0.3, rate=10.0)
     assert summary.sent_per_s == pytest.approx(10) and summary.requests == 12

@@ -23,10 +23,10 @@ import served
 import zoo
 from bench import bench_scorers
 from guerdon.assembly import build_service
-from guerdon.cli.bench import command, driving, table
-from guerdon.cli.bench.driving import NOT_SENT, Answer, Driver, Extent
+from guerdon.cli.bench import benching, driving
+from guerdon.cli.bench.driving import NOT_SENT, Answer, ClientLoad, Extent, poisson
 from guerdon.cli.bench.load import Load, RandomTokens, Request, Shape
-from guerdon.cli.bench.summary import summarised
+from guerdon.cli.bench.summary import notes, summarise
 from guerdon.client.clients import AsyncRewardClient
 from guerdon.errors import StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
@@ -59,8 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def bench(*argv: str) -> int:
     """The exit status of the command in this process."""
     parser = argparse.ArgumentParser()
-    command.add(parser)
-    return command.run(parser.parse_args([*argv, "--no-progress"]))
+    benching.add(parser)
+    return benching.run(parser.parse_args([*argv, "--no-progress"]))
 
 
 def told(tmp_path: Path, *argv: str) -> tuple[int, dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_a_run_tells_what_was_asked_answered_and_computed(server, tmp_path, caps
     assert 0 < out["compute_ms"]["p50"] < latency["max"]
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
     table, errors = capsys.readouterr()
-    assert "192" in table and "p99" in table and "% of those received" in table and "random texts" in table
+    assert "192" in table and "p99" in table and "% of received" in table and "random texts" in table
     assert errors == ""
 
 
@@ -114,7 +114,7 @@ def test_a_sum_has_the_work_of_its_models(server, tmp_path):
     status, out = told(tmp_path, server.http_url, "--model", "total", *SHORT, "--requests", "4", "--responses", "2")
     assert status == 0
     assert out["work"]["model"] == "" and out["work"]["received_tokens"] == 2 * out["received_tokens"]
-    assert "the server's tokens are those of all its models" in out["notes"]
+    assert any("all its models" in note for note in out["notes"])
 
 
 def test_json_may_go_to_the_terminal_alone(server, capsys):
@@ -139,7 +139,7 @@ def test_failed_samples_fail_the_run_and_are_told(server, tmp_path, capsys):
     assert status == 1
     assert (out["answered"], out["sequences"], out["failed_sequences"]) == (10, 15, 5)
     assert [(failure["kind"], failure["count"]) for failure in out["failures"]] == [("SampleFailed", 5)]
-    assert "SampleFailed 5 times, the first: " in capsys.readouterr().out
+    assert "SampleFailed 5 times" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_what_cannot_start_says_what_to_do(server, tmp_path):
         ((f"grpc://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
         ((server.http_url, "--model", "other"), "unknown model 'other'; served here: .*reward_model"),
         ((server.http_url, "--data", str(tmp_path / "none.jsonl")), "cannot read"),
-        ((server.http_url, "--plot", "out.pdf"), "is no PNG"),
+        ((server.http_url, "--plot", "out.pdf"), "not a .png file"),
         ((server.http_url, "--plot", missing), "there is no folder"),
         ((server.http_url, "--json", str(tmp_path)), "is a folder"),
         ((server.http_url, "--json", "/proc/none.json"), "cannot write /proc/none.json: "),
         (("ftp://127.0.0.1:1",), "is not one: give http"),
         (("http://127.0.0.1:99999",), "Port out of range"),
         ((server.http_url, "--template"), "--data is not"),
-        ((server.http_url, "--vocab-size", "9"), "is sent text"),
-        ((server.http_url, "--data", "x", "--responses", "2", "--spread", "0"), "--responses, --spread are of"),
-        ((server.http_url, "--data", "x", "--seed", "1"), "--seed is of the random load"),
+        ((server.http_url, "--vocab-size", "9"), "gets text"),
+        ((server.http_url, "--data", "x", "--responses", "2", "--spread", "0"), "--responses, --spread are for"),
+        ((server.http_url, "--data", "x", "--seed", "1"), "--seed is for the random load"),
     ):
         with pytest.raises(StartError, match=what) as e:
             bench(*argv)
@@ -264,11 +264,11 @@ def driven(
 
     async def drive() -> list[Answer]:
         async with AsyncRewardClient(url, model, max_in_flight=1 << 20) as client:
-            driver = Driver(client, kind(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answers.append, max_open)
+            driver = ClientLoad(client, kind(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answers.append, max_open)
             if rate is None:
                 await driver.closed(1, Extent(None, requests))
             else:
-                await driver.open(rate, Extent(None, requests), 0)
+                await driver.open(poisson(rate, Extent(None, requests), 0))
         return answers
 
     return asyncio.run(drive())
@@ -300,9 +300,9 @@ def test_a_rate_is_kept_on_average(server):
 def test_a_client_that_cannot_keep_up_says_so(server):
     answers = driven(server.http_url, "lengths", 1000.0, 40, kind=SlowToMake)
     assert answers[-1].late_s > 0.5 and all(answer.late_s <= answer.seconds for answer in answers)
-    summary = summarised(answers, None, 0.0, rate=1000.0)
+    summary = summarise(answers, None, 0.0, rate=1000.0)
     assert summary.sent_per_s is not None and summary.sent_per_s < 60
-    assert any("could not keep up" in note for note in table.notes(summary))
+    assert any("could not keep up" in note for note in notes(summary))
     for _ in range(10):  # in one of them the machine does not stall
         at_leisure = driven(server.http_url, "slow", 20.0, 6)
         assert all(answer.late_s + bench_scorers.SLOW_S <= answer.seconds for answer in at_leisure), (
@@ -328,8 +328,8 @@ def test_waiting_for_the_last_answers_is_no_idleness(server, monkeypatch):
     async def drive() -> float:
         async with AsyncRewardClient(server.http_url, "slow") as client:
             await client.info()
-            driver = Driver(client, Busy(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answered)
-            await driver.open(5.0, Extent(None, 1), 0)
+            driver = ClientLoad(client, Busy(Shape(4, 4, 1, 0.1, 16), 0, 9), 30.0, answered)
+            await driver.open(poisson(5.0, Extent(None, 1), 0))
             return driver.cores
 
     class Busy(RandomTokens):
@@ -391,6 +391,6 @@ def test_the_command_shows_its_progress_on_a_terminal(server):
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_the_commands():
-    code = "import sys, guerdon.cli.bench.command, guerdon.cli.doctor\n"
+    code = "import sys, guerdon.cli.bench.benching, guerdon.cli.doctor\n"
     code += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())

@@ -135,11 +135,11 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """`guerdon bench`: see guerdon.cli.bench.command."""
+    """`guerdon bench`: see guerdon.cli.bench.benching."""
     console.check_alone("bench")
-    from guerdon.cli.bench import command
+    from guerdon.cli.bench import benching
 
-    return command.run(args)
+    return benching.run(args)
 
 
 def run_doctor(args: argparse.Namespace) -> int:

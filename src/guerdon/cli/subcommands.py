@@ -92,9 +92,9 @@ def _add_actor(commands: Any, name: str, text: str) -> None:
 
 def _add_bench(commands: Any) -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        from guerdon.cli.bench import command
+        from guerdon.cli.bench import benching
 
-        command.add(parser)
+        benching.add(parser)
 
     bench = _command(commands, "bench", "measure a server under the load of a trainer", running.run_bench, add)
     bench.description = helps.BENCH_EXAMPLES

@@ -1,1 +1,1 @@
-"""`guerdon bench`: a load as RLHF makes it on a running server, and what came of it."""
+"""`guerdon bench`: measures a server under the load of a trainer; benchmarks/ use its load generator."""

@@ -1,7 +1,8 @@
-"""What is sent: requests in the shape of RLHF's, random but the same for the same seed, or those of a file."""
+"""The load of `guerdon bench`: random requests as in RLHF, the same for the same seed, or the rows of a file."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from guerdon.client.calls import ModelSignature
+from guerdon.client.clients import AsyncRewardClient
 from guerdon.client.rows import read_rows, samples_of
-from guerdon.errors import StartError
+from guerdon.errors import ConfigError, InvalidRequest, PayloadTooLarge, StartError
 
 CHARACTERS_PER_TOKEN = 4
-"""How long a text is made that is to have a number of tokens: about what tokenizers make of English."""
+"""Roughly the length of an English token."""
 
 _COMMON_WORDS = (
     "the of and to in a is that it was for on are with as they be at this from have or by one had not but what all "
@@ -35,12 +37,12 @@ _COMMON_WORDS = (
     "whole hear example heard several change answer room sea against top turned learn point city play toward five"
 )
 _FIRST_ID = 4
-"""Ids below this one are often special."""
+"""Smaller ids are often special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one request has for `RewardClient.score`, and its numbers of sequences and, where known, of tokens."""
+    """One request: the arguments of `RewardClient.score`, and its size; `num_tokens` is None for text."""
 
     samples: dict[str, Any]
     num_sequences: int
@@ -49,9 +51,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The lengths of prompts and responses, in tokens: log-normal of these means, cut where both pass `max_length`.
+    """Distribution of prompt and response lengths in tokens: log-normal with these means.
 
-    `spread` is the standard deviation of the lengths' logarithm.
+    A sequence has at most `max_length` tokens. `spread` is the standard deviation of the log lengths.
     """
 
     prompt_tokens: float
@@ -61,7 +63,7 @@ class Shape:
     max_length: int
 
     def lengths(self, random: np.random.Generator) -> tuple[int, np.ndarray]:
-        """The tokens of one prompt, and int64 `[responses]` those of its responses; all at least 1."""
+        """Draws the length of one prompt, and those of its responses, int64 `[responses]`; all at least 1."""
         prompt = int(min(self._drawn(random, self.prompt_tokens, 1)[0], max(1, 3 * self.max_length // 4)))
         drawn = self._drawn(random, self.response_tokens, self.responses)
         return prompt, np.clip(drawn, 1, max(1, self.max_length - prompt))
@@ -72,7 +74,7 @@ class Shape:
 
 
 class RandomTexts:
-    """Prompts with their responses as text of common words; no two requests have the same."""
+    """Random text of common words; every request has another prompt."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self._shape, self._seed = shape, seed
@@ -83,11 +85,11 @@ class RandomTexts:
         self._num_starts = len(self._text) - longest
 
     def num_sequences(self, index: int) -> int:
-        """Of the request of that number."""
+        """Returns the number of sequences of request `index`, without making it."""
         return self._shape.responses
 
     def request(self, index: int) -> Request:
-        """The request of that number, the same however often it is asked for."""
+        """Makes request `index`; deterministic."""
         random = np.random.default_rng((self._seed, index))
         prompt_length, lengths = self._shape.lengths(random)
         prompt = f"{index} {self._cut(random, prompt_length)}"
@@ -99,23 +101,23 @@ class RandomTexts:
         return self._text[start : start + CHARACTERS_PER_TOKEN * num_tokens]
 
     def longest(self) -> Request:
-        """One sequence longer than any, by a quarter: texts of one length have more tokens and fewer."""
+        """Makes a sequence a quarter longer than any other, because tokens per character vary."""
         return Request({"texts": [self._text[: 5 * CHARACTERS_PER_TOKEN * self._shape.max_length // 4]]}, 1, None)
 
 
 class RandomTokens:
-    """Prompts with their responses as token ids below `vocab_size`; no two requests have the same."""
+    """Random token ids below `vocab_size`; every request has another prompt."""
 
     def __init__(self, shape: Shape, seed: int, vocab_size: int) -> None:
         self._shape, self._seed = shape, seed
         self._ids = (min(_FIRST_ID, vocab_size - 1), vocab_size)
 
     def num_sequences(self, index: int) -> int:
-        """Of the request of that number."""
+        """Returns the number of sequences of request `index`, without making it."""
         return self._shape.responses
 
     def request(self, index: int) -> Request:
-        """The request of that number, the same however often it is asked for."""
+        """Makes request `index`; deterministic."""
         random = np.random.default_rng((self._seed, index))
         prompt_length, lengths = self._shape.lengths(random)
         prompt = random.integers(*self._ids, prompt_length)
@@ -123,35 +125,35 @@ class RandomTokens:
         return Request({"tokens": rows}, len(rows), sum(map(len, rows)))
 
     def longest(self) -> Request:
-        """One sequence as long as any may be."""
+        """Makes a sequence of the maximum length."""
         row = np.random.default_rng(self._seed).integers(*self._ids, self._shape.max_length)
         return Request({"tokens": [row]}, 1, len(row))
 
 
 class FromFile:
-    """The rows of a JSONL file, one a request, from the first again after the last."""
+    """The rows of a JSONL file, one per request, in a cycle."""
 
     def __init__(self, path: Path, template: bool, signature: ModelSignature) -> None:
-        """Raises StartError where it cannot be read, has no sample, or has what the model does not take."""
+        """Raises StartError if the file is unreadable, empty, or does not fit the model's inputs."""
         self._requests = list(_requests(path, template))
         if not self._requests:
-            raise StartError(f"{path} has no sample", "give a file with rows to score")
+            raise StartError(f"{path} has no samples", "give a file with rows to score")
         wanted = {"texts": "sentences", "messages": "messages"}
         for kind in sorted({next(iter(request.samples)) for request in self._requests}):
             if wanted[kind] not in signature.inputs:
                 raise StartError(
                     f"{path} has {kind}, and model '{signature.name}' takes {', '.join(signature.inputs)}",
-                    "leave out --data: the random load is then of token ids"
+                    "leave out --data: the random load then has token ids"
                     if kind == "texts"
                     else "give rows of text, or serve a model with a chat template",
                 )
 
     def num_sequences(self, index: int) -> int:
-        """Of the request of that number."""
+        """Returns the number of sequences of request `index`."""
         return self.request(index).num_sequences
 
     def request(self, index: int) -> Request:
-        """The request of that number."""
+        """Returns request `index`."""
         return self._requests[index % len(self._requests)]
 
 
@@ -163,9 +165,62 @@ def _requests(path: Path, template: bool) -> Iterator[Request]:
         samples = samples_of(row, path, line, template)
         if not samples:
             continue
-        told: dict[str, Any] = {"texts" if isinstance(samples[0], str) else "messages": samples}
+        arguments: dict[str, Any] = {"texts" if isinstance(samples[0], str) else "messages": samples}
         if isinstance(row.get("prompt"), str):
-            told["prompts"] = list(itertools.repeat(row["prompt"], len(samples)))
+            arguments["prompts"] = list(itertools.repeat(row["prompt"], len(samples)))
         if "label" in row:
-            told["labels"] = list(itertools.repeat(row["label"], len(samples)))
-        yield Request(told, len(samples), None)
+            arguments["labels"] = list(itertools.repeat(row["label"], len(samples)))
+        yield Request(arguments, len(samples), None)
+
+
+_MOST_IDS = 32_768
+"""The first guess; a larger vocabulary would not change the load."""
+_SHORTEST = 8
+
+
+async def fit(
+    client: AsyncRewardClient, signature: ModelSignature, shape: Shape, seed: int, vocab_size: int | None
+) -> tuple[Load, Shape]:
+    """Returns a random load that the model accepts, text if possible, and its shape.
+
+    The server reports neither vocabulary nor maximum length: both are found by trial. Raises StartError if the model
+    accepts nothing, and the server's own errors.
+    """
+    if "sentences" in signature.inputs:
+        if vocab_size is not None:
+            raise ConfigError(f"--vocab-size is given, and model '{signature.name}' gets text", "leave it out")
+    elif "tokens" in signature.inputs:
+        vocab_size = vocab_size or await _find_vocab_size(client)
+    else:
+        raise StartError(
+            f"model '{signature.name}' takes {', '.join(signature.inputs)}: neither text nor token ids",
+            "name another with --model, or give rows that it takes with --data",
+        )
+    while True:
+        load = RandomTexts(shape, seed) if vocab_size is None else RandomTokens(shape, seed, vocab_size)
+        rejection = await _rejection(client, load.longest().samples)
+        if rejection is None:
+            return load, shape
+        shorter = 3 * shape.max_length // 4
+        if shorter < _SHORTEST:
+            raise StartError(f"model '{signature.name}' scores no sequence, however short: {rejection}", "see its log")
+        shape = dataclasses.replace(shape, max_length=shorter)
+
+
+async def _find_vocab_size(client: AsyncRewardClient) -> int:
+    """Halves the vocabulary until the model accepts its largest id."""
+    size = _MOST_IDS
+    while (rejection := await _rejection(client, {"tokens": [np.array([1, size - 1])]})) is not None:
+        if size <= 2:
+            raise StartError(f"the model rejects all tried token ids: {rejection}", "give --vocab-size")
+        size //= 2
+    return size
+
+
+async def _rejection(client: AsyncRewardClient, samples: dict[str, Any]) -> str | None:
+    """Returns the error if the server rejects the samples."""
+    try:
+        (error,) = (await client.score(**samples)).errors
+    except (InvalidRequest, PayloadTooLarge) as e:
+        return str(e)
+    return error
