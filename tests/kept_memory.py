@@ -18,9 +18,9 @@ import torch
 
 from guerdon.assembly import build_scorer
 from guerdon.distributed import computing
-from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.placement import check_memory
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.errors import TooLarge
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 

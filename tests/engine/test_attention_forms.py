@@ -31,10 +31,10 @@ from guerdon.engine.attention.forms import (
     trial,
 )
 from guerdon.engine.attention.patterns import CAUSAL, FULL
-from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.engine import Engine
+from guerdon.engine.layers import recompute_activations
 from guerdon.engine.packing import pack
-from guerdon.engine.recompute import recompute_activations
 from guerdon.settings.config import ModelConfig
 
 

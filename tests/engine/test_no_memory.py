@@ -12,14 +12,14 @@ import torch
 
 import zoo
 from guerdon.engine import generating
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.placement import check_memory
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
 from guerdon.engine.forward import Forward
 from guerdon.engine.generating import DecoderChoice
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import TooLarge
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 

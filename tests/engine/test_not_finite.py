@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import zoo
 from guerdon.assembly import build_scorer, build_trainer
 from guerdon.core import ModelInfo, Score, ScoreReply, Sequence
-from guerdon.engine.checkpoint.policies import load_policy
-from guerdon.engine.choosing import probe_rows
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.forward import Forward
 from guerdon.engine.functions import FunctionScorer, PaddedScorer
+from guerdon.engine.self_check import probe_rows
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 from guerdon.server.sums import Sum
 from guerdon.settings.actors import PolicyConfig

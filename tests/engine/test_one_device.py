@@ -25,12 +25,11 @@ from guerdon.core import Sequence
 from guerdon.engine import engine as engine_module
 from guerdon.engine import forward
 from guerdon.engine.attention import flex, forms, registry
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.loading import load
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import CachedDecoder
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.actors import RolloutConfig
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
@@ -41,7 +40,7 @@ COPIES = ("_to_copy", "copy_")
 class OneDevice(TorchDispatchMode):
     """Raises where CUDA would for tensors of two devices, or would have the host wait for a copy.
 
-    The host never waits for what `transfers` copies, and a number by itself may come from the host.
+    The host never waits for what `to_device` copies, and a number by itself may come from the host.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,13 +50,13 @@ class OneDevice(TorchDispatchMode):
         if name in COPIES:
             tensors += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         found = {x.device.type for x in tensors if x.dim() or x.device == GPU or name in COPIES}
-        assert len(found) <= 1 or (name in COPIES and _is_in_transfers()), f"{func} on {found}"
+        assert len(found) <= 1 or (name in COPIES and _is_copied_at_once()), f"{func} on {found}"
         return out
 
 
-def _is_in_transfers() -> bool:
+def _is_copied_at_once() -> bool:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith("engine/transfers.py"):
+    while frame is not None and frame.f_code.co_name != "to_device":
         frame = frame.f_back
     return frame is not None
 
@@ -133,7 +132,7 @@ def sequences() -> list[Sequence]:
 @pytest.mark.usefixtures("tried")
 def test_scores_wait_once(name: str, kind: str, config: dict, tmp_path: Path, waits: list[torch.Size]) -> None:
     folder = zoo.checkpoint(name, tmp_path / name, kind, **config)
-    engine = Engine(there(load(ModelConfig(model=str(folder), dtype="bfloat16", max_batch_tokens=150))))
+    engine = Engine(there(load_reward_model(ModelConfig(model=str(folder), dtype="bfloat16", max_batch_tokens=150))))
     waits.clear()
     with OneDevice():
         (result, *_) = engine.score(sequences())
@@ -205,7 +204,7 @@ def test_no_form_is_first_tried_while_serving(
 ) -> None:
     window = {"sliding_window": 100} if name == "mistral-sliding" else {}
     folder = zoo.checkpoint(name, tmp_path, head_dim=16, **window)
-    engine = Engine(there(load(ModelConfig(model=str(folder), dtype="bfloat16"))))
+    engine = Engine(there(load_reward_model(ModelConfig(model=str(folder), dtype="bfloat16"))))
     at_start = list(tried)
     assert {form for form, _ in at_start} == wanted
     # One token; more than any row had at the start; and copies of many times the batch.

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from guerdon.engine.attention import registry
-from guerdon.engine.checkpoint.policies import LoadedPolicy
-from guerdon.engine.choosing import TOLERANCE, trying
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.decoding import Decoding
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.engine.packing import pack
+from guerdon.engine.self_check import TOLERANCE, checking
 from guerdon.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class CachedDecoder:
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
         engine, longest = self._engine, max(map(len, prompts))
-        engine.forget_lengths()
+        engine.reset_lengths()
         tokens = np.full((len(prompts), longest), self._policy.pad_token_id)
         mask = np.zeros((len(prompts), longest), dtype=np.int64)
         for i, prompt in enumerate(prompts):
@@ -195,12 +195,12 @@ class DecoderChoice:
         """Raises CheckpointError where none agrees. All ranks must call it at the same time, and choose the same."""
         self._policy, self._engine = policy, engine
         rows = _probe_rows(policy)
-        with trying(engine.ranks), engine.gathered(), engine.no_gradients():
+        with checking(engine.ranks), engine.gathered(), engine.no_gradients():
             want = self._plainly(rows)
         reasons = []
         for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
             difference, refusal = 0.0, ""
-            with trying(engine.ranks):
+            with checking(engine.ranks):
                 try:
                     with engine.gathered(), engine.no_gradients():
                         difference = _difference(self.make(), rows, want, engine, alone=self.kind == "alone")
@@ -236,7 +236,7 @@ class DecoderChoice:
         made = []
         with self._engine.plain_attention():
             for row in rows:
-                self._engine.forget_lengths()
+                self._engine.reset_lengths()
                 made.append(self._policy.model(input_ids=self._engine.index(row)[None], use_cache=False).logits[0])
         return made
 

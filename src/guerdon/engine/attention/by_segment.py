@@ -8,8 +8,10 @@ mask only where every query head has keys of its own; without them all [H,querie
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -141,3 +143,28 @@ def _by_query_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     """Keys and values of every query head."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def of_few(
+    batch: PackedBatch,
+    read: np.ndarray,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Returns causal attention `[1,H,T,D]` of the queries at tokens `read` only, zero elsewhere; for CPUs.
+
+    In the last layer only the tokens that scores are read from matter, one of each sequence. The keys and values that
+    such a query sees are copied for it: as many as the sequence has tokens, instead of its number of tokens squared.
+    """
+    out = torch.zeros_like(query)
+    grouped = query.shape[1] != key.shape[1]
+    segments = np.searchsorted([s.start for s in batch.segments], read, side="right") - 1
+    for i, segment in zip(read.tolist(), segments.tolist(), strict=True):
+        spans, _ = visible(dataclasses.replace(batch.segments[segment], stop=i + 1), None)
+        # Copy the keys instead of masking others: 0 x NaN is NaN.
+        k, v = (torch.cat([x[:, :, a:b] for a, b in spans], 2) for x in (key, value))
+        one = slice(i, i + 1)
+        out[:, :, one] = F.scaled_dot_product_attention(query[:, :, one], k, v, scale=scale, enable_gqa=grouped)
+    return out

@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from guerdon.engine.attention.patterns import Pattern, Span
+from guerdon.engine.microbatches import to_device
 from guerdon.engine.packing import PackedBatch
-from guerdon.engine.transfers import to_device
 
 BLOCK = 128
 """Tokens of a block, of queries and of keys."""

@@ -17,8 +17,8 @@ from contextvars import ContextVar
 import numpy as np
 import torch
 
+from guerdon.engine.attention.by_segment import of_few
 from guerdon.engine.attention.forms import CASCADE_ON_CPU, asking, chosen
-from guerdon.engine.attention.of_few import of_few
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.packing import PackedBatch
@@ -26,7 +26,7 @@ from guerdon.engine.packing import PackedBatch
 NAME = "guerdon_packed"
 UNSUPPORTED = ("position_bias", "head_mask", "block_indices", "block_mask", "indices", "sinks")
 """Keywords by which some models change what is attended to; with one of them a model runs the plain way."""
-_batch: ContextVar[PackedBatch | Decoding] = ContextVar("guerdon_packed_batch")
+_batch: ContextVar[PackedBatch | Decoding | None] = ContextVar("guerdon_packed_batch")
 _queries: ContextVar[Mapping[torch.nn.Module, np.ndarray]] = ContextVar("guerdon_queries")
 
 
@@ -37,7 +37,7 @@ def attended() -> PackedBatch | Decoding | None:
 
 @contextmanager
 def attending(
-    batch: PackedBatch | Decoding, queries: Mapping[torch.nn.Module, np.ndarray] | None = None
+    batch: PackedBatch | Decoding | None, queries: Mapping[torch.nn.Module, np.ndarray] | None = None
 ) -> Iterator[None]:
     """Makes `batch` the one that attention reads; a context variable, for some models drop unknown keywords.
 
@@ -72,6 +72,7 @@ def packed_attention(
         if others.get(name) is not None:
             raise NotImplementedError(f"packed attention knows no {name}")
     batch = _batch.get()
+    assert batch is not None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(batch, Decoding):

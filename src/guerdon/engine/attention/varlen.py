@@ -27,9 +27,9 @@ from torch.autograd.function import once_differentiable
 
 from guerdon.engine.attention.by_segment import visible
 from guerdon.engine.attention.patterns import CAUSAL, FULL, Span
+from guerdon.engine.microbatches import to_device
 from guerdon.engine.packing import PackedBatch, indices
 from guerdon.engine.packing import Span as Run
-from guerdon.engine.transfers import to_device
 
 Rows = slice | Tensor
 """Which tokens of the packed row, in order: all of a run, or those of these indices (int64)."""

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="co
 
 POOL = """
 import os, threading, torch
-from guerdon.engine.host_threads import end_pool
+from guerdon.engine.host import end_pool
 torch.set_num_threads(3)
 count = lambda: len(os.listdir("/proc/self/task"))
 alone = count()
