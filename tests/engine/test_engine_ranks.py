@@ -104,7 +104,7 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
             told = done.output.partition(f"REFUSED {rank} {name} the ranks would load different models")[2]
             assert f"{name}: weights is " in told.partition("\n")[0] and " on rank 1 (" in told
         assert f"REFUSED {rank} gpt2 a GPT2Model has no plan for tensor parallelism in transformers" in done.output
-        assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never divided" in done.output
+        assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never sharded" in done.output
         # Only rank 1 lacks this one, and rank 0 does not wait for it for ever.
         assert f"there is no folder {folder}/llama1" in done.output.partition(f"REFUSED {rank} llama{rank}")[2]
         assert f"REFUSED {rank} narrow tensor_parallel is 2, and the model's num_key_value_heads is 1" in done.output

@@ -73,26 +73,26 @@ def as_compiled(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tens
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Asked]]]:
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Need]]]:
     """Forms are those of a GPU, and all pass their trials; what was tried is in the list. Models run packed.
 
     A self-check could compare nothing, nor scores be made of what has no data.
     """
-    told: list[tuple[str, forms.Asked]] = []
+    told: list[tuple[str, forms.Need]] = []
     registry.register()
-    flexes = dataclasses.replace(forms.FLEX, can=lambda asked: asked.size >= 16 and not asked.sinks)
+    flexes = dataclasses.replace(forms.FLEX, can=lambda need: need.size >= 16 and not need.sinks)
     monkeypatch.setattr(forms, "FLEX", flexes)
     monkeypatch.setattr(flex, "_compiled", lambda: as_compiled)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no such device
     monkeypatch.setattr(forms, "_with_flash", lambda device: device == GPU)
-    monkeypatch.setattr(forms, "_tried", lambda form, kind: told.append((form.name, kind)))
+    monkeypatch.setattr(forms, "_check_once", lambda form, kind: told.append((form.name, kind)))
     monkeypatch.setattr(
         forward, "choose", lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted")
     )
     monkeypatch.setattr(engine_module, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))
-    forms._chosen.cache_clear()
+    forms._choose_form.cache_clear()
     yield told
-    forms._chosen.cache_clear()
+    forms._choose_form.cache_clear()
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("waits")
 def test_no_form_is_first_tried_while_serving(
-    name: str, wanted: set[str], tmp_path: Path, tried: list[tuple[str, forms.Asked]]
+    name: str, wanted: set[str], tmp_path: Path, tried: list[tuple[str, forms.Need]]
 ) -> None:
     window = {"sliding_window": 100} if name == "mistral-sliding" else {}
     folder = zoo.checkpoint(name, tmp_path, head_dim=16, **window)

@@ -61,7 +61,7 @@ def _best_path(forward: Forward, *, gradients: bool) -> tuple[str, str]:
         probe = _Probe(forward, rows, gradients)
     reasons = []
     for path in candidates:
-        with forms.noting_left_out() as left_out, checking(forward.ranks):
+        with forms.noting_skipped() as skipped, checking(forward.ranks):
             states, slopes, refusal = probe.compare_on_all_ranks(path)
         if refusal:
             reasons.append(f"{path}: {refusal}")
@@ -71,7 +71,7 @@ def _best_path(forward: Forward, *, gradients: bool) -> tuple[str, str]:
             reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
         else:
             also = "" if slopes is None else f", its gradients within {slopes:.1e}"
-            reasons += [f"attention without {form}: {why}" for form, why in left_out.items()]
+            reasons += [f"attention without {form}: {why}" for form, why in skipped.items()]
             return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
     return "single", "; ".join(reasons)
 
