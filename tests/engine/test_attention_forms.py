@@ -267,7 +267,7 @@ def like_a_gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             ran.append(form.name)
             return form.compute(*args)
 
-        return Form(form.name, form.can, compute)
+        return Form(form.name, form.supports, compute)
 
     forms = [noted(form) for form in (stand_in(), FLEX_ON_CPU, BY_SEGMENT)]
     monkeypatch.setattr(attention_forms, "candidates", lambda what: [form for form in forms if form.supports(what)])

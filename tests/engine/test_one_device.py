@@ -80,7 +80,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Nee
     """
     told: list[tuple[str, forms.Need]] = []
     registry.register()
-    flexes = dataclasses.replace(forms.FLEX, can=lambda need: need.size >= 16 and not need.sinks)
+    flexes = dataclasses.replace(forms.FLEX, supports=lambda need: need.size >= 16 and not need.sinks)
     monkeypatch.setattr(forms, "FLEX", flexes)
     monkeypatch.setattr(flex, "_compiled", lambda: as_compiled)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no such device
