@@ -23,7 +23,7 @@ import zoo
 from guerdon.actor.sampling import Sampler
 from guerdon.core import Sequence
 from guerdon.engine import engine as engine_module
-from guerdon.engine import forward
+from guerdon.engine import self_check
 from guerdon.engine.attention import flex, forms, registry
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
@@ -87,7 +87,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Nee
     monkeypatch.setattr(forms, "_with_flash", lambda device: device == GPU)
     monkeypatch.setattr(forms, "_check_once", lambda form, kind: told.append((form.name, kind)))
     monkeypatch.setattr(
-        forward, "choose", lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted")
+        self_check,
+        "_best_path",
+        lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted"),
     )
     monkeypatch.setattr(engine_module, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))
     forms._choose_form.cache_clear()
