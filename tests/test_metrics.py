@@ -103,7 +103,9 @@ def test_what_is_read_is_prometheus_text_of_the_kinds_that_the_table_has() -> No
 def test_tritons_numbers_are_made_of_ours() -> None:
     metrics = Metrics()
     name = 'a "quoted" name'
-    metrics.watch_text(triton.Family(metrics, [name, "idle"], lambda: {name: (1, 3), "idle": (0, 0)}).text)
+    requests = lambda: {name: (1, 3), "idle": (0, 0)}  # noqa: E731
+    family = triton.Family(metrics, [name, "idle"], requests)
+    metrics.watch(requests, requests, list, family.text)
     metrics.answered_s[name] = 0.25
     for outcome, count in (
         ("ok", 5), ("Overloaded", 2), ("DeadlineExceeded", 1), ("Cancelled", 1), ("ServerFault", 1),

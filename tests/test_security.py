@@ -60,4 +60,4 @@ def test_a_file_of_keys_that_others_may_read_is_told(
     path.chmod(mode)
     check_addresses(ServerConfig(api_keys_file=str(path), port=0, grpc_port=None))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * is_told
-    assert (f"{path} is secret, and others than its owner may read it" in caplog.text) is is_told
+    assert (f"{path} is secret, and others may read it" in caplog.text) is is_told

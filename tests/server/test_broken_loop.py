@@ -13,6 +13,7 @@ import pytest
 
 from guerdon.core import ScoreRequest
 from guerdon.errors import ServerFault
+from guerdon.server import status
 from guerdon.server.batching.scheduler import Scheduler
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of
@@ -38,7 +39,7 @@ async def test_what_is_asked_afterwards_is_told_why(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ServerFault, match="cannot compute any more") as raised:
         service.check_ready()
     assert raised.value is not service.loss and not raised.value.retryable
-    assert not service.is_ready() and "cannot compute any more" in service.why_not_ready()
+    assert not status.is_ready(service) and "cannot compute any more" in status.why_not_ready(service)
     await asyncio.to_thread(service.stop, 5.0)
 
 

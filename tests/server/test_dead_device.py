@@ -11,6 +11,7 @@ import pytest
 
 from guerdon.core import ScoreRequest
 from guerdon.errors import ServerFault, TrainFailed
+from guerdon.server import status
 from guerdon.server.batching.halving import check_device
 from guerdon.server.service import Service
 from server.arithmetic_critic import ArithmeticService, request
@@ -32,7 +33,7 @@ async def check_that_it_ends(service: Service) -> None:
         await service.ending.wait()
     with pytest.raises(ServerFault, match=WHY):
         service.check_ready()
-    assert not service.is_ready() and WHY in service.why_not_ready()
+    assert not status.is_ready(service) and WHY in status.why_not_ready(service)
     assert isinstance(service.loss, ServerFault) and service.loss.__cause__ is None  # and so no frames of a forward
     await asyncio.to_thread(service.stop, 5.0)
 
@@ -79,7 +80,7 @@ async def test_a_bad_sample_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(service.scorer, "score", score)
     service.start()
     reply = await service.score("reward_model", ScoreRequest(tokens=ROWS))
-    assert all(isinstance(r, ServerFault) for r in reply.results) and service.is_ready()
+    assert all(isinstance(r, ServerFault) for r in reply.results) and status.is_ready(service)
     await asyncio.to_thread(service.stop, 5.0)
 
 

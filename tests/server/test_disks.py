@@ -13,6 +13,7 @@ import pytest
 from disks import fill, remount, small_disk
 from guerdon.core import Operation, TrainReport
 from guerdon.errors import Offloaded, StartError, StorageFailed, TrainFailed
+from guerdon.server import status
 from processes import by_itself
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import Driver
@@ -279,7 +280,7 @@ def test_nobody_is_told_that_nothing_was_done_before_its_record_is_gone(
             patch.setattr(critic.trainer, "train", fail)
             with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
                 critic.train(B)
-            assert critic.service.is_ready() is (how != "broke down")
+            assert status.is_ready(critic.service) is (how != "broke down")
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B])
 

@@ -14,6 +14,7 @@ import pytest
 from guerdon.core import Score, ScoreRequest
 from guerdon.errors import InvalidRequest, Unavailable
 from guerdon.server.auth import ANYBODY
+from guerdon.server.front import http_app
 from guerdon.server.front.admission import Admission
 from guerdon.server.front.http_exchanges import FORMS, FormExchange
 from guerdon.server.front.http_request import HttpRequest
@@ -231,7 +232,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
         return {"type": "http.request", "body": bodies.pop()}
 
     form, config = Form(read, told_plainly), ServerConfig()
-    admission = Admission(service, config)
+    app = http_app.App(Admission(service, config), config)
     for body, num_rows, asides in (
         (b'["small"]', 1, [False, False]),
         (orjson.dumps(["many bytes" * 30_000]), 1, [True, False]),
@@ -242,7 +243,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
         rows.append(num_rows)
         request = HttpRequest({"query_string": b"", "headers": []}, received)
         request.caller = ANYBODY
-        answering = admission.answer(FormExchange(form, request, admission, config))
+        answering = app._answer(FormExchange(request, form, Admission(service, config), config))
         assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(60)[2] == b"null"
         on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(60)
         assert [thread != on_loop for thread in threads[-2:]] == asides

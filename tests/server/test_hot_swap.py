@@ -204,7 +204,7 @@ def one_bad_token(root: Path) -> str:
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "absent": (lambda _: "nowhere", "no folder 'nowhere'"),
     "no checkpoint": (lambda root: (root / "empty").mkdir(exist_ok=True) or "empty", "no config.json"),
-    "cut short": (cut_short, "truncated"),
+    "cut short": (cut_short, "cut short"),
     "NaN weights": (lambda root: broken(root, "nan", fill("score.weight", float("nan"))), "scores nothing"),
     "NaN trunk": (lambda root: broken(root, "trunk", fill("model.norm.weight", float("nan"))), "scores nothing"),
     "some fail": (one_bad_token, "random sequences fail"),
@@ -248,7 +248,7 @@ async def test_what_cannot_take_the_place_leaves_it_as_it_was(
             with pytest.raises(InvalidRequest, match=says) as told:
                 await service.repository.load("reward_model", make(root))
             assert "serves on as before" in str(told.value) or "folder" in str(told.value), what
-            assert version(service) == old and service.is_ready("reward_model")
+            assert version(service) == old and status.is_ready(service, "reward_model")
             assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5), what
         assert not service._loop._group._worker._beside  # type: ignore[attr-defined]
         with pytest.raises(UnknownModel):
@@ -317,10 +317,10 @@ async def test_the_log_tells_how_a_change_went_and_who_asked(root: Path, caplog:
         await service.repository.unload("reward_model", "another")
     told = [record.getMessage() for record in caplog.records]
     assert not any("never retrieved" in text for text in told)
-    assert sum("as 'operator' has asked" in text for text in told) == 2
+    assert sum("on request of 'operator'" in text for text in told) == 2
     assert any("stays" not in text and "serves on as before" in text and "no config.json" in text for text in told)
-    assert any("new' serves, version" in text for text in told) and "reward_model: unloaded" in told
-    assert any("as 'another' has asked" in text for text in told)
+    assert any("now serves" in text and "new', version" in text for text in told) and "reward_model: unloaded" in told
+    assert any("on request of 'another'" in text for text in told)
 
 
 async def test_what_is_no_checkpoint_is_not_loaded(service: Service, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
             waiting = asyncio.create_task(score(service))
             await until(lambda: service._loop.depth()["reward_model"][0] == len(ROWS))
             unloading = asyncio.create_task(service.repository.unload("reward_model"))
-            await until(lambda: not service.is_ready("reward_model"))
+            await until(lambda: not status.is_ready(service, "reward_model"))
             with pytest.raises(Unavailable, match="reward_model is unloaded; an admin may load it"):
                 await score(service)
         await unloading
@@ -420,7 +420,7 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
             service.check_room("reward_model")
         index = {each["name"]: (each["state"], each["reason"]) for each in status.repository_index(service, False)}
         assert index == {"reward_model": ("UNAVAILABLE", "unloaded"), "length": ("READY", "")}
-        assert service.is_ready() and [info.name for info in service.catalog.loaded()] == ["length"]
+        assert status.is_ready(service) and [info.name for info in service.catalog.loaded()] == ["length"]
         assert {info.name for info in service.catalog.models()} == {"reward_model", "length"}
         assert b'guerdon_model_info{device="cpu",dtype="float32",kind="seqcls",model="reward_model"' not in (
             service.metrics.render()
@@ -430,7 +430,7 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
         with pytest.raises(InvalidRequest, match="stays unloaded"):
             await service.repository.load("reward_model", "bare")
         loaded = await service.repository.load("reward_model", None)
-        assert service.is_ready("reward_model") and loaded == version(service)
+        assert status.is_ready(service, "reward_model") and loaded == version(service)
         assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5)
     gc.unfreeze()
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from guerdon.errors import Overloaded
+from guerdon.server.front.grpc_messages import Receiving
 from guerdon.server.front.http_request import UploadTooSlow
-from guerdon.server.front.receiving import Receiving
 from guerdon.settings.config import LimitsConfig
 
 

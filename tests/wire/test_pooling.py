@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import orjson
 import pytest
-from guerdon.server.front.forms import FORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guerdon import errors
 from guerdon.core import ModelInfo, Score, ScoreReply, Truncation
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
+from guerdon.server.front.http_exchanges import FORMS
 from guerdon.wire import bodies, openai, samples
 from guerdon.wire.bodies import MAX_DEPTH
 

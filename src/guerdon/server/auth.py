@@ -1,4 +1,4 @@
-"""Who asks: a key's holder and role."""
+"""Authentication: keys, their holders and roles, and TLS."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hmac
 import logging
 import os
 import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,24 +20,28 @@ from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, Role, has_keys,
 log = logging.getLogger(__name__)
 
 LEAST_KEY = 16
-"""Characters of the shortest key: none shorter withstands guessing."""
+"""Characters of the shortest key: shorter ones can be guessed."""
 
 PYTRITONS_HEADER = "triton-access-token"
 PYTRITONS_METADATA = f"triton-grpc-protocol-{PYTRITONS_HEADER}"
-"""Where PyTriton's clients put their `access_token`, over HTTP and over gRPC."""
+"""Where PyTriton's clients send their `access_token`, over HTTP and over gRPC."""
 
 _FORM = "write `ROLE NAME KEY`, such as `score trainer-a ` and what `openssl rand -hex 32` prints"
+
+_TLS_HELP = (
+    "give PEM files: the certificate and those that vouch for it, its unencrypted private key, and the clients' CA"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever asks: the name that stands before a key, and its role. Without keys the name is empty."""
+    """The holder of a key, with its role. Without keys the name is empty."""
 
     name: str
     role: Role
 
     def need(self, role: Role, what: str) -> None:
-        """Raises Forbidden where the caller may not do `what`, which needs `role`."""
+        """Raises Forbidden if the caller lacks the `role` that `what` needs."""
         if self.role >= role:
             return
         needed = role.name.lower()
@@ -46,15 +51,14 @@ class Caller:
 
 
 ANYBODY = Caller("", Role.TRAIN)
-"""Where there are no keys; what takes an admin needs one in any case."""
+"""The caller if there are no keys; an admin needs one in any case."""
 
 
 class Access:
-    """The keys of one server; `names` are their holders'."""
+    """The keys of one server; `names` are their holders."""
 
     def __init__(self, config: AccessConfig) -> None:
-        """Reads the keys; raises ConfigError, which names the line and never shows a key, or says that there is none
-        where there should be."""
+        """Reads the keys; raises ConfigError, which names the line and never shows a key, also if keys are missing."""
         self._callers: list[tuple[bytes, Caller]] = []
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file)
@@ -66,20 +70,20 @@ class Access:
             if not self._callers:
                 raise ConfigError(f"{path} has no keys", _FORM)
         self._read(split_keys_variable(), KEYS_VARIABLE)
-        if has_keys(config) and not self._callers:  # whoever set it does not mean that nobody needs one
+        if has_keys(config) and not self._callers:  # an empty variable must not open the server
             raise ConfigError(f"{KEYS_VARIABLE} is set, and has no keys", f"{_FORM}; or unset it")
         self.names = tuple(dict.fromkeys(caller.name for _, caller in self._callers))
 
     @property
     def has_admin(self) -> bool:
-        """Whether anybody may load and unload models."""
+        """Whether a key has the role admin."""
         return any(caller.role is Role.ADMIN for _, caller in self._callers)
 
     def caller(self, authorization: bytes | str | None, token: bytes | str | None = None) -> Caller:
-        """Who sends this header: `Bearer KEY`, or `Basic` with the key for its password; raises Unauthenticated.
+        """Returns the sender of this header: `Bearer KEY`, or `Basic` with the key as password.
 
-        `token` is the key by itself, as PyTriton's clients send it; it counts where there is no header. How long it
-        takes tells nothing of a key: digests are compared, each of them to its end.
+        `token` is the bare key, as PyTriton's clients send it; it counts if there is no header. Constant time: compares
+        all digests, each to its end. Raises Unauthenticated.
         """
         if not self._callers:
             return ANYBODY
@@ -99,7 +103,7 @@ class Access:
         return found
 
     def knows(self, authorization: bytes | str | None, token: bytes | str | None = None) -> bool:
-        """Whether `caller` finds somebody."""
+        """Whether the key is valid."""
         try:
             self.caller(authorization, token)
         except Unauthenticated:
@@ -114,7 +118,7 @@ class Access:
             if len(parts) != 3:
                 raise ConfigError(f"entry {number} of {where} is no key", _FORM)
             role, name, key = parts
-            if role.upper() not in Role.__members__:  # which is not shown: it may be a key
+            if role.upper() not in Role.__members__:  # not quoted: it may be a key
                 raise ConfigError(f"entry {number} of {where} does not begin with a role: score, train or admin", _FORM)
             if not re.fullmatch(r"[\w.-]{1,64}", name) or name == UNKNOWN:
                 raise ConfigError(
@@ -130,7 +134,7 @@ class Access:
                 )
             digest = hashlib.sha256(key.encode()).digest()
             caller = Caller(name, Role[role.upper()])
-            # One holder may have two keys, the old one and the new, while a key is replaced.
+            # Key rotation: one holder may have an old and a new key.
             if any(digest == known or (name == other.name and caller != other) for known, other in self._callers):
                 raise ConfigError(
                     f"entry {number} of {where} has a key a second time, or another role for {name}",
@@ -140,14 +144,67 @@ class Access:
 
 
 def warn_of_readers(config: AccessConfig) -> None:
-    """Says on the log which file of keys others than its owner may read."""
+    """Logs a warning for each file of secrets that others than its owner may read."""
     for path in (config.api_keys_file, config.tls_key):
         if path is not None and os.stat(path).st_mode & 0o044:
-            log.warning("%s is secret, and others than its owner may read it: `chmod 600` it", path)
+            log.warning("%s is secret, and others may read it: `chmod 600` it", path)
+
+
+def tls_context(config: AccessConfig) -> ssl.SSLContext | None:
+    """Returns the server's side of TLS 1.2 or later, None if it is off; raises ConfigError if a file is wrong.
+
+    With `tls_client_ca` a client needs a certificate of that authority.
+    """
+    cert, key = config.tls_cert, config.tls_key
+    if cert is None or key is None:
+        return None
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.set_alpn_protocols(["http/1.1"])
+    for path in (cert, key, config.tls_client_ca):
+        _read_file(path)
+    _check_certificates(cert)
+    try:
+        made.load_cert_chain(cert, key, password="")  # else an encrypted key prompts for its password
+    except (OSError, ValueError) as e:  # an ssl.SSLError is an OSError
+        raise ConfigError(f"{key} {_why_not(_read_file(key) or b'', cert)}", _TLS_HELP) from e
+    if config.tls_client_ca is not None:
+        _check_certificates(config.tls_client_ca)
+        made.load_verify_locations(config.tls_client_ca)
+        made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def read_pems(config: AccessConfig) -> tuple[bytes, bytes, bytes | None] | None:
+    """Returns private key, certificate and the clients' authority as their files have them; None if TLS is off."""
+    key, cert, authority = (_read_file(path) for path in (config.tls_key, config.tls_cert, config.tls_client_ca))
+    return None if key is None or cert is None else (key, cert, authority)
+
+
+def _read_file(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}", _TLS_HELP) from e
+
+
+def _check_certificates(path: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} has no certificate in PEM that can be read", _TLS_HELP) from e
+
+
+def _why_not(key: bytes, cert: str) -> str:
+    if b"PRIVATE KEY-----" not in key:
+        return "has no private key in PEM"
+    return "is encrypted" if b"ENCRYPTED" in key else f"cannot be read, or is not the private key of {cert}"
 
 
 def _key(authorization: bytes | str) -> bytes:
-    """The key in the header; raises Unauthenticated where there is none."""
+    """Returns the key in the header; raises Unauthenticated if there is none."""
     scheme, _, value = _bytes(authorization).strip().partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()

@@ -1,4 +1,4 @@
-"""What a server has by which name: models that are loaded or not, sums of them, and a critic's operations."""
+"""What a server has under which name: models, loaded or not, sums of them, and a critic's operations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, OperationInfo, Truncation
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
+from guerdon.server.batching.scheduler import Limits
 from guerdon.server.sums import Sum
 from guerdon.settings.config import ModelConfig, RewardConfig
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
-"""Work in short steps, which returns rows of ids, or what is wrong with them."""
+"""Tokenises in short steps; returns rows of ids, or what is wrong with them."""
 
 
 class Encoder(Protocol):
-    """Turns text into ids, or says in a text's place what is wrong with it; thread-safe."""
+    """Turns each text into ids, or into the error that it has; thread-safe."""
 
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
@@ -27,7 +28,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class Tokenizer(Encoder, Protocol):
-    """An encoder that also reads messages, and knows the text of its ids; a user's `tokenize_func` is none."""
+    """An encoder that also reads messages and decodes ids; a user's `tokenize_func` is not one."""
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
@@ -45,7 +46,7 @@ class Tokenizer(Encoder, Protocol):
 
 
 class Served(Protocol):
-    """What the service asks of a model that its worker holds: what it is, and how text becomes its ids."""
+    """A model that the worker holds, as the service sees it: what it is, and how text becomes its ids."""
 
     info: ModelInfo
     encoder: Encoder | None
@@ -53,8 +54,18 @@ class Served(Protocol):
     takes_all: bool
 
 
+def batch_limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
+    """Returns what one batch and the queue of a model may hold; each of `num_parts` computes a part of a batch."""
+    return Limits(
+        max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
+        max_queue_tokens=model.max_queue_tokens,
+        max_queue_sequences=model.max_queue_sequences,
+        shares=served.info.path == "packed+shared",
+    )
+
+
 class Entry:
-    """One model's name: its settings, and what serves under it; `served` is None while it is unloaded."""
+    """One model's name: its settings, and the model that serves under it; `served` is None while unloaded."""
 
     def __init__(self, config: ModelConfig, served: Served) -> None:
         self.config = config
@@ -63,23 +74,23 @@ class Entry:
 
     @property
     def info(self) -> ModelInfo:
-        """What serves now, or what did so last."""
+        """The model that serves now, or that served last."""
         return self._last if self.served is None else self.served.info
 
     def put(self, config: ModelConfig, served: Served | None) -> None:
-        """Has another model serve from now on, or none."""
+        """Puts another model in place, or none."""
         self._last = self.info if served is None else served.info
         self.config, self.served = config, served
 
     def loaded(self) -> Served:
-        """What serves; raises Unavailable where nothing does."""
+        """Returns the model that serves; raises Unavailable if there is none."""
         if self.served is None:
             raise Unavailable(f"{self.info.name} is unloaded; an admin may load it")
         return self.served
 
 
 class Catalog:
-    """Every name that can be asked for; names stay for as long as the server runs. Belongs to one asyncio loop."""
+    """Every name that a request can use; names stay while the server runs. Belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -98,46 +109,45 @@ class Catalog:
         }
 
     def entry(self, name: str) -> Entry:
-        """Returns what is known under the model's name; raises UnknownModel."""
+        """Returns the entry of the model's name; raises UnknownModel."""
         if name not in self.entries:
             raise self._unknown(name)
         return self.entries[name]
 
     def put(self, name: str, config: ModelConfig, served: Served | None) -> None:
-        """Has another model serve under the name from now on, or none; sums tell of it, too."""
+        """Puts another model, or none, under the name; its sums follow."""
         self.entries[name].put(config, served)
         for made in self.sums_of(name):
             made.renew([self.entries[component].info for component in made.components])
 
     def sums_of(self, name: str) -> list[Sum]:
-        """Those of which the model is a component."""
+        """Returns the sums of which the model is a component."""
         return [made for made in self.sums.values() if name in made.components]
 
     def infos(self) -> list[ModelInfo]:
-        """All that gives scores: sums first."""
+        """Returns all that gives scores: sums first."""
         return [*(made.info for made in self.sums.values()), *(entry.info for entry in self.entries.values())]
 
     def loaded(self) -> list[ModelInfo]:
-        """Those of them that can be asked now."""
+        """Returns those of `infos` that are not unloaded."""
         return [info for info in self.infos() if self.is_loaded(info.name)]
 
     def is_loaded(self, name: str) -> bool:
-        """Whether nothing of that name is unloaded."""
+        """Whether the model or operation of that name is not unloaded."""
         return name not in self.entries or self.entries[name].served is not None
 
     def tokenizer(self, name: str) -> Tokenizer | None:
-        """What makes ids of a model's text and text of its ids; None where that is a user's function, where the model
-        reads text itself, and for a sum or what is unloaded."""
+        """Returns the model's tokenizer; None if it has none, if it is unloaded, and for a sum."""
         entry = self.entries.get(name)
         encoder = None if entry is None or entry.served is None else entry.served.encoder
         return encoder if isinstance(encoder, Tokenizer) else None
 
     def models(self) -> list[ModelInfo | OperationInfo]:
-        """All that can be asked for by name: sums of rewards, models, and the critic's operations."""
+        """Returns all that has a name: sums of rewards, models, and the critic's operations."""
         return [*self.infos(), *self.operations.values()]
 
     def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
-        """The model or operation of that name; raises UnknownModel, which names those that are served."""
+        """Returns the model or operation of that name; raises UnknownModel, which lists those that are served."""
         if version in ("", "1"):
             if name in self.sums:
                 return self.sums[name].info
@@ -147,12 +157,15 @@ class Catalog:
                 return self.operations[name]
         raise self._unknown(name, version)
 
-    def scored_by(self, name: str) -> ModelInfo:
-        """The model that a protocol means which may leave the name out: then the first one, the one named in the
-        settings before all others, sums first. A checkpoint's own name will do, as its folder or hub id was given,
-        where it is no other model's name.
+    def names(self) -> list[str]:
+        """Returns all names."""
+        return [info.name for info in self.models()]
 
-        Raises UnknownModel, also where several models were loaded from what is named.
+    def scored_by(self, name: str) -> ModelInfo:
+        """Returns the model that a form names: by its name, else by its checkpoint's folder or hub id.
+
+        Without a name it is the first: sums before models, each in the order of the settings. Raises UnknownModel, also
+        if several models were loaded from that checkpoint.
         """
         infos = self.infos()
         if not name:
@@ -167,5 +180,5 @@ class Catalog:
 
     def _unknown(self, name: str, version: str = "") -> UnknownModel:
         asked = f"{name!r} version {version}" if version else repr(name)
-        names = ", ".join(sorted(info.name for info in self.models()))
+        names = ", ".join(sorted(self.names()))
         return UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")

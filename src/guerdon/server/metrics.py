@@ -126,7 +126,7 @@ class Metrics:
             self._metrics[name] = made.kind(name, made.text, made.labels, registry=self._registry, **extra)
         ProcessCollector(registry=self._registry)
         self._calls = _Calls(self._metrics)
-        self._others: list[Callable[[], str]] = []
+        self._others: Callable[[], str] | None = None
         self.answered_s: dict[str, float] = {}
         """Seconds from head to answer of all requests that ended well, by model."""
         self.last_request: dict[str, float] = {}
@@ -167,28 +167,32 @@ class Metrics:
         self.observe("guerdon_request_inference_time_seconds", reply.compute_s, model)
         return num_failed
 
+    def components(self, name: str, statistics: Iterable[tuple[str, float, float]]) -> None:
+        """Sets the mean and standard deviation of each component of a sum."""
+        for component, mean, std in statistics:
+            self.set("guerdon_component_mean", mean, name, component)
+            self.set("guerdon_component_std", std, name, component)
+
     def batch(self, model: str, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """Records one executed batch."""
         self.observe("guerdon_batch_seconds", seconds, model)
         self.observe("guerdon_batch_sequences", num_sequences, model)
         self.add("guerdon_computed_tokens", num_tokens, model)
 
-    def watch_queue(
-        self, depth: Callable[[], dict[str, tuple[int, int]]], requests: Callable[[], dict[str, tuple[int, int]]]
+    def watch(
+        self,
+        depth: Callable[[], dict[str, tuple[int, int]]],
+        requests: Callable[[], dict[str, tuple[int, int]]],
+        models: Callable[[], Iterable[ModelInfo]],
+        text: Callable[[], str] | None = None,
     ) -> None:
-        """Asks whenever the metrics are read, by model, for the sequences and tokens that wait, and for the requests
-        that run and that wait.
+        """Reads these whenever the metrics are read, by model: sequences and tokens that wait, requests that run and
+        that wait, what the models are, and more lines of Prometheus' text.
         """
         self._registry.register(_Pairs(depth, "guerdon_queue_sequences", "guerdon_queue_tokens"))
         self._registry.register(_Pairs(requests, "guerdon_num_requests_running", "guerdon_num_requests_waiting"))
-
-    def watch_models(self, models: Callable[[], Iterable[ModelInfo]]) -> None:
-        """Tells what the models are, of whichever weights, whenever the metrics are read."""
         self._registry.register(_ModelInfos(models))
-
-    def watch_text(self, text: Callable[[], str]) -> None:
-        """Asks for more lines of Prometheus' text format whenever the metrics are read."""
-        self._others.append(text)
+        self._others = text
 
     def totals(self, name: str, suffix: str) -> dict[tuple[str, ...], float]:
         """One metric's numbers by its labels, those of samples that end like this: `_total`, `_sum`, `_count`."""
@@ -207,7 +211,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(_WithoutCreated(self._registry)) + "".join(text() for text in self._others).encode()
+        others = b"" if self._others is None else self._others().encode()
+        return generate_latest(_WithoutCreated(self._registry)) + others
 
 
 class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):

@@ -1,8 +1,8 @@
-"""Loading another checkpoint into a model's place while the server runs, and unloading one.
+"""Hot swap: loads another checkpoint under a model's name while the server runs, and unloads models.
 
-What is loaded comes beside the model that serves, which goes on; only once it is there whole, has passed the
-self-checks and answers as clients know it, the two change places, between two batches: whatever was accepted before is
-scored by the old weights, what comes after by the new, and no reply by both.
+The new checkpoint is loaded beside the one that serves. Once it is complete, has passed the self-checks and has the
+same signature, the two change places between two batches: requests accepted before are scored by the old weights, later
+ones by the new, and no reply mixes both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from guerdon.settings.config import ModelConfig
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
-"""When whoever finds a model amid a change may ask again."""
+"""When to ask again about a model that is being changed."""
 
 _KEPT = (
     "outputs",
@@ -53,7 +53,7 @@ _KEPT = (
     "takes_tokens",
     "step_rule",
 )
-"""What clients rely on: of these another model in the same place must have the same."""
+"""Fields that clients rely on: a model loaded under the same name must have the same."""
 
 
 class Repository:
@@ -69,11 +69,10 @@ class Repository:
         *,
         is_alone: bool,
     ) -> None:
-        """`root` is the folder of the checkpoints that may be loaded; None: only those that serve, again. `limits` are
-        what a batch of a model may hold.
+        """`root` is the folder of the checkpoints that may be loaded; None: each model only from where it came.
 
-        Where this process is one of several, so not `is_alone`, all ranks load between two batches, for whose time
-        nothing is scored; alone it loads on a thread of its own.
+        `limits` gives what a batch of a model may hold. Unless `is_alone`, all ranks load between two batches, and
+        nothing is scored meanwhile; a single process loads on a thread of its own.
         """
         self._catalog, self._loop, self._group = catalog, loop, group
         self._root = None if root is None else Path(root)
@@ -84,29 +83,29 @@ class Repository:
         self._tasks: set[asyncio.Task[str]] = set()
 
     async def load(self, name: str, source: str | None, client: str = "") -> str:
-        """Loads the checkpoint `source`, or again the one that serves, and returns the weights' version from then on.
+        """Loads the checkpoint `source`, None for the current one again; returns the new weights' version.
 
-        Where anything fails, what serves goes on unharmed. Raises UnknownModel; Unsupported for what is no checkpoint;
-        Forbidden, InvalidRequest where `source` is not to be had, cannot be served, or would answer otherwise;
-        Overloaded while the model is being changed; ServerFault, also for lack of memory. It is done to its end,
-        whether the caller waits for that or not, and the log tells how it went, and that `client` asked.
+        If it fails, the current model goes on serving. Raises UnknownModel; Unsupported for a function; Forbidden, and
+        InvalidRequest if `source` does not exist, cannot be served or has another signature; Overloaded while the model
+        is being changed; ServerFault, also for lack of memory. Cancelling does not stop it; the log says how it went
+        and that `client` asked.
         """
         entry = self._entry(name, "loaded")
         folder = entry.config.model if source is None else self._folder(source)
-        return await self._alone(name, client, lambda: self._load(name, folder))
+        return await self._run_alone(name, client, lambda: self._load(name, folder))
 
     async def unload(self, name: str, client: str = "") -> None:
-        """Takes the model off the device once what was accepted for it is done; InvalidRequest where a sum needs it.
+        """Takes the model off the device after its accepted requests; idempotent.
 
-        Otherwise raises as `load` does.
+        Raises InvalidRequest if a sum needs it, else as `load`.
         """
         self._entry(name, "unloaded")
         if sums := self._catalog.sums_of(name):
             names = ", ".join(made.info.name for made in sums)
             raise InvalidRequest(f"{name} is a component of {names}, which cannot do without it; load another into it")
-        await self._alone(name, client, lambda: self._unload(name))
+        await self._run_alone(name, client, lambda: self._unload(name))
 
-    # ---------------------------------------------------------------------------------------- what may be asked
+    # -------------------------------------------------------------------------------------------- permission
 
     def _entry(self, name: str, what: str) -> Entry:
         info = self._catalog.model(name)
@@ -121,7 +120,7 @@ class Repository:
         return self._catalog.entries[name]
 
     def _folder(self, source: str) -> str:
-        """The folder of that name under the root, with its links followed."""
+        """Returns the folder of that name under the root, with links resolved; raises InvalidRequest, Forbidden."""
         if self._root is None:
             raise Forbidden(
                 "this server loads no other checkpoints: start it with --model-repository FOLDER, or leave the name "
@@ -134,16 +133,16 @@ class Repository:
             folder = (root / source).resolve(strict=True)
             files = [folder, *(file.resolve() for file in folder.rglob("*"))]
             is_there = folder.is_dir() and all(file.is_relative_to(root) for file in files)
-        except (OSError, ValueError, RuntimeError):  # not there; no name at all; links that go round
+        except (OSError, ValueError, RuntimeError):  # missing; an invalid name; a circle of links
             is_there = False
         if not is_there:
             raise InvalidRequest(f"there is no folder {source!r} in the model repository")
         return str(folder)
 
-    # ---------------------------------------------------------------------------------------- doing it
+    # ------------------------------------------------------------------------------------------------- work
 
-    async def _alone(self, name: str, client: str, work: Callable[[], Awaitable[str]]) -> str:
-        """Does it after all other changes, and to its end."""
+    async def _run_alone(self, name: str, client: str, work: Callable[[], Awaitable[str]]) -> str:
+        """Runs `work` after all other changes, and to its end even if the caller leaves."""
         if name in self._changing:
             raise Overloaded(f"{name} is being loaded or unloaded; ask again when that is done", _AGAIN_S)
         self._changing.add(name)
@@ -151,7 +150,7 @@ class Repository:
         async def do() -> str:
             try:
                 async with self._one:  # memory is counted for one model at a time
-                    log.info("%s: is being changed, as %r has asked", name, client)
+                    log.info("%s: being changed on request of %r", name, client)
                     return await work()
             except GuerdonError as e:
                 log.warning("%s", e)
@@ -167,25 +166,29 @@ class Repository:
     def _over(self, task: asyncio.Task[str]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the log has it, where nobody waits for it any more
+            task.exception()  # marks it as retrieved: the log has it
 
     async def _load(self, name: str, folder: str) -> str:
         started = time.monotonic()
         try:
             problem = await self._change(name, folder)
         finally:
-            # Only here nothing of this call holds what has failed, or served before.
+            # Only here does nothing in this call hold the failed or replaced model.
             await self._release(name)
         if problem is not None:
             raise problem
         info = self._catalog.entries[name].info
         log.info(
-            "%s: %r serves, version %s, after %.1f s", name, folder, info.weights_version, time.monotonic() - started
+            "%s: now serves %r, version %s, after %.1f s",
+            name,
+            folder,
+            info.weights_version,
+            time.monotonic() - started,
         )
         return info.weights_version
 
     async def _change(self, name: str, folder: str) -> GuerdonError | None:
-        """Loads the model and has it serve; where it cannot, what serves goes on, and this is why."""
+        """Loads the model and puts it in place; returns why not if it cannot, and the current one goes on serving."""
         entry = self._catalog.entries[name]
         still = f"{name} was not loaded and " + ("stays unloaded" if entry.served is None else "serves on as before")
         try:
@@ -198,13 +201,13 @@ class Repository:
             return InvalidRequest(f"{still}: {e}; {e.help}")
         except GuerdonError as e:
             return type(e)(f"{still}: {e}") if type(e) is ServerFault else e
-        # Whatever comes of files, libraries and memory: nothing of it is the old model's.
+        # Errors of files, libraries and memory leave the old model intact.
         except Exception as e:
             failure(log, logging.ERROR, "%s: loading %r failed", name, folder, error=e)
             return ServerFault(f"{still}: {type(e).__name__}: {e}")
         if differences := _differences(entry.info, made.info):
             return InvalidRequest(f"{still}: clients would find another model, whose {'; '.join(differences)}")
-        made.info = dataclasses.replace(made.info, source=entry.info.source)  # by which clients may ask for it
+        made.info = dataclasses.replace(made.info, source=entry.info.source)  # clients may use it as a name
         await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made)
         return None
 
@@ -219,7 +222,7 @@ class Repository:
         return entry.info.weights_version
 
     async def _switch(self, name: str, signal: Signal, config: Any, served: Any) -> None:
-        """Has another model serve what is asked from now on, or none, once what was asked before is done."""
+        """Puts another model, or none, in place for requests from now on, after those accepted before."""
         entry = self._catalog.entries[name]
         before = entry.config, entry.served
 
@@ -230,7 +233,7 @@ class Repository:
 
         order = Order(switch)
         self._loop.order(name, order, finds_room=True)
-        # No await between: whoever asks next is behind the order.
+        # No await between: the next request queues behind the order.
         self._catalog.put(name, config, served)
         try:
             await asyncio.wrap_future(order.outcome)
@@ -242,10 +245,10 @@ class Repository:
         try:
             await self._lead(name, Command(Signal.RELEASE, name))
         except GuerdonError as e:
-            log.info("%s: %s", name, e)  # the server ends, and its memory with it
+            log.info("%s: %s", name, e)  # the server is ending, and its memory with it
 
     async def _lead(self, name: str, command: Command) -> Any:
-        """What all ranks make of a command that disturbs no batch."""
+        """Runs a command on all ranks, without disturbing a batch."""
         if self._is_alone:
             return await _on_a_thread(lambda: self._group.lead(command))
         order = Order(lambda group: group.lead(command))
@@ -254,7 +257,7 @@ class Repository:
 
 
 async def _on_a_thread(work: Callable[[], Any]) -> Any:
-    """What it returns, from a thread that the process's end does not wait for: it may take minutes."""
+    """Runs `work` on a daemon thread: it may take minutes, and the process must not wait for it at exit."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -262,7 +265,7 @@ async def _on_a_thread(work: Callable[[], Any]) -> Any:
             outcome.set_result(work())
         except Exception as e:
             outcome.set_exception(e)
-        except BaseException as e:  # such as SystemExit, which would end the server
+        except BaseException as e:  # SystemExit, for instance, would end the server
             outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
 
     outcome.set_running_or_notify_cancel()
@@ -271,7 +274,7 @@ async def _on_a_thread(work: Callable[[], Any]) -> Any:
 
 
 def _differences(old: ModelInfo, new: ModelInfo) -> list[str]:
-    """In what the new model would surprise those who know the old one."""
+    """Returns the differences that would surprise clients of the old model."""
     found = [
         f"{field} is {getattr(new, field)} and not {getattr(old, field)}"
         for field in _KEPT

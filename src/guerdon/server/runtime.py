@@ -1,4 +1,4 @@
-"""Running a service: its sockets, its signals, and its orderly end."""
+"""Runs a service: its sockets, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from guerdon.errors import RanksLost, StartError
 from guerdon.server import logs, tracing
-from guerdon.server.auth import Access, warn_of_readers
-from guerdon.server.front import http_app, tls
+from guerdon.server.auth import Access, tls_context, warn_of_readers
+from guerdon.server.front import http_app
 from guerdon.server.front.admission import Admission
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.service import Service
@@ -29,7 +29,7 @@ _MOST_FILES = 65_536
 _SPARE_FILES = 256
 
 _LAST_ANSWERS_S = 1.0
-"""Time in which answers that are due when the server ends reach those who wait for them."""
+"""Time for pending answers to reach their clients at the end."""
 
 _FRAMES = logs.Frames()
 
@@ -38,12 +38,12 @@ OnStarted = Callable[[str, str | None], None]
 
 
 def check_addresses(config: ServerConfig) -> None:
-    """Raises StartError where a port, a key or a certificate cannot be had: before models are loaded.
+    """Raises StartError if a port, a key or a certificate is not usable: before models are loaded.
 
-    The ports are taken and given back. A file of keys that others may read is told of on the log.
+    It binds the ports and releases them. It warns of a file of keys that others may read.
     """
     Access(config)
-    tls.context(config)
+    tls_context(config)
     tracing.check_installed(config.traces)
     warn_of_readers(config)
     with contextlib.ExitStack() as taken:
@@ -68,9 +68,9 @@ def run(
 
 
 def settle() -> None:
-    """Leaves what is loaded out of the garbage collector's rounds: it stays.
+    """Freezes what is loaded, so that the garbage collector leaves it out.
 
-    To walk through the libraries' 200,000 objects holds every request up by some 70 ms.
+    A collection over the libraries' 200,000 objects delays every request by some 70 ms.
     """
     gc.collect()
     gc.freeze()
@@ -85,17 +85,17 @@ async def serve(
     grace_s: float | None = None,
     takes_signals: bool = True,
 ) -> None:
-    """Starts the service and its transports; returns when `stop` is set, SIGTERM or SIGINT has come, or it is ended.
+    """Starts the service and its transports; returns after `stop`, SIGTERM, SIGINT or `Service.end`.
 
-    From then on the server is not ready: it refuses new work with 503, and finishes what it has accepted within
-    `grace_s` seconds (None: as many as the config has). The rest is taken back, and whoever asked is told that: it is
-    not done where the server comes back. Without `takes_signals` somebody else ends the service on signals. Raises
-    StartError where an address cannot be had, and the service's `loss`, once its clients were told.
+    From then on the server is not ready: it refuses new requests with 503, and finishes accepted ones within `grace_s`
+    seconds (None: the config's). The rest fail, and are not done after a restart. Without `takes_signals` the caller
+    handles signals. Raises StartError if an address is not available, and the service's `loss` after its clients have
+    seen it.
     """
     stop = stop or asyncio.Event()
     grace_s = config.shutdown_timeout_s if grace_s is None else grace_s
     check_settings(config)
-    context = tls.context(config)
+    context = tls_context(config)
     admission = Admission(service, config)
     secure = "" if context is None else "s"
     listener = _listen(config.host, config.port, "HTTP")
@@ -105,7 +105,7 @@ async def serve(
     try:
         grpc, grpc_url = None, None
         if config.grpc_port is not None:
-            # Its core writes a line to stderr for everybody who connects and does not come to terms with it.
+            # Its core writes a line to stderr for every failed handshake.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
             from guerdon.server.front import grpc_server  # only here: gRPC is optional
 
@@ -117,7 +117,7 @@ async def serve(
     log_without_texts()
     service.start()
     ends = asyncio.get_running_loop().time() + grace_s
-    late = taken_back(grace_s)
+    late = shutdown_error(grace_s)
     with _stopping(stop) if takes_signals else contextlib.nullcontext():
         try:
             await http_server.start(listener)
@@ -130,7 +130,7 @@ async def serve(
             for waiting in stops:
                 waiting.cancel()
             service.ready = False
-            log.info("told to stop; %d accepted requests have %g s to be done", admission.num_requests, grace_s)
+            log.info("stopping; %d accepted requests have %g s to finish", admission.num_requests, grace_s)
             ends = asyncio.get_running_loop().time() + grace_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(ends):
@@ -148,8 +148,8 @@ async def serve(
         raise service.loss
 
 
-def taken_back(grace_s: float) -> RanksLost:
-    """What those are told who asked for what a server that is to stop has no time for."""
+def shutdown_error(grace_s: float) -> RanksLost:
+    """Returns the error for requests unfinished at shutdown."""
     return RanksLost(
         f"not done within the {grace_s:g} s that this server had left when it was told to stop; it was taken back"
     )
@@ -179,7 +179,7 @@ class RunningServer:
             raise self._error
 
     def close(self) -> None:
-        """Stops as on SIGTERM, and returns when the server has stopped."""
+        """Stops as on SIGTERM; returns when the server has stopped."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop has just closed by itself
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -224,10 +224,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _stopping(stop: asyncio.Event) -> Iterator[None]:
-    """Sets `stop` on SIGTERM and SIGINT, where this is the main thread, which alone can take signals.
-
-    They would end the process again when it is left: all that others wait for is to be done within.
-    """
+    """Sets `stop` on SIGTERM and SIGINT within the context, if this is the main thread, which alone takes signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -242,7 +239,7 @@ def _stopping(stop: asyncio.Event) -> Iterator[None]:
 
 
 def _num_connections(config: ServerConfig) -> int:
-    """How many HTTP connections there may be: never so many that no file is left for the rest."""
+    """Returns the largest number of HTTP connections: it leaves files for everything else."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -254,7 +251,7 @@ def _num_connections(config: ServerConfig) -> int:
 
 
 def log_without_texts() -> None:
-    """Keeps what errors say, which may be a sample's text, out of what libraries log."""
+    """Keeps errors' texts out of what libraries log: they may quote a sample."""
     for name in ("asyncio", "uvicorn.error", "grpc._cython.cygrpc"):
         logging.getLogger(name).addFilter(_FRAMES)
 
@@ -269,7 +266,7 @@ def log_without_texts() -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raises the soft limit on open files, often 1,024, as far as is useful: every connection takes a file."""
+    """Raises the soft limit on open files, often 1,024: every connection takes a file."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -277,7 +274,7 @@ def _allow_many_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # forbidden in some sandboxes; the server works without
+        with contextlib.suppress(ValueError, OSError):  # forbidden in some sandboxes; works without
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

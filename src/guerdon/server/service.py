@@ -11,18 +11,17 @@ from collections.abc import Sequence as ListLike
 
 from guerdon.core import ControlRequest, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
-from guerdon.server import reading, sum_components, tracing, triton
+from guerdon.server import reading, sums, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Group
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
-from guerdon.server.catalog import Catalog, Served
+from guerdon.server.catalog import Catalog, Served, batch_limits
 from guerdon.server.critic.critic import Coming, Critic
 from guerdon.server.critic.critic import Result as CriticAnswer
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.watch import Watch
-from guerdon.server.sums import Sum
 from guerdon.settings.config import ModelConfig, ServerConfig
 
 _BYTES_A_TOKEN = 8
@@ -67,7 +66,7 @@ class Service:
         self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.lane)
 
         def own_limits(model: ModelConfig, served: Served) -> Limits:
-            return (limits or {}).get(served.info.name) or _limits(model, served, num_parts)
+            return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)
 
         self._loop = Loop(
             group,
@@ -79,15 +78,11 @@ class Service:
             dtypes={served.info.name: served.info.dtype for _, served in models},
             traces=self.traces,
         )
-        self.repository = Repository(
-            self.catalog, self._loop, group, config.model_repository, own_limits, is_alone=is_alone
-        )
-        names = [info.name for info in self.catalog.models()]
-        self.triton = triton.Family(self.metrics, names, self._loop.requests)
+        root = config.model_repository
+        self.repository = Repository(self.catalog, self._loop, group, root, own_limits, is_alone=is_alone)
+        self.triton = triton.Family(self.metrics, self.catalog.names(), self._loop.requests)
         self.watch = Watch(config, self.metrics, self.catalog, self._loop.depth)
-        self.metrics.watch_queue(self._loop.depth, self._loop.requests)
-        self.metrics.watch_models(self.catalog.loaded)
-        self.metrics.watch_text(self.triton.text)
+        self.metrics.watch(self._loop.depth, self._loop.requests, self.catalog.loaded, self.triton.text)
 
     # ------------------------------------------------------------------------------------------------ scores
 
@@ -139,18 +134,16 @@ class Service:
         self._note(entry.info, request, reply, [s.num_tokens for s in sequences])
         return reply
 
-    async def _score_sum(self, made: Sum, request: ScoreRequest, client: str) -> ScoreReply:
+    async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str) -> ScoreReply:
         made.check(request)
         started = time.monotonic()
-        replies = await sum_components.score_all(
+        replies = await sums.score_components(
             made.components, lambda component: self.score(component, request, client, started=started)
         )
         reply = made.combine(replies)
         lengths = reply.lengths if any(reply.lengths) else reading.estimate_lengths(request)
         self._note(made.info, request, reply, lengths)
-        for component, mean, std in made.statistics():
-            self.metrics.set("guerdon_component_mean", mean, made.info.name, component)
-            self.metrics.set("guerdon_component_std", std, made.info.name, component)
+        self.metrics.components(made.info.name, made.statistics())
         return reply
 
     def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
@@ -191,21 +184,6 @@ class Service:
             raise copy.copy(self.loss)
         if not self.ready:
             raise Unavailable("the server is not ready: it is starting or stopping")
-
-    def is_ready(self, name: str | None = None) -> bool:
-        """Whether the model or operation of that name can be asked; None for all that are loaded."""
-        critic = self.critic
-        is_critics = critic is not None and name in (None, critic.lane, *self.catalog.operations)
-        if not self.ready or (is_critics and critic is not None and critic.fault is not None):
-            return False
-        return name is None or self.catalog.is_loaded(name)
-
-    def why_not_ready(self) -> str:
-        """Returns why the server as a whole is not ready, "" if it is."""
-        error = self.loss or (None if self.critic is None else self.critic.fault)
-        if error is not None:
-            return str(error)
-        return "" if self.ready else "it is starting or stopping"
 
     @property
     def is_computing(self) -> bool:
@@ -259,15 +237,6 @@ class Service:
         except RuntimeError:
             if not self._asyncio.is_closed():  # nobody waits any more
                 raise
-
-
-def _limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
-    return Limits(
-        max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
-        max_queue_tokens=model.max_queue_tokens,
-        max_queue_sequences=model.max_queue_sequences,
-        shares=served.info.path == "packed+shared",
-    )
 
 
 def _resolve(jobs: list[Job]) -> None:

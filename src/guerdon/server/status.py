@@ -1,4 +1,4 @@
-"""What a server tells about itself, the same over every transport."""
+"""What a server says about itself, the same over every transport."""
 
 from __future__ import annotations
 
@@ -19,8 +19,26 @@ def _version() -> str:
 _VERSION = _version()
 
 
+def is_ready(service: Service, name: str | None = None) -> bool:
+    """Whether the model or operation of that name can be asked; None for all that are loaded."""
+    critic = service.critic
+    if not service.ready:
+        return False
+    if critic is not None and critic.fault is not None and name in (None, critic.lane, *service.catalog.operations):
+        return False
+    return name is None or service.catalog.is_loaded(name)
+
+
+def why_not_ready(service: Service) -> str:
+    """Returns why the server as a whole is not ready, "" if it is."""
+    error = service.loss or (None if service.critic is None else service.critic.fault)
+    if error is not None:
+        return str(error)
+    return "" if service.ready else "it is starting or stopping"
+
+
 def server() -> dict[str, Any]:
-    """KServe v2's server metadata."""
+    """Returns KServe v2's server metadata."""
     return {
         "name": "guerdon",
         "version": _VERSION,
@@ -29,18 +47,18 @@ def server() -> dict[str, Any]:
 
 
 def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]:
-    """Every model with its version and state."""
+    """Returns every model with its version and state."""
     index = []
     for info in service.catalog.models():
-        is_ready = service.is_ready(info.name)
-        if is_ready or not only_ready:
-            state = "READY" if is_ready else "UNAVAILABLE"
+        can_be_asked = is_ready(service, info.name)
+        if can_be_asked or not only_ready:
+            state = "READY" if can_be_asked else "UNAVAILABLE"
             reason = "" if service.catalog.is_loaded(info.name) else "unloaded"
             index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": reason})
     return index
 
 
 def statistics(service: Service, name: str, version: str) -> dict[str, Any]:
-    """Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
+    """Returns Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
     infos = [service.catalog.model(name, version)] if name else service.catalog.models()
     return {"model_stats": service.triton.statistics([info.name for info in infos])}

@@ -1,24 +1,26 @@
-"""A reward that is the weighted sum of several: what its components' replies come to. Pure: no clock, no thread."""
+"""A reward that is the weighted sum of several: asks its components, and combines their replies."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from typing import Any
 
 import numpy as np
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFailed, named
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
 from guerdon.settings.config import ComponentConfig, RewardConfig
 from guerdon.vocabulary import difference
 
 
 class Running:
-    """Mean and standard deviation (of the population, not an estimate) of all numbers that were added.
+    """Mean and standard deviation (of the population, not an estimate) of all numbers added.
 
-    Both are kept as deviations from the first number, so that a large common offset costs no digits; of equal numbers
-    the deviation is exactly 0.
+    Kept as deviations from the first number, so that a large common offset costs no digits; equal numbers have exactly
+    0 deviation.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,7 @@ class Running:
         if not self.count:
             self._first = float(values[0])
         offsets = values - self._first
-        # From one of them, not from their mean, which may differ from equal numbers by its last digit.
+        # Not from their mean: of equal numbers it may differ in its last digit.
         middle = float(offsets[0] + np.mean(offsets - offsets[0]))
         squares = float(np.sum((offsets - middle) ** 2))
         before, self.count = self.count, self.count + len(values)
@@ -53,15 +55,37 @@ class Running:
         self._squares += squares + step**2 * before * share
 
 
+async def score_components(
+    components: Iterable[str], score: Callable[[str], Coroutine[Any, Any, ScoreReply]]
+) -> list[ScoreReply]:
+    """Returns each component's reply; if one refuses, the others drop the request, and its error is raised."""
+
+    async def ask(component: str) -> ScoreReply:
+        try:
+            return await score(component)
+        except Overloaded as e:
+            raise named(component, e) from e
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for component in components:
+                tasks.append(group.create_task(ask(component)))
+                await asyncio.sleep(0)  # so that other requests have their turn between a large one's components
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 class Sum:
-    """One reward that is made of several models' and functions', and what it has seen of them.
+    """One reward made of several models' and functions' rewards, with running statistics of them.
 
     A sample's reward is `clip(sum over components of weight * clip(normalise(its reward)))`; its attributes are the
     components' own rewards, as their models gave them.
     """
 
     def __init__(self, config: RewardConfig, infos: ListLike[ModelInfo]) -> None:
-        """`infos` are the components' in the config's order; raises ConfigError where no sample suits them all."""
+        """`infos` are the components, in the config's order; raises ConfigError if no sample suits them all."""
         self._config = config
         self._seen: list[dict[str, Running]] = [{} for _ in infos]
         self.renew(infos)
@@ -72,9 +96,9 @@ class Sum:
             )
 
     def renew(self, infos: ListLike[ModelInfo]) -> None:
-        """Takes note of what the components are now; what was seen of another version says nothing of this one.
+        """Updates the components after a hot swap; new weights start new statistics.
 
-        That of the last one is kept, for replies that are under way.
+        Those of the previous weights are kept for replies in progress.
         """
         self.info = _info(self._config, infos)
         self._infos = infos
@@ -90,7 +114,7 @@ class Sum:
         return self.info.attribute_names
 
     def check(self, request: ScoreRequest) -> None:
-        """Raises InvalidRequest where the samples are of a form that not every component reads."""
+        """Raises InvalidRequest if not every component reads samples of this form."""
         info = self.info
         if request.messages is not None and not info.takes_messages:
             without = ", ".join(part.name for part in self._infos if not part.takes_messages)
@@ -104,10 +128,10 @@ class Sum:
             raise InvalidRequest(f"{info.name} takes no token ids: {_readings(self._infos)}; send sentences")
 
     def combine(self, replies: ListLike[ScoreReply]) -> ScoreReply:
-        """The sum's reply, and what it makes of the components' statistics; the replies are in the config's order.
+        """Returns the sum's reply, and updates the components' statistics; the replies are in the config's order.
 
-        A sample fails where one of its components failed, with that error and the component's name; such samples do
-        not count in the statistics.
+        A sample fails if one of its components failed, with that error and the component's name; such samples do not
+        count in the statistics.
         """
         rewards = np.array(
             [[r.reward if isinstance(r, Score) else np.nan for r in reply.results] for reply in replies], np.float64
@@ -118,7 +142,7 @@ class Sum:
             running.add(row[fine])
         totals = self._totals(rewards, own)
         attributes = rewards.T.astype(np.float32)
-        # Row by row only what is kept so: the event loop stands still meanwhile.
+        # No loop in Python over the rows: it would block the event loop.
         results: list[Score | GuerdonError] = list(map(Score, totals.tolist(), attributes))
         for i in np.flatnonzero(~(fine & np.isfinite(totals))):
             results[i] = self._failure(replies, i) or SampleFailed(f"the weighted sum of its rewards is {totals[i]}")
@@ -131,15 +155,15 @@ class Sum:
         )
 
     def statistics(self) -> Iterator[tuple[str, float, float]]:
-        """Name, mean and standard deviation of each component's own rewards, once there are any."""
+        """Yields name, mean and standard deviation of each component's own rewards, once there are any."""
         for info, seen in zip(self._infos, self._seen, strict=True):
             if (running := seen[info.weights_version]).count:
                 yield info.name, running.mean, running.std
 
     def _totals(self, rewards: np.ndarray, own: ListLike[Running]) -> np.ndarray:
-        """The merged rewards, float32 `[B]`, of the components' `[C, B]`."""
+        """Returns the summed rewards, float32 `[B]`, of the components' `[C, B]`."""
         totals = np.zeros(rewards.shape[1])
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is told of the sample
+        with np.errstate(over="ignore", invalid="ignore"):  # the sample fails instead
             for part, row, seen in zip(self._config.components, rewards, own, strict=True):
                 totals += part.weight * _clipped(_normalised(row, part, seen), part.clip)
             return _clipped(totals, self._config.clip).astype(np.float32)
@@ -165,9 +189,9 @@ def _clipped(values: np.ndarray, clip: float | None) -> np.ndarray:
 
 
 def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
-    """What of the components holds for all of them together."""
+    """Returns what holds for all components together."""
     readers = [info for info in infos if info.takes_tokens]
-    # A function of tokens takes any ids, and knows of no EOS.
+    # A function of tokens takes any ids, and has no EOS.
     vocab_sizes = {info.vocab_size for info in readers} - {None}
     eos_token_ids = {info.eos_token_id for info in readers} - {None}
     tokenizers = [info.tokenizer for info in readers if info.tokenizer]
@@ -199,7 +223,7 @@ def _version(names: ListLike[str], versions: ListLike[str]) -> str:
 
 
 def _readings(infos: ListLike[ModelInfo]) -> str:
-    """Which component reads what."""
+    """Describes what each component reads."""
     return "; ".join(f"{info.name} reads {_reading(info)}" for info in infos)
 
 

@@ -1,4 +1,4 @@
-"""Triton's own metrics and statistics, for what knows those: made of guerdon's when they are read.
+"""Triton's own metrics and statistics, derived from guerdon's when they are read.
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html defines them.
 """
@@ -26,42 +26,42 @@ _REASON = {
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
-    """One of Triton's metrics: its kind in Prometheus' words, its meaning, and what of ours it is made of."""
+class TritonMetric:
+    """One of Triton's metrics: its Prometheus type, its meaning, and the metric of ours behind it."""
 
     kind: str
     text: str
     source: str
 
 
-TABLE: dict[str, Definition] = {
-    "nv_inference_request_success": Definition(
+TABLE: dict[str, TritonMetric] = {
+    "nv_inference_request_success": TritonMetric(
         "counter", "Requests that were answered.", "`guerdon_requests_total` with outcome `ok`"
     ),
-    "nv_inference_request_failure": Definition(
+    "nv_inference_request_failure": TritonMetric(
         "counter",
         "Requests that failed, by reason: REJECTED (the queue was full, or the time was up), CANCELED, BACKEND or "
         "OTHER.",
         "`guerdon_requests_total` with the other outcomes",
     ),
-    "nv_inference_count": Definition("counter", "Sequences computed.", "sum of `guerdon_batch_sequences`"),
-    "nv_inference_exec_count": Definition("counter", "Batches computed.", "count of `guerdon_batch_sequences`"),
-    "nv_inference_request_duration_us": Definition(
+    "nv_inference_count": TritonMetric("counter", "Sequences computed.", "sum of `guerdon_batch_sequences`"),
+    "nv_inference_exec_count": TritonMetric("counter", "Batches computed.", "count of `guerdon_batch_sequences`"),
+    "nv_inference_request_duration_us": TritonMetric(
         "counter",
         "Microseconds from a request's head to its answer, summed over the requests that were answered.",
         "what `guerdon_e2e_request_latency_seconds` observes of requests with outcome `ok`",
     ),
-    "nv_inference_queue_duration_us": Definition(
+    "nv_inference_queue_duration_us": TritonMetric(
         "counter",
         "Microseconds in the queue, tokenising included, summed over the requests that were answered.",
         "sum of `guerdon_request_queue_time_seconds`",
     ),
-    "nv_inference_compute_infer_duration_us": Definition(
+    "nv_inference_compute_infer_duration_us": TritonMetric(
         "counter",
         "Microseconds of the batches that held some of a request, summed over the requests that were answered.",
         "sum of `guerdon_request_inference_time_seconds`",
     ),
-    "nv_inference_pending_request_count": Definition(
+    "nv_inference_pending_request_count": TritonMetric(
         "gauge", "Requests of which nothing is computed yet.", "`guerdon_num_requests_waiting`"
     ),
 }
@@ -70,7 +70,7 @@ _Values = dict[tuple[str, ...], float]
 
 
 class Family:
-    """Triton's metrics of all that can be asked for by `names`; `requests` run and wait, by model."""
+    """Triton's metrics of all `names`; `requests` gives those that run and wait, by model."""
 
     def __init__(
         self, metrics: Metrics, names: Iterable[str], requests: Callable[[], dict[str, tuple[int, int]]]
@@ -80,7 +80,7 @@ class Family:
         self._requests = requests
 
     def text(self) -> str:
-        """The metrics in Prometheus' text format; the counters' names end as Triton's do, without `_total`."""
+        """Returns the metrics in Prometheus' text format; as in Triton, counters do not end in `_total`."""
         lines = []
         for metric, values in self._values().items():
             lines.append(f"# HELP {metric} {TABLE[metric].text}\n# TYPE {metric} {TABLE[metric].kind}\n")
@@ -92,7 +92,7 @@ class Family:
     def statistics(self, names: Iterable[str]) -> list[dict[str, Any]]:
         """Returns the `model_stats` of Triton's statistics extension.
 
-        Decoding and encoding are not measured by themselves: `compute_input` and `compute_output` are 0 ns.
+        Decoding and encoding are not measured separately: `compute_input` and `compute_output` are 0 ns.
         """
         values, total_s = self._values(), self._metrics.totals("guerdon_e2e_request_latency_seconds", "_sum")
         now, now_ms = time.monotonic(), time.time() * 1e3

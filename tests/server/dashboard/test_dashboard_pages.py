@@ -117,7 +117,7 @@ def test_where_it_is_turned_off_there_is_no_page_and_nothing_is_noted():
 
 
 def test_samples_without_a_page_are_refused():
-    with pytest.raises(ConfigError, match="there is no page"):
+    with pytest.raises(ConfigError, match="dashboard is off"):
         check_settings(ServerConfig(dashboard=False, dashboard_samples=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from guerdon.cli.console import Style, coloured
+from guerdon.cli.colours import Style, coloured
 
 Level = Literal["ok", "note", "problem"]
 

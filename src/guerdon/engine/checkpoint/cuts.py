@@ -1,9 +1,9 @@
-"""Cuts long texts into parts that give the same tokens, tokenised one by one, as the whole text.
+"""Where a long text may be cut so that its parts, tokenised alone, give the tokens of the whole.
 
-A cut is before a single space between two letters or digits. What a tokenizer does on one side of it does not depend on
-the other side if all its steps are known to be local: the normalizer looks at no more than a character and its marks,
-the pre-tokenizer never joins a word to the space after it, and no token spans a word and the space after it. Texts are
-not cut for tokenizers that are not known to be local.
+A cut stands before a single space between two letters or digits. There a tokenizer decides nothing by what lies on the
+other side, if each of its steps is known to be local: its normalizer looks at no more than a character and its marks,
+its pre-tokenizer never joins a word to the space behind it, and no token reaches across. Whatever is not known to be so
+is not cut.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE = 1 << 16
-"""Approximate characters tokenised at once: a tokenizer needs up to 155 bytes of memory for each byte of text."""
+"""Characters that are tokenised at once, about: a tokenizer takes up to 155 bytes of memory for each byte of text."""
 
 _BEYOND = re.compile("[^ Ġ▁][ Ġ▁]")
-"""A token that spans a word and the space after it, in byte-level and SentencePiece vocabularies."""
+"""A token that reaches from a word to the space behind it, as byte-level and SentencePiece vocabularies write it."""
 
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled"}
 _LOCAL_REPLACEMENTS = ({"String": " "}, {"Regex": " {2,}"}, {"Regex": r"\s{2,}|[\n\r\t]"}, {"Regex": r"[\n\r\t]"})
@@ -28,26 +28,24 @@ _LOCAL_PATTERNS = {
     *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     *(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
 }
-"""Alternatives of known patterns: none matches a space after anything else, or looks behind."""
+"""Alternatives of known patterns: none matches a space behind anything else, or looks at what stands before it."""
 _DROPPING = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
 
 class Uncut(Exception):
-    """A text has too many characters in a row without a place to cut."""
+    """A text has too many characters on end without a place to cut it."""
 
 
 class Cuts:
-    """Cuts texts for one tokenizer.
-
-    `drops_space` says whether parts after the first one lose their leading space, because the tokenizer prepends one.
-    """
+    """Cuts texts for one tokenizer; `drops_space` says whether a part but the first loses the space that it begins
+    with, because the tokenizer writes one before every text."""
 
     def __init__(self, drops_space: bool) -> None:
         self._drops_space = drops_space
 
     @classmethod
     def of(cls, tokenizer: Any) -> Cuts | None:
-        """Returns the cuts for a `tokenizers.Tokenizer`, None if its steps are not known to be local."""
+        """How to cut texts for a `tokenizers.Tokenizer`, None if its steps are not known to be local."""
         normalizers, pre_tokenizers = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer)
         if normalizers is None or pre_tokenizers is None:
             return None
@@ -66,7 +64,7 @@ class Cuts:
         return cls(any(step["type"] == "Prepend" for step in normalizers)) if is_local else None
 
     def parts(self, text: str, most: int, *, from_end: bool = False) -> Iterator[str]:
-        """Yields the text in parts of about `PIECE` characters, the last one first if `from_end`.
+        """The text in parts of about `PIECE` characters, the last part first if `from_end`.
 
         Raises Uncut if a part would have more than `most` characters.
         """
@@ -86,7 +84,7 @@ class Cuts:
 
 
 def _first_cut(text: str, start: int, end: int) -> int:
-    """Returns the first cut in `text[start:end]`, `end` if there is none."""
+    """The first cut in `text[start:end]`, `end` if there is none."""
     at = start - 1
     while (at := text.find(" ", at + 1, end)) >= 0:
         if _is_between_words(text, at):
@@ -95,7 +93,7 @@ def _first_cut(text: str, start: int, end: int) -> int:
 
 
 def _last_cut(text: str, start: int, end: int) -> int:
-    """Returns the last cut in `text[start:end]`, `start` if there is none."""
+    """The last cut in `text[start:end]`, `start` if there is none."""
     at = end
     while (at := text.rfind(" ", start + 1, at)) >= 0:
         if _is_between_words(text, at):
@@ -108,17 +106,17 @@ def _is_between_words(text: str, at: int) -> bool:
 
 
 def _is_plain(character: str) -> bool:
-    """Excludes characters that normalizers decompose, because some of these contain a space."""
+    """Not so of those that normalizers take apart, of which some hold a space."""
     return character.isalnum() and unicodedata.is_normalized("NFKC", character)
 
 
 def _steps(component: Any) -> list[dict[str, Any]] | None:
-    """Returns the steps of a normalizer or pre-tokenizer, None if it is written in Python."""
+    """The steps of a normalizer or pre-tokenizer, None if it is one written in Python."""
     if component is None:
         return []
     try:
         state = json.loads(component.__getstate__())
-    except Exception:  # tokenizers raises Exception itself
+    except Exception:  # tokenizers raises a bare one
         return None
     return _flat(state)
 
@@ -160,7 +158,7 @@ def _is_local_pre_tokenizer(step: dict[str, Any], has_spaces: bool) -> bool:
 
 
 def _splits(step: dict[str, Any], has_spaces: bool) -> bool:
-    """Whether a word always ends before the space after it."""
+    """Whether a word always ends before the space behind it."""
     if step["type"] == "Metaspace":
         return step["split"]
     return has_spaces and (
@@ -169,14 +167,14 @@ def _splits(step: dict[str, Any], has_spaces: bool) -> bool:
 
 
 def _is_local_pattern(pattern: dict[str, str]) -> bool:
-    # Do not split inside parentheses: they are one alternative.
+    # What stands in parentheses is one alternative.
     return set(re.split(r"\|(?![^()]*\))", pattern.get("Regex", ""))) <= _LOCAL_PATTERNS
 
 
 def _meets_cuts(added: str, normalizers: list[dict[str, Any]]) -> bool:
-    """Whether a cut may touch an added token or fall inside it."""
+    """Whether an added token may stand next to a cut, or a cut within it."""
     if any(step["type"] == "BertNormalizer" for step in normalizers) and added != added.strip():
-        return True  # it writes spaces of its own around Chinese characters
+        return True  # around Chinese characters it writes spaces of its own
     return added[:1].isalnum() or added[-1:].isalnum()
 
 
@@ -184,5 +182,5 @@ def _is_local_model(model: Any, splits: bool) -> bool:
     kind = type(model).__name__
     if kind == "BPE":
         is_plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
-        return is_plain and (splits or not model.ignore_merges)  # ignore_merges looks up the whole text
+        return is_plain and (splits or not model.ignore_merges)  # which looks for the whole of a text
     return splits and kind in ("Unigram", "WordPiece", "WordLevel")

@@ -1,7 +1,7 @@
 """Admission: takes every request through the same steps, whichever transport it comes by.
 
 Who asks, for which model, in which role, whether there is room, then read, decode, score, encode. A transport describes
-a request as an `Exchange`; `Admission.answer` does the rest.
+a request as an `Exchange`; a `Visit` takes it through the steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from guerdon.core import ModelInfo, OperationInfo, ScoreReply
@@ -140,8 +140,27 @@ class Visit(Place):
         self._asked_name = ""
         self._model = ""
         self._body_bytes = 0
-        self.is_read = False
+        self._is_read = False
         self._keeps_bytes = False
+
+    async def admit(self, exchange: Exchange[Any]) -> tuple[ModelInfo | OperationInfo, Any]:
+        """Reads and decodes the request; returns the model and what is asked of it, for `ask`.
+
+        A critic's request is left to the critic to decode, which keeps its turn meanwhile.
+        """
+        info = await exchange.read(self)
+        self._is_read = True
+        if isinstance(info, OperationInfo):
+            return info, UnreadRequest(exchange, info, self)
+        return info, await off_loop(functools.partial(exchange.decode, info), exchange.num_bytes)
+
+    def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
+        """Returns the coroutine that answers the request."""
+        if isinstance(info, OperationInfo):
+            return self._service.call(info.name, request, self._client)
+        if request is None:
+            return _nothing(info)
+        return self._service.score(info.name, request, self._client)
 
     def check_room(self) -> None:
         """Raises Overloaded if `enter` would for lack of room."""
@@ -212,7 +231,7 @@ class Visit(Place):
         if kind is not None or not self._keeps_bytes:
             self.release()
         service = self._service
-        if isinstance(error, GuerdonError | asyncio.CancelledError) and not self.is_read:
+        if isinstance(error, GuerdonError | asyncio.CancelledError) and not self._is_read:
             operation = service.catalog.operations.get(self._asked_name)
             if operation is not None and service.critic is not None:
                 service.critic.refused(operation.operation, error)
@@ -241,7 +260,7 @@ class Admission:
     def __init__(self, service: Service, config: LimitsConfig) -> None:
         self.service = service
         self.gate = Gate(config, service.access.names)
-        self.names = frozenset(info.name for info in service.catalog.models())
+        self.names = frozenset(service.catalog.names())
 
     @property
     def num_requests(self) -> int:
@@ -263,21 +282,10 @@ class Admission:
         except UnknownModel:
             return UNKNOWN
 
-    async def answer(self, exchange: Exchange[ReplyT]) -> ReplyT:
-        """Answers one request; raises whatever is wrong with it, or befalls it."""
-        service, client = self.service, exchange.caller.name
-        with Visit(self, exchange.caller) as visit:
-            info = await exchange.read(visit)
-            visit.is_read = True
-            if isinstance(info, OperationInfo):
-                answer: Any = await service.call(info.name, UnreadRequest(exchange, info, visit), client)
-            else:
-                request = await off_loop(functools.partial(exchange.decode, info), exchange.num_bytes)
-                if request is None:
-                    answer = ScoreReply([], [], info.weights_version)
-                else:
-                    answer = await service.score(info.name, request, client)
-            return await exchange.encode(answer, info)
+
+async def _nothing(info: ModelInfo) -> ScoreReply:
+    """Answers a form's request without samples."""
+    return ScoreReply([], [], info.weights_version)
 
 
 def _share(of: Shares, client: str) -> str:

@@ -1,13 +1,16 @@
-"""HTTP connections: what one may cost, in bytes and in time, before and after what the application does for it."""
+"""HTTP connections: limits on bytes and time around what the application does for a request."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
 import ssl
+import struct
 from collections.abc import Collection
+from typing import Any
 
 import httptools
 import orjson
@@ -18,7 +21,6 @@ from uvicorn.server import ServerState
 
 from guerdon.server.front.holders import Held, Holders
 from guerdon.server.front.http_request import CONNECTION
-from guerdon.server.front.sockets import break_off, keep_alive
 from guerdon.server.logs import failure
 from guerdon.settings.config import LimitsConfig
 
@@ -28,17 +30,22 @@ _MOST_HEAD_BYTES = 65_536
 _MOST_HEADERS = 256
 
 _LINGER_S = 1.0
-"""Time for a refused client to read why, while what it still sends is thrown away: to close at once may reset it."""
+"""Time for a refused client to read why, while the rest of its bytes are discarded: closing at once may reset it."""
 
 _BACKLOG = 4096
 _ACCEPT_AGAIN_S = 0.1
 _SWEEP_S = 1.0
-_TELL_EVERY_S = 60.0
+_LOG_EVERY_S = 60.0
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
+
+_VANISHED_S = 120
+"""After so long a host that no longer answers loses its connections."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _VANISHED_S * 1000}
 
 
 class _Refused(Exception):
-    """What was sent is answered by the connection itself, which then ends."""
+    """The connection itself answers what was sent, and ends."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -46,14 +53,14 @@ class _Refused(Exception):
 
 
 class _Early(Exception):
-    """A request came before the answer to the one before it."""
+    """Pipelining: a request came before the answer to the previous one."""
 
 
 class HttpServer:
-    """The connections of one listener; `stop` ends them.
+    """The connections of one listener.
 
-    `clients` are the keys' holders, who share the connections; if there are any, a connection on which no key was
-    shown yet may rest no longer than a head may take.
+    `clients` are the keys' holders, who share the connections; if there are any, a connection that has shown no key
+    yet may be idle no longer than a head may take.
     """
 
     def __init__(
@@ -75,17 +82,17 @@ class HttpServer:
         self.settings.load()
         self._tls = tls
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._told_at = -math.inf
+        self._logged_at = -math.inf
         timeouts = (limits.header_timeout_s, limits.read_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
         self._sweep_s = min(_SWEEP_S, min(timeouts) / 4)
 
     @property
     def connections(self) -> set[HttpConnection]:
-        """All that are open, those that are about to be closed among them."""
+        """All open connections, including those about to close."""
         return self.state.connections  # type: ignore[return-value]
 
     async def start(self, listener: socket.socket) -> None:
-        """Accepts connections from now on."""
+        """Starts to accept connections."""
         loop = asyncio.get_running_loop()
         self._listener = listener
         self._accepting: asyncio.Server | asyncio.Task[None]
@@ -97,7 +104,7 @@ class HttpServer:
         self._sweeping = loop.create_task(self._sweep())
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more, gives the answers that are due `grace_s` seconds to be sent, and closes all."""
+        """Stops accepting, gives pending answers `grace_s` seconds to be sent, and closes all connections."""
         if isinstance(self._accepting, asyncio.Task):
             self._accepting.cancel()
         else:
@@ -106,10 +113,10 @@ class HttpServer:
             task.cancel()
         for connection in list(self.connections):
             connection.shutdown()
-        await self._ended(grace_s)
+        await self._wait_for_end(grace_s)
         for task in list(self.state.tasks):
             task.cancel()
-        await self._ended(grace_s if self.state.tasks else 0)
+        await self._wait_for_end(grace_s if self.state.tasks else 0)
         self._sweeping.cancel()
         for connection in list(self.connections):
             connection.transport.abort()
@@ -117,12 +124,12 @@ class HttpServer:
         self._listener.close()
 
     async def _accept(self, tls: ssl.SSLContext) -> None:
-        """As `create_server` would, which does not tell how many connections have not got their TLS yet."""
+        """Accepts TLS connections; unlike `create_server`, counts those that are still in their handshake."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, came_from = await loop.sock_accept(self._listener)
-            except OSError as e:  # no file is left, say, or whoever came has left
+            except OSError as e:  # out of files, or the client has left
                 log.warning("cannot accept a connection: %s", e.strerror)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -130,12 +137,12 @@ class HttpServer:
             if held is None:
                 accepted.close()
                 continue
-            task = loop.create_task(self._shake_hands(accepted, came_from[0], tls, held))
+            task = loop.create_task(self._handshake(accepted, came_from[0], tls, held))
             held.end = task.cancel
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, came_from: str, tls: ssl.SSLContext, held: Held) -> None:
+    async def _handshake(self, accepted: socket.socket, came_from: str, tls: ssl.SSLContext, held: Held) -> None:
         timeout_s = self.limits.header_timeout_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -152,17 +159,18 @@ class HttpServer:
             self.holders.remove(held)
             accepted.close()
             level, now = logging.DEBUG, asyncio.get_running_loop().time()
-            if now - self._told_at > _TELL_EVERY_S:  # whoever connects could else fill the log
-                level, self._told_at = logging.INFO, now
-            log.log(level, "no TLS came about with %s: %s", came_from, getattr(e, "reason", None) or type(e).__name__)
+            if now - self._logged_at > _LOG_EVERY_S:  # else anyone who connects could fill the log
+                level, self._logged_at = logging.INFO, now
+            why = getattr(e, "reason", None) or type(e).__name__
+            log.log(level, "TLS handshake with %s failed: %s", came_from, why)
 
-    async def _ended(self, timeout_s: float) -> None:
+    async def _wait_for_end(self, timeout_s: float) -> None:
         ends = asyncio.get_running_loop().time() + timeout_s
         while (self.connections or self.state.tasks) and asyncio.get_running_loop().time() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def _sweep(self) -> None:
-        """Ends what has had its time. One look at each a second costs less than timers that hardly ever fire."""
+        """Ends connections that timed out; one look a second costs less than timers that hardly ever fire."""
         while True:
             await asyncio.sleep(self._sweep_s)
             now = asyncio.get_running_loop().time()
@@ -170,26 +178,26 @@ class HttpServer:
                 for connection in list(self.connections):
                     connection.check_time(now)
                 self._bound_unread()
-            except Exception as e:  # whatever it is about one connection, the others need this
-                failure(log, logging.ERROR, "a look at the connections failed", error=e)
+            except Exception as e:  # one broken connection must not end the sweep
+                failure(log, logging.ERROR, "the sweep over the connections failed", error=e)
 
     def _bound_unread(self) -> None:
-        """Breaks off where answers that nobody reads take more memory than bodies may: the largest first."""
+        """Resets connections, largest first, if unread answers take more memory than bodies may."""
         unread = sum(connection.num_unread for connection in self.connections)
         if unread <= self.most_unread_bytes:
             return
         for connection in sorted(self.connections, key=lambda connection: -connection.num_unread):
-            break_off(connection.transport)
+            _break_off(connection.transport)
             unread -= connection.num_unread
             if unread <= self.most_unread_bytes:
                 return
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: uvicorn's, with bounds.
+    """uvicorn's connection, with limits.
 
-    One request is answered at a time: where a second comes before the answer to the first, the connection ends with
-    that answer, and whoever sent it so sends it again.
+    It answers one request at a time: if a second comes before the answer to the first, the connection ends with that
+    answer, and the client sends the second again.
     """
 
     transport: asyncio.Transport
@@ -200,89 +208,89 @@ class HttpConnection(HttpToolsProtocol):
         self._held = held
         self._limits = server.limits
         self._time = self.loop.time
-        self._waits_s = server.limits.header_timeout_s
-        self._since = self._time()
-        """From when the connection may take `_waits_s`; it is math.inf while the application works."""
+        self._limit_s = server.limits.header_timeout_s
+        self._limit_starts = self._time()
+        """Start of the current time limit `_limit_s`; math.inf while the application works."""
         self._is_in_head = False
         self._is_in_body = False
-        self._is_deaf = False
+        self._ignores_input = False
         self._is_lingering = False
         self._num_head = 0
         self._num_silent = 0
-        """Bytes that came since a head was complete, beyond twice those of its body."""
+        """Bytes received since a head was complete, beyond twice those of its body."""
         self._is_known = not server.has_keys
-        """Whether somebody with a key has asked here."""
+        """Whether a valid key was shown here."""
         self.num_unread = 0
-        """Bytes of answers that wait to be sent, as they were last counted."""
+        """Bytes of answers that wait to be sent, as last counted."""
         self._unread_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begins."""
+        """Counts the connection, and refuses it if there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        keep_alive(self.transport)
+        _keep_alive(self.transport)
         server = self._server
-        if self._held is not None:  # as it was accepted, before its TLS
+        if self._held is not None:  # counted when it was accepted, before the handshake
             self._held.end = self._make_way
-            server.holders.expect(self._held, self._since)
+            server.holders.expect(self._held, self._limit_starts)
             return
-        self._held = server.holders.add((self.client or ("",))[0], self._make_way, self._since)
+        self._held = server.holders.add((self.client or ("",))[0], self._make_way, self._limit_starts)
         if self._held is not None:
-            server.holders.expect(self._held, self._since)
+            server.holders.expect(self._held, self._limit_starts)
         else:
             log.debug("more than %d connections", server.holders.total)
             self._refuse(503, "this server has as many connections as it takes; try again")
             if len(server.connections) > 2 * server.holders.total:
-                self.transport.abort()  # too many even of those that are told so
+                self.transport.abort()  # too many even to tell them all
 
     def admit(self, name: str) -> None:
-        """Says that a request here has shown a key of that client's; raises Overloaded if it may have no more."""
+        """Assigns the connection to the client whose key was shown; raises Overloaded if it may have no more."""
         self._server.holders.admit(self._held, name)
         self._is_known = True
 
     def _make_way(self) -> None:
-        """Ends, for another connection, while nothing is owed here."""
-        self._is_deaf = True
+        """Closes while idle, to make room for another connection."""
+        self._ignores_input = True
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends; whoever works for it learns that the client has left."""
-        self._is_deaf = True
+        """Cleans up; the running request learns that the client has left."""
+        self._ignores_input = True
         self._server.holders.remove(self._held)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Has the parser read it, which calls the `on_...` below."""
-        if self._is_deaf:
+        """Feeds the parser, which calls the `on_...` below."""
+        if self._ignores_input:
             return
         self._num_silent += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._is_deaf = True  # what follows would be of another protocol
+            self._ignores_input = True  # what follows would be of another protocol
         except httptools.HttpParserError as e:
-            cause = e.__context__
-            self._misheard(cause if isinstance(cause, _Refused) else _Refused(400, "Invalid HTTP request received."))
+            malformed = _Refused(400, "Invalid HTTP request received.")
+            self._stop_reading(e.__context__ if isinstance(e.__context__, _Refused) else malformed)
         else:
             if self._num_silent > _MOST_HEAD_BYTES:
                 what = "head" if self._is_in_head else "framing"
-                self._misheard(_Refused(431, f"the request's {what} has more than {_MOST_HEAD_BYTES} bytes"))
+                self._stop_reading(_Refused(431, f"the request's {what} has more than {_MOST_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
-        """A request's first byte has come."""
+        """Called at a request's first byte."""
         if self.cycle is not None and (not self.cycle.response_complete or self.flow.write_paused):
-            raise _Early  # or one that is not sent: the next would wait behind it, and no bound counts it
+            raise _Early  # an unsent answer would hold up the next, which no limit counts
         super().on_message_begin()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._is_in_head, self._num_head = True, 0
-        self._since, self._waits_s = self._time(), self._limits.header_timeout_s
+        self._limit_starts, self._limit_s = self._time(), self._limits.header_timeout_s
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request's target has come."""
+        """Called with a part of the request's target."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header has come; those behind a body are not what its request was accepted by, and are left out."""
+        """Called with a header; trailers are ignored, since the request was accepted without them."""
         if not self._is_in_head:
             return
         self._count_head(len(name) + len(value) + 4)
@@ -291,64 +299,64 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head is complete: its request goes to the application."""
+        """Called when a head is complete: starts the application on the request."""
         has_body = self._check_head()
         if self.parser.should_upgrade() and has_body:
-            # The parser takes what follows for another protocol, and whoever stands before this server may not.
+            # Request smuggling: the parser ends here, a proxy in front may read on.
             raise _Refused(400, "this server speaks HTTP/1.1 alone: leave the header Upgrade out")
         self._is_in_head, self._is_in_body, self._num_silent = False, True, 0
-        self._since = math.inf
+        self._limit_starts = math.inf
         self._server.holders.work(self._held)
         super().on_headers_complete()
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body has come."""
+        """Called with a part of a body."""
         self._num_silent = max(0, self._num_silent - 2 * len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Called when a request is complete."""
         self._is_in_body, self._num_silent = False, 0
         super().on_message_complete()
-        self._rest()
+        self._await_next()
 
     def on_response_complete(self) -> None:
-        """An answer is written."""
+        """Called when an answer is written."""
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-            self._rest()
+            self._await_next()
 
     def shutdown(self) -> None:
-        """Ends the connection once it owes no answer."""
-        self._is_deaf = self._is_deaf or self.cycle is None or self.cycle.response_complete
+        """Closes the connection once it owes no answer."""
+        self._ignores_input = self._ignores_input or self.cycle is None or self.cycle.response_complete
         super().shutdown()
 
     def check_time(self, now: float) -> None:
-        """Ends the connection where it has had its time."""
+        """Ends the connection if it has timed out."""
         unread = self.transport.get_write_buffer_size()
         if unread != self.num_unread or not unread:
             self.num_unread, self._unread_since = unread, now
         elif now - self._unread_since > self._limits.write_timeout_s:
-            break_off(self.transport)
+            _break_off(self.transport)
             return
-        if now - self._since <= self._waits_s or self.transport.is_closing():
+        if now - self._limit_starts <= self._limit_s or self.transport.is_closing():
             return
         if self._is_in_head and not self._is_lingering:
-            self._refuse(408, f"the head of the request did not come within {self._waits_s:g} s")
+            self._refuse(408, f"the head of the request did not come within {self._limit_s:g} s")
         else:
             self.transport.close()
 
-    def _rest(self) -> None:
-        """Waits for the next request, or for the rest of one that is answered already."""
+    def _await_next(self) -> None:
+        """Starts the wait for the next request, or for the rest of one that is answered already."""
         if self.cycle.response_complete:
             limits = self._limits
             self._server.holders.wait(self._held)
-            self._since = self._time()
+            self._limit_starts = self._time()
             rests = self._is_known and not self._is_in_body
-            self._waits_s = limits.idle_timeout_s if rests else limits.header_timeout_s
+            self._limit_s = limits.idle_timeout_s if rests else limits.header_timeout_s
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head += num_bytes
@@ -356,7 +364,7 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refused(431, f"the request's head has more than {_MOST_HEAD_BYTES} bytes")
 
     def _check_head(self) -> bool:
-        """Whether a body follows; raises _Refused where another reader of the same bytes might see another request."""
+        """Returns whether a body follows; refuses heads that another parser might read differently (smuggling)."""
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _Refused(400, f"this server speaks HTTP/1.1, not {version}")
@@ -375,29 +383,49 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refused(400, "Transfer-Encoding can only be `chunked`, in HTTP/1.1, and without Content-Length")
         return True
 
-    def _misheard(self, refused: _Refused) -> None:
-        """Hears no more of the connection, of which something is not a request, or not its turn."""
-        self._is_deaf = True
+    def _stop_reading(self, refused: _Refused) -> None:
+        """Reads no more of the connection after a malformed or early request; answers if it still can."""
+        self._ignores_input = True
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not self._is_in_body and not self.flow.write_paused):
             self._refuse(refused.status, str(refused))
         elif cycle.response_complete:
-            self.transport.close()  # it has its answer
+            self.transport.close()  # the request has its answer
         elif self._is_in_body and not cycle.response_started:
-            cycle.disconnected = True  # what works for it is called off, and its answer not sent
+            cycle.disconnected = True  # cancels the application's work; no answer is sent
             cycle.message_event.set()
             self._refuse(refused.status, str(refused))
         else:
             cycle.keep_alive = False
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answers by itself, in the form that all errors have, and ends the connection."""
+        """Answers with an error in the usual form, without the application, and ends the connection."""
         kind = "Overloaded" if status == 503 else "InvalidRequest"
         body = orjson.dumps({"error": text, "kind": kind})
         more = b"retry-after: 1\r\n" if status == 503 else b""
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n" % (status, _PHRASES[status])
         self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (head, more, len(body), body))
-        self._is_deaf = self._is_lingering = True
-        self._since, self._waits_s = self._time(), _LINGER_S
+        self._ignores_input = self._is_lingering = True
+        self._limit_starts, self._limit_s = self._time(), _LINGER_S
         if self.transport.can_write_eof():
             self.transport.write_eof()
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Makes the system end the connection once the host at its other end has vanished."""
+    found: Any = transport.get_extra_info("socket")
+    if found is None:
+        return
+    with contextlib.suppress(OSError):  # not a TCP socket, or gone already
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not all systems have all
+                found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _break_off(transport: asyncio.Transport) -> None:
+    """Resets the connection: drops what waits to be sent, also in the system's own buffers."""
+    found: Any = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it is gone already
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

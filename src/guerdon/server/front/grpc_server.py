@@ -24,13 +24,10 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.server import status, tracing
-from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller
-from guerdon.server.front import tls
+from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller, read_pems, tls_context
 from guerdon.server.front.admission import Admission, Visit
-from guerdon.server.front.grpc_stream import Read, answer_stream, message_span, refusal, response
-from guerdon.server.front.receiving import Receiving
-from guerdon.server.front.request_spans import with_span
-from guerdon.server.front.unread import end_unread
+from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
+from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
@@ -40,6 +37,9 @@ from guerdon.wire import kserve_grpc, operations, repository, signature
 from guerdon.wire.operations import Answer, Asked
 
 logger = logging.getLogger("guerdon.grpc")
+
+_FINAL = "triton_final_response"
+"""Triton's parameter of the last response to a request, which is the only one here."""
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -55,9 +55,9 @@ _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
 
 def server(service: Service, config: ServerConfig, admission: Admission | None = None) -> tuple[grpc.aio.Server, int]:
-    """A bound, not yet started gRPC server and its port.
+    """Returns a gRPC server, bound but not started, and its port.
 
-    Raises StartError where the port cannot be had, ConfigError where the files of TLS are not what they say.
+    Raises StartError if the port is not available, ConfigError if the files of TLS are wrong.
     """
     address = f"[{config.host}]" if ":" in config.host else config.host
     grpc_server = grpc.aio.server(options=_options(config))
@@ -78,29 +78,29 @@ def server(service: Service, config: ServerConfig, admission: Admission | None =
 
 
 def _options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
-    """gRPC's settings: what a connection and a message may be, and when a connection ends."""
+    """gRPC's options: limits of connections and messages."""
     return (
         # The default of 4 MiB is less than what clients send; the default of sharing ports hides a second server.
         ("grpc.max_receive_message_length", min((config.max_body_mb << 20) + _HEADROOM_BYTES, _MOST_BYTES)),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
-        # Beyond the gate's number, so that a call too many is refused and does not wait in its client.
+        # More than the gate allows, so that a call too many is refused and does not wait in its client.
         ("grpc.max_concurrent_streams", config.max_requests + _SPARE_STREAMS),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", math.ceil(config.header_timeout_s * 1000)),
         ("grpc.max_connection_idle_ms", math.ceil(config.idle_timeout_s * 1000)),
-        # A host that has vanished, or a client that reads nothing of its connection, is noticed by unanswered pings.
+        # Unanswered pings reveal a vanished host, and a client that reads nothing.
         ("grpc.keepalive_time_ms", _PING_AFTER_MS),
         ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Before its turn a message may fill its stream's window, which would otherwise grow with the connection.
+        # Else the window that a message may fill before its turn would grow with the connection.
         ("grpc.http2.bdp_probe", 0),
     )
 
 
 def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    tls.context(config)  # which says what is wrong
-    pems = tls.pems(config)
+    tls_context(config)  # raises what is wrong
+    pems = read_pems(config)
     if pems is None:
         return None
     key, cert, authority = pems
@@ -108,7 +108,7 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 
 
 class _Call:
-    """One call: who makes it, and its message, of which nothing is read before `message` asks for it."""
+    """One call: its caller, and its message, which is not read before `message` asks for it."""
 
     __slots__ = ("_limits", "_receiving", "caller", "context", "request_id")
 
@@ -122,12 +122,12 @@ class _Call:
         self._limits = limits
 
     async def message(self) -> bytes:
-        """The message's bytes."""
+        """Reads the message."""
         timeout_s = min(self._limits.read_timeout_s, self._limits.request_timeout_s)
         return await self._receiving.message(self.context, self.caller.name, timeout_s)
 
     async def parsed(self, kind: Any) -> Any:
-        """The message, of a method whose messages are small; raises InvalidRequest."""
+        """Reads and parses a small message; raises InvalidRequest."""
         data = await self._receiving.message(self.context, self.caller.name, self._limits.header_timeout_s)
         if len(data) > _MOST_SMALL_BYTES:
             raise InvalidRequest(f"the message has {len(data)} bytes; this method takes at most {_MOST_SMALL_BYTES}")
@@ -135,6 +135,11 @@ class _Call:
             return kind.FromString(data)
         except DecodeError as e:
             raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.name}: {e}") from e
+
+
+Read = Callable[[], Awaitable[bytes]]
+Infer = Callable[[Read, contextlib.ExitStack], Awaitable[pb.ModelStreamInferResponse]]
+"""Answers the message that is read; the context holds what the answer takes until it is sent."""
 
 
 class _InferExchange:
@@ -196,10 +201,10 @@ Method = Callable[[_Call], Awaitable[Any]]
 
 
 class _Front:
-    """The methods of the service; those that the protocol has beyond these answer UNIMPLEMENTED.
+    """The methods of the service; the protocol's others answer UNIMPLEMENTED.
 
-    Each reads its one message by itself, as a stream's only one, which is the same on the wire: so that it is not read
-    before its sender's key was seen, nor while too many others are.
+    Each reads its message itself, as the only one of a stream, which is the same on the wire: so it is not read before
+    the key was checked, nor while too many others are.
     """
 
     def __init__(self, admission: Admission, config: ServerConfig) -> None:
@@ -233,9 +238,9 @@ class _Front:
         return handlers
 
     def _answering(self, method: Method, is_open: bool, is_stream: bool) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`method` for callers with a key, where it is not open to all; what it raises is told in gRPC's way.
+        """Wraps `method`: checks the key, unless it is open to all, and turns errors into gRPC's statuses.
 
-        A stream's requests are counted one by one, by the method itself.
+        A stream counts its requests one by one, in the method itself.
         """
         service = self._service
 
@@ -278,15 +283,15 @@ class _Front:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _: _Call) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._service.is_ready())
+        return pb.ServerReadyResponse(ready=status.is_ready(self._service))
 
     async def ModelReady(self, call: _Call) -> pb.ModelReadyResponse:
         request = await call.parsed(pb.ModelReadyRequest)
         try:
             self._service.catalog.model(request.name, request.version)
-        except UnknownModel:  # an answer, not an error: so Triton has it, and its clients count on it
+        except UnknownModel:  # not an error, as in Triton: its clients rely on it
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._service.is_ready(request.name))
+        return pb.ModelReadyResponse(ready=status.is_ready(self._service, request.name))
 
     async def ServerMetadata(self, _: _Call) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(**status.server())
@@ -330,8 +335,8 @@ class _Front:
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:
         context = call.context
         exchange = _InferExchange(call, call.message, self._limits)
-        reply = await self._admission.answer(exchange)
-        # Its bytes stand for the answer's until that is sent: a client that does not read it has no others' room.
+        reply = await self._answer(exchange)
+        # Its bytes count until the answer is sent: a client that does not read it takes no room of others.
         context.add_done_callback(lambda _: exchange.release())
         if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
             end_unread(context, self._seconds_to_send(reply_bytes))
@@ -353,13 +358,13 @@ class _Front:
             exchange = _InferExchange(call, read, self._limits)
             kind: type[BaseException] | None = None
             try:
-                with message_span(service.traces, SERVICE, sent):
-                    made = response(await self._admission.answer(exchange))
+                with message_span(service.traces, SERVICE, sent, _code_number):
+                    made = _response(await self._answer(exchange))
                 held.callback(exchange.release)
                 return made
             except Exception as e:
                 kind = type(e)
-                return refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
+                return _refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
             except BaseException as e:
                 kind = type(e)
                 raise
@@ -367,14 +372,69 @@ class _Front:
                 service.metrics.client_request_done(name, kind)
 
         with self._receiving.stream(name):
-            await answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)
+            await _answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)
+
+    async def _answer(self, exchange: _InferExchange) -> pb.ModelInferResponse:
+        with Visit(self._admission, exchange.caller) as visit:
+            info, request = await visit.admit(exchange)
+            answer = await visit.ask(info, request)
+            return await exchange.encode(answer, info)
 
     def _seconds_to_send(self, num_bytes: int) -> float:
         return self._limits.write_timeout_s + num_bytes / _LEAST_BYTES_PER_S
 
 
+async def _answer_stream(
+    context: grpc.aio.ServicerContext,
+    receiving: Receiving,
+    limits: LimitsConfig,
+    infer: Infer,
+    seconds_to_send: Callable[[int], float],
+) -> None:
+    """Answers until the client sends no more.
+
+    Raises UploadTooSlow if no message comes, the first as soon as any call's, later ones while a connection may rest.
+    """
+    timeout_s = min(limits.read_timeout_s, limits.request_timeout_s)
+    while (data := await receiving.next_message(context, timeout_s)) is not None:
+        timeout_s = max(timeout_s, limits.idle_timeout_s)
+        messages = [data]
+        del data  # only its reader holds it, and only until it is parsed
+
+        async def read(messages: list[bytes] = messages) -> bytes:
+            return messages.pop()
+
+        with contextlib.ExitStack() as held:
+            told = await infer(read, held)
+            await write_or_end(context, told, seconds_to_send(told.ByteSize()))
+
+
+def _response(reply: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
+    """Returns the response that carries the reply."""
+    told = pb.ModelStreamInferResponse(infer_response=reply)
+    told.infer_response.parameters[_FINAL].bool_param = True
+    return told
+
+
+def _refusal(error: GuerdonError, request_id: str) -> pb.ModelStreamInferResponse:
+    """Returns the response that carries the error; the stream goes on."""
+    told = pb.ModelStreamInferResponse(error_message=str(error), infer_response=pb.ModelInferResponse(id=request_id))
+    parameters = told.infer_response.parameters
+    parameters[_FINAL].bool_param = True
+    parameters["guerdon-error"].string_param = type(error).__name__
+    if error.retry_after_s is not None:
+        parameters["retry-after"].int64_param = math.ceil(error.retry_after_s)
+    return told
+
+
+def _code_number(error: Exception) -> int:
+    code = grpc.StatusCode[error.grpc] if isinstance(error, GuerdonError) else grpc.StatusCode.INTERNAL
+    number: int = code.value[0]
+    return number
+
+
 def _to_error(method: str, error: Exception) -> GuerdonError:
-    """Returns the error that clients are told of; whatever is not ours is logged."""
+    """Returns the error that clients see; logs what is not ours."""
     if isinstance(error, GuerdonError):
         return without_frames(error)
     failure(logger, logging.ERROR, "unexpected error in %s", method, error=error)
@@ -386,6 +446,6 @@ def _serialised(reply: Any) -> bytes:
 
 
 def _cut(text: str) -> str:
-    """The text, or the beginning of a long one: it travels as a header, of which clients take 8 KiB."""
+    """Returns the beginning of a long text: it travels as a header, of which clients take 8 KiB."""
     data = text.encode(errors="replace")
     return text if len(data) <= _MOST_TEXT_BYTES else data[:_MOST_TEXT_BYTES].decode(errors="ignore") + " ..."

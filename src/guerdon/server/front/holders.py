@@ -1,4 +1,4 @@
-"""Whose the connections are, so that one client's leave room for another's. Pure: no clock, no socket."""
+"""Shares the connections among clients, so that one leaves room for another. Pure: no clock, no socket."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from guerdon.server.batching.sharing import Shares
 from guerdon.server.front.admission import RETRY_AFTER_S
 
 TIME_TO_ASK_S = 1.0
-"""For so long a new connection is not ended for another of the same client: its first request may lie unread."""
+"""For so long a new connection is not evicted for one of the same client: its first request may still be unread."""
 
 
 class Held:
-    """One connection: who holds it, and how to end it while it waits for its client."""
+    """One connection: its holder, and how to end it while it is idle."""
 
     __slots__ = ("end", "holder", "since")
 
@@ -42,8 +42,8 @@ class Holders:
         self._new: dict[str, dict[Held, None]] = {}
 
     def add(self, address: str, end: Callable[[], object], now: float) -> Held | None:
-        """Takes on a connection from the address, which waits for its client; None if there is no room."""
-        holder = f"at {address}"  # no key's holder has such a name
+        """Counts a connection from the address as idle; returns None if there is no room."""
+        holder = f"at {address}"  # no key's holder can have such a name
         if self.num >= self.total and not self._make_room(holder, now):
             return None
         held = Held(holder, end)
@@ -60,7 +60,7 @@ class Holders:
             self._new.setdefault(held.holder, {})[held] = None
 
     def remove(self, held: Held | None) -> None:
-        """Forgets a connection; no-op the second time, and for one that was not taken on."""
+        """Forgets a connection; idempotent, and a no-op for one that was refused."""
         if held is not None and held.holder:
             self.work(held)
             self.num -= 1
@@ -83,7 +83,7 @@ class Holders:
                 lines.pop(held.holder, None)
 
     def admit(self, held: Held | None, name: str) -> None:
-        """Makes it the connection of whoever has shown a key; raises Overloaded if that client may have no more."""
+        """Assigns the connection to the client that has shown a key; raises Overloaded if it may have no more."""
         if held is None or held.holder in (name, "") or name not in self._names:
             return
         if not self._shares.has_room(name, 1):
@@ -100,7 +100,7 @@ class Holders:
         self._count(held, 1)
 
     def _make_room(self, holder: str, now: float) -> bool:
-        """Ends a connection of whoever should have fewer, the one that has waited longest; False if there is none."""
+        """Evicts the longest idle connection of the client that holds too many; returns False if there is none."""
         strangers = [self._first(name, holder, now) for name in self._waiting | self._new if name not in self._names]
         known = [name for name in self._waiting if name in self._names and self._counts[name] > self._shares.own]
         may_end = [held for held in strangers if held] or [next(iter(self._waiting[name])) for name in known]

@@ -29,7 +29,7 @@ from guerdon.errors import (
     Unavailable,
 )
 from guerdon.server import logs, status, tracing
-from guerdon.server.front.admission import Admission, Place
+from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
 from guerdon.server.front.http_exchanges import FORMS, FormExchange, KServeExchange
 from guerdon.server.front.http_request import (
@@ -67,14 +67,16 @@ _LINGER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path, in which `{name}` stands for a part and `{name:path}` for several, its methods, and who answers them.
+    """A path, its methods, and who answers them; in the path `{name}` stands for a part, `{name:path}` for several.
 
-    With `is_hidden` other methods are told that there is no such path, not that they are wrong.
+    Requests to score, and to a critic, are an `exchange`; a `handler` answers all others. With `is_hidden` other
+    methods are told that there is no such path, not that they are wrong.
     """
 
     path: str
     methods: tuple[str, ...]
-    handler: Handler
+    handler: Handler | None = None
+    exchange: Callable[[HttpRequest], Exchange[Reply]] | None = None
     is_hidden: bool = False
 
 
@@ -84,6 +86,7 @@ class App:
     def __init__(self, admission: Admission, config: ServerConfig) -> None:
         self.guard = Guard(admission, config)
         self.routes = _routes(admission, config)
+        self._admission = admission
         self._metrics = admission.service.metrics
         self._fixed = {route.path: route for route in self.routes if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
@@ -103,7 +106,11 @@ class App:
                 )
             if scope["method"] not in route.methods:
                 raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(route.methods)}, not {scope['method']}")
-            reply = await route.handler(request)
+            if route.exchange is not None:
+                reply = await self._answer(route.exchange(request))
+            else:
+                assert route.handler is not None
+                reply = await route.handler(request)
         except BaseException as e:
             error, kind = self._to_error(e, request), type(e)
         request.finish()
@@ -115,6 +122,12 @@ class App:
             await send_reply(send, reply)
         else:
             await self._refuse(error, request, send)
+
+    async def _answer(self, exchange: Exchange[Reply]) -> Reply:
+        with Visit(self._admission, exchange.caller) as visit:
+            info, request = await visit.admit(exchange)
+            answer = await visit.ask(info, request)
+            return await exchange.encode(answer, info)
 
     def find(self, request: HttpRequest) -> Route | None:
         """Returns the request's route, if any, and gives the request the names in its path."""
@@ -169,10 +182,10 @@ def app(service: Service, config: ServerConfig, admission: Admission | None = No
 
 def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
     handlers = _Handlers(admission, config)
-    model = "/v2/models/{name}"
+    model, infer = "/v2/models/{name}", functools.partial(KServeExchange, limits=config)
     routes = [
-        Route(model + "/infer", POST, handlers.infer),
-        Route(model + "/versions/{version}/infer", POST, handlers.infer),
+        Route(model + "/infer", POST, exchange=infer),
+        Route(model + "/versions/{version}/infer", POST, exchange=infer),
         Route("/v2/health/live", GET, handlers.live),
         Route("/v2/health/ready", GET, handlers.ready),
         Route("/v2", GET, handlers.server),
@@ -186,7 +199,9 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/v1/models", GET, handlers.models),
         Route("/v1/models/{name:path}", GET, handlers.one_model),
     ]
-    routes += [Route(path, ("POST", "PUT"), functools.partial(handlers.form, form)) for path, form in FORMS.items()]
+    for path, form in FORMS.items():
+        make = functools.partial(FormExchange, form=form, admission=admission, limits=config)
+        routes.append(Route(path, ("POST", "PUT"), exchange=make))
     for path, handler in (
         ("/ready", handlers.model_ready),
         ("", handlers.model_metadata),
@@ -200,7 +215,7 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
             Route("/", GET, pages.index, is_hidden=True),
             Route("/dashboard/snapshot", GET, pages.snapshot),
             Route("/dashboard/samples", GET, pages.samples),
-            Route("/dashboard/try", POST, pages.try_it),
+            Route("/dashboard/try", POST, exchange=pages.try_it),
             Route("/dashboard/{file}", GET, pages.file),
         ]
     return routes
@@ -219,15 +234,15 @@ class _Handlers:
         return _json({"live": True})
 
     async def ready(self, request: HttpRequest) -> Reply:
-        return _readiness(self._service.is_ready())
+        return _readiness(status.is_ready(self._service))
 
     async def model_ready(self, request: HttpRequest) -> Reply:
         name = self._model(request).name
         why = "not ready" if self._service.catalog.is_loaded(name) else f"{name} is unloaded; an admin may load it"
-        return _readiness(self._service.is_ready(name), why, name=name)
+        return _readiness(status.is_ready(self._service, name), why, name=name)
 
     async def health(self, request: HttpRequest) -> Reply:
-        return 200 if self._service.is_ready() else 503, [], b""
+        return 200 if status.is_ready(self._service) else 503, [], b""
 
     async def models(self, request: HttpRequest) -> Reply:
         return _json(openai.models(self._service.catalog.loaded(), self._created))
@@ -269,12 +284,6 @@ class _Handlers:
 
     async def metrics(self, request: HttpRequest) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
-
-    def infer(self, request: HttpRequest) -> Any:
-        return self._admission.answer(KServeExchange(request, self._config))
-
-    def form(self, form: forms.Form, request: HttpRequest) -> Any:
-        return self._admission.answer(FormExchange(form, request, self._admission, self._config))
 
     def _model(self, request: HttpRequest) -> ModelInfo | OperationInfo:
         return self._service.catalog.model(request.names["name"], request.names.get("version", ""))

@@ -79,7 +79,7 @@ class FormExchange:
 
     num_bytes = 0  # the body is parsed in `read`, since it names the model
 
-    def __init__(self, form: Form, request: HttpRequest, admission: Admission, limits: LimitsConfig) -> None:
+    def __init__(self, request: HttpRequest, form: Form, admission: Admission, limits: LimitsConfig) -> None:
         self.caller = request.caller
         self._form = form
         self._request = request

@@ -35,7 +35,7 @@ _INFLATE_STEP_BYTES = 4 << 20
 
 
 class UploadTooSlow(DeadlineExceeded):
-    """The body did not come within the time that it has; what still comes of it is not read."""
+    """The body did not come in time; the rest of it is not read."""
 
 
 class HttpRequest:
@@ -87,7 +87,7 @@ class HttpRequest:
         json_length = self.json_length
         body = await self._receive_body(place, max_bytes, limits)
         if encoding in (b"gzip", b"deflate"):
-            body = await _inflated(body, place, max_bytes)
+            body = await _inflate(body, place, max_bytes)
             place.hold(len(body))
         text = memoryview(body)[:json_length]
         if len(text) > _WEIGHED_BYTES:  # what is shorter is parsed at once, and alone
@@ -183,8 +183,8 @@ def score_headers(reply: ScoreReply) -> Headers:
     ]
 
 
-async def _inflated(body: bytes, place: Place, max_bytes: int) -> bytes:
-    """What a gzip or zlib stream holds, never more than `max_bytes` of it, and no more than the place has room for."""
+async def _inflate(body: bytes, place: Place, max_bytes: int) -> bytes:
+    """Decompresses a gzip or zlib stream, within `max_bytes` and the room of the place."""
     inflating = _Inflating(body, max_bytes)
     while not inflating.is_done:
         place.hold(min(len(body) + inflating.num_bytes + _INFLATE_STEP_BYTES, max_bytes))
@@ -195,7 +195,7 @@ async def _inflated(body: bytes, place: Place, max_bytes: int) -> bytes:
 
 
 class _Inflating:
-    """A compressed body on its way to what it holds, a step at a time."""
+    """Decompresses a body a step at a time."""
 
     def __init__(self, body: bytes, max_bytes: int) -> None:
         self.chunks: list[bytes] = []
@@ -207,7 +207,7 @@ class _Inflating:
         self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
 
     def step(self) -> None:
-        """Adds at most _INFLATE_STEP_BYTES to the chunks, and none beyond one too many; raises InvalidRequest."""
+        """Adds at most _INFLATE_STEP_BYTES to the chunks, at most one beyond the limit; raises InvalidRequest."""
         stream, ends = self._stream, min(self.num_bytes + _INFLATE_STEP_BYTES, self._most + 1)
         while self.num_bytes < ends and not self.is_done:
             given: bytes | memoryview = stream.unconsumed_tail

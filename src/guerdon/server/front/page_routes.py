@@ -1,4 +1,4 @@
-"""The page's routes: its files, which lie in `server/page/static`, and the JSON that they show."""
+"""The page's routes: its files, from `server/page/static`, and the JSON that they show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.front.admission import Admission, Visit
+from guerdon.server.front.admission import Admission, Exchange, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
 from guerdon.server.page import asked, snapshot, trying
 from guerdon.server.page.extremes import Kept
@@ -53,10 +53,10 @@ _SAFE: Headers = [
     (b"cache-control", b"no-cache"),
 ]
 _KEPT_S = 1.0
-"""How long a snapshot is good for whoever asks for the same: many pages cost no more than one."""
+"""How long a snapshot is reused for the same question: many pages cost no more than one."""
 
 _MOST_WAITING = 8
-"""Snapshots that one client may wait for at once; where there are no keys all are one client."""
+"""Snapshots that one client may wait for at once; without keys all are one client."""
 
 _READ_INLINE_BYTES = 65_536
 _GZIP = re.compile(rb"gzip(\s*;\s*q=(1|0\.0*[1-9])[\d.]*)?")
@@ -68,7 +68,6 @@ class Pages:
     """The handlers of the page's routes."""
 
     def __init__(self, admission: Admission, config: ServerConfig) -> None:
-        self._admission = admission
         self._service = service = admission.service
         self._config = config
         self._files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _KINDS}
@@ -77,18 +76,18 @@ class Pages:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="guerdon-page")
         self._kept: dict[_Key, tuple[float, bytes]] = {}
         if service.watch.extremes is not None and not service.access.names and not is_loopback(config.host):
-            log.warning("samples' texts are kept for the page, and as there are no keys whoever reaches it reads them")
+            log.warning("samples' texts are kept for the page, and without keys anyone who reaches it can read them")
 
     async def index(self, request: HttpRequest) -> Reply:
-        """The page itself."""
+        """Returns the page itself."""
         return self._file(request, INDEX)
 
     async def file(self, request: HttpRequest) -> Reply:
-        """A file of the page, of those that are there, by its name."""
+        """Returns one of the page's files."""
         return self._file(request, request.names["file"])
 
     async def snapshot(self, request: HttpRequest) -> Reply:
-        """What the page shows of the last `?window=` seconds, beside what `?reference=` names."""
+        """Returns what the page shows of the last `?window=` seconds, beside what `?reference=` names."""
         what = asked.read(request.query, "window", "reference", "model")
         caller = request.caller
         if what.model:
@@ -98,7 +97,7 @@ class Pages:
         if is_packed:
             headers.append((b"content-encoding", b"gzip"))
         if self._num_waiting[caller.name] >= _MOST_WAITING:
-            raise Overloaded(f"{_MOST_WAITING} snapshots of yours are waited for; try again", _KEPT_S)
+            raise Overloaded(f"you already wait for {_MOST_WAITING} snapshots; try again", _KEPT_S)
         self._num_waiting[caller.name] += 1
         request.cancel_on_disconnect()
         try:
@@ -108,7 +107,7 @@ class Pages:
         return 200, headers, body
 
     async def _snapshot(self, what: asked.Asked, caller: Caller, address: str | None, is_packed: bool) -> bytes:
-        """The snapshot as JSON, which is made one at a time, the clients taking turns."""
+        """Makes the snapshot as JSON, one at a time, the clients taking turns."""
         key, watch = (what, caller.role, address, is_packed), self._service.watch
         run = asyncio.get_running_loop().run_in_executor
         async with self._turns.turn(caller.name):
@@ -126,7 +125,7 @@ class Pages:
             return body
 
     async def samples(self, request: HttpRequest) -> Reply:
-        """The best and the worst samples of `?model=` in the last `?window=` seconds, where they are kept."""
+        """Returns the best and worst samples of `?model=` in the last `?window=` seconds, if samples are kept."""
         caller, extremes = request.caller, self._service.watch.extremes
         if extremes is None:
             raise RouteNotFound("this server keeps no samples' texts; start it with --dashboard-samples")
@@ -142,9 +141,9 @@ class Pages:
             told["worst"] = [self._sample(one, info) for one in extremes[info.name].worst(start)]
         return 200, [JSON, *_SAFE], orjson.dumps(told)
 
-    def try_it(self, request: HttpRequest) -> Any:
-        """Scores a prompt and responses, and tells of each token."""
-        return self._admission.answer(_TrialExchange(request, self._service, self._config))
+    def try_it(self, request: HttpRequest) -> Exchange[Reply]:
+        """Scores a prompt and responses, and describes each token."""
+        return _TrialExchange(request, self._service, self._config)
 
     def _file(self, request: HttpRequest, name: str) -> Reply:
         body = self._files.get(name)
@@ -158,11 +157,11 @@ class Pages:
 
     def _server(self, caller: Caller, address: str | None) -> dict[str, Any]:
         service, told = self._service, status.server()
-        why = service.why_not_ready()
+        why = status.why_not_ready(service)
         if why and service.critic is not None and service.critic.fault is not None and caller.role < Role.TRAIN:
             why = "the critic has broken down; whoever has a key of the role train is told why"
         return {
-            "is_ready": service.is_ready(),
+            "is_ready": status.is_ready(service),
             "why": why,
             "has_keys": bool(service.access.names),
             "name": told["name"],
@@ -174,7 +173,7 @@ class Pages:
         }
 
     def _may_read(self, caller: Caller) -> bool:
-        """Whether the caller may see samples' texts: where there are keys, only an admin."""
+        """Whether the caller may see samples' texts: with keys, only an admin."""
         return not self._service.access.names or caller.role >= Role.ADMIN
 
     def _sample(self, one: Kept, info: ModelInfo) -> dict[str, Any]:

@@ -6,12 +6,14 @@ the key is checked all the same, so that it has the status in which a request wi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guerdon.errors import Cancelled
+from guerdon.server import tracing
 from guerdon.server.front.http_request import HttpRequest
 from guerdon.server.tracing import Traces
 
@@ -31,7 +33,7 @@ class Route(Protocol):
 
 
 FAULTS = (2, 4, 12, 13, 14, 15)
-"""gRPC's codes that say that the server is at fault: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE
+"""gRPC's codes for faults of the server: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE
 and DATA_LOSS."""
 
 
@@ -80,7 +82,7 @@ class Spans:
 def with_span(
     answer: Answer, traces: Traces, service: str, method: str, knows: Callable[[Mapping[str, Any]], bool]
 ) -> Answer:
-    """What answers the method's calls, each of a sender that `knows` knows in a span; itself where the method asks."""
+    """Wraps a method's `answer` so that each call of a known sender has a span; returns it as is for questions."""
     if method not in _DOING:
         return answer
     facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
@@ -101,8 +103,30 @@ def with_span(
     return call
 
 
+@contextlib.contextmanager
+def message_span(
+    traces: Traces | None, service: str, sent: Mapping[str, Any], number_of: Callable[[Exception], int]
+) -> Iterator[None]:
+    """A context with the span of one of a stream's requests; `number_of` an error is the number of its status."""
+    if traces is None:
+        yield
+        return
+    facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": "ModelStreamInfer"}
+    with traces.request(f"{service}/ModelStreamInfer", sent, facts) as traced:
+        code = 0
+        try:
+            yield
+        except Exception as e:
+            code = number_of(e)
+            tracing.failed(e)
+            raise
+        finally:
+            if traced is not None:
+                traced.answered("rpc.grpc.status_code", code, is_fault=code in FAULTS)
+
+
 def _code(context: Any, *, has_reply: bool) -> int | None:
-    """The number of the status in which a call has ended; None where its client left before."""
+    """Returns the number of the call's status, None if its client left before."""
     if has_reply:
         return 0
     status = context.code()

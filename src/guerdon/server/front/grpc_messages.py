@@ -1,12 +1,15 @@
-"""Messages of gRPC on their way in: so few at once that whatever their clients send fits the memory that bodies have.
+"""Messages of gRPC on their way in and out: how many may come at once, and an end to calls that nobody reads.
 
-gRPC tells a message's size only when all of it is there, so that each on its way may be as large as the largest.
+gRPC tells a message's size only when all of it is there, so each on its way may be as large as the largest: only so
+many are received at once that they fit the memory that bodies have.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +19,19 @@ from guerdon.server.front.admission import RETRY_AFTER_S
 from guerdon.server.front.http_request import UploadTooSlow
 from guerdon.settings.config import LimitsConfig
 
+log = logging.getLogger(__name__)
+
+_CALLS_TASK = "rpc_task"
+
 
 class Receiving:
-    """Reads messages within bounds of number, memory and time.
+    """Reads messages within limits of number, memory and time.
 
-    So many may come at once as there is memory for. Where there are several clients, and fewer than that, one of these
-    is each client's own, so that those of others that never come cannot keep it out. What is left, else all, is
-    everybody's, for which the clients take turns.
+    As many may come at once as there is memory for. With several clients, and fewer than that, each client has one
+    place of its own, so that messages of others that never come cannot keep it out. Clients take turns for the rest.
 
-    Streams have as many places of their own, one each for as long as it is open, since nothing tells whether a stream
-    rests or its next message is on its way.
+    Streams have as many places of their own, each held while the stream is open, since nothing tells whether a stream
+    is idle or its next message is on its way.
     """
 
     def __init__(self, limits: LimitsConfig, clients: tuple[str, ...]) -> None:
@@ -39,7 +45,7 @@ class Receiving:
 
     @contextlib.contextmanager
     def stream(self, client: str) -> Iterator[None]:
-        """A context that holds one stream's place; entering it raises Overloaded if there is none."""
+        """Holds one stream's place within the context; raises Overloaded if there is none."""
         if not self._streams.has_room(client, 1):
             raise Overloaded(
                 f"{self._streams.taken} streams are open, and {client or 'this server'} may have no more: ask by "
@@ -62,11 +68,10 @@ class Receiving:
         return data if isinstance(data, bytes) else None
 
     async def message(self, context: Any, client: str, timeout_s: float) -> bytes:
-        """Returns the bytes of the call's message, which has `timeout_s` seconds to come, its wait for a turn included.
+        """Returns the call's message, which has `timeout_s` seconds to come, including its wait for a turn.
 
-        So calls whose messages never come end together, and hold up whoever comes after them no longer. Raises
-        Overloaded if it had to wait and did not come in time, or if too many calls wait; UploadTooSlow, and
-        InvalidRequest if none comes.
+        So calls whose messages never come end together, and delay later ones no longer. Raises Overloaded if it had to
+        wait and did not come in time, or if too many calls wait; UploadTooSlow, and InvalidRequest if none comes.
         """
         if not self._calls.has_room(client, 1):
             raise Overloaded("too many calls wait for their messages; try again", RETRY_AFTER_S)
@@ -86,13 +91,46 @@ class Receiving:
             raise _too_slow(timeout_s) from e
         finally:
             self._calls.give(client, 1)
-        if not isinstance(data, bytes):  # gRPC has ended the call by itself where it was too large
+        if not isinstance(data, bytes):  # gRPC itself has ended the call if it was too large
             raise InvalidRequest(f"no message came, or one of more than {self._limits.max_body_mb} MiB")
         return data
 
     def _turns(self, client: str) -> FairTurns:
         own = self._own.get(client)
         return self._common if own is None or (self._common.is_free and not own.is_free) else own
+
+
+def end_unread(context: Any, timeout_s: float) -> None:
+    """Ends the current handler's call if its answer is not sent within so many seconds.
+
+    gRPC offers a server no way to do this. The call has two tasks: the handler's, which then waits for the answer to be
+    sent, and one that waits for the call to end. gRPC resets the call's stream once neither holds it any more.
+    """
+    timer = asyncio.get_running_loop().call_later(timeout_s, _end, asyncio.current_task(), timeout_s)
+    context.add_done_callback(lambda _: timer.cancel())
+
+
+async def write_or_end(context: Any, reply: Any, timeout_s: float) -> None:
+    """Writes one of a stream's answers; ends the current handler's call if it is not read in time."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, _end, asyncio.current_task(), timeout_s)
+    try:
+        await context.write(reply)
+    finally:
+        timer.cancel()
+
+
+def _end(handler: asyncio.Task[Any] | None, timeout_s: float) -> None:
+    assert handler is not None
+    log.debug("an answer was not read within %.0f s", timeout_s)
+    for task in asyncio.all_tasks():
+        if task.get_name() == _CALLS_TASK and _holds(task.get_coro(), handler):
+            task.cancel()
+    handler.cancel()
+
+
+def _holds(coroutine: Any, task: asyncio.Task[Any]) -> bool:
+    """Whether the task is among the coroutine's variables; compiled coroutines show these to the collector alone."""
+    return any(task in gc.get_referents(variables) for variables in gc.get_referents(coroutine))
 
 
 def _too_slow(timeout_s: float) -> UploadTooSlow:
