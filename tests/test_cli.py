@@ -531,4 +531,4 @@ def test_an_actor_without_its_file_or_with_a_url_that_is_none(
     )  # fmt: skip
     assert cli.main([command, str(tmp_path / "run.yaml")]) == 2
     error = capsys.readouterr().err
-    assert "server URL 'ftp://x:1' is not one" in error and "help: correct " in error
+    assert "server URL 'ftp://x:1' is malformed" in error and "help: correct " in error

@@ -22,8 +22,8 @@ from guerdon import CriticClient, RetryPolicy, RewardClient, cli
 from guerdon.actor.run_checkpoints import Checkpoints, RunState
 from guerdon.actor.saving import Saving, Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
-from guerdon.client.files import score_file
-from guerdon.client.results import Scores
+from guerdon.client import Scores
+from guerdon.client.score_file import score_file
 from guerdon.errors import StorageFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig

@@ -70,7 +70,7 @@ CIRCLES = {
 """Rooms that still import each other in a circle."""
 
 DUPLICATES = {
-    "callable", "checkpoints", "command", "console", "critic", "flags", "forms", "futures", "parts",
+    "callable", "checkpoints", "command", "console", "critic", "flags", "forms", "parts",
     "plot", "policy", "progress", "rewards", "rows", "run", "samples", "scoring", "settings",
     "stopping", "worker", "config", "files", "language", "loading",
 }  # fmt: skip

@@ -21,7 +21,7 @@ import scorers
 import zoo
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.assembly import build_service
-from guerdon.client.files import score_file
+from guerdon.client.score_file import score_file
 from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig

@@ -14,7 +14,7 @@ import pytest
 import served
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.adapters import trl, verl
-from guerdon.client.files import score_file
+from guerdon.client.score_file import score_file
 from guerdon.errors import InvalidRequest
 from guerdon.messages import answered, plain, response
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from guerdon.assembly import build_service
-from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, scoring
-from guerdon.client.results import Scores
+from guerdon.client import Scores
+from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, prepare_score
 from guerdon.core import ModelInfo, ScoreRequest
 from guerdon.errors import Cancelled, GuerdonError
 from guerdon.server.service import Service
@@ -135,15 +135,15 @@ class LocalRewardModel:
         return self._service.catalog.scored_by(self._name)
 
     async def _score(self, request: ScoreRequest) -> Scores:
-        errand, info = scoring(self._name, request), self._info()
-        sent = errand.build(self.info(), request.timeout_s or _FOREVER_S)
+        call, info = prepare_score(self._name, request), self._info()
+        sent = call.build(self.info(), request.timeout_s or _FOREVER_S)
         try:
             reply = await self._service.score(self._name, reward_model.to_score_request(sent, info))
         except asyncio.CancelledError:
             if not self._is_closed:  # but whoever asked has cancelled the future
                 raise
             raise Cancelled("the model was closed before the answer") from None
-        return errand.parse(reward_model.to_infer_reply(reply, sent, info), reply.queue_s, reply.compute_s)
+        return call.parse(reward_model.to_infer_reply(reply, sent, info), reply.queue_s, reply.compute_s)
 
 
 async def _start(service: Service) -> None:

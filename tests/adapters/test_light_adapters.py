@@ -12,10 +12,12 @@ from guerdon import adapters
 from processes import environment
 
 FOLDER = Path(adapters.__file__).parent
+SERVING = ("critic_server_trainer", "reinforce_actor", "reward_model_server")
+"""NeMo-Aligner's server side: it runs models itself."""
 MODULES = sorted(
     "guerdon.adapters." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)
     for path in [*FOLDER.glob("*.py"), *FOLDER.glob("*/*.py")]
-    if path.name != "__init__.py" or path.parent != FOLDER
+    if (path.name != "__init__.py" or path.parent != FOLDER) and path.stem not in SERVING
 )
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "ray", "grpc", "yaml", "nemo_rl", "rewardbench", "trl",
          "guerdon.local", "guerdon.server", "guerdon.engine", "guerdon.assembly")  # fmt: skip

@@ -27,7 +27,7 @@ from guerdon.cli.bench import benching, driving
 from guerdon.cli.bench.driving import NOT_SENT, Answer, ClientLoad, Extent, poisson
 from guerdon.cli.bench.load import Load, RandomTokens, Request, Shape
 from guerdon.cli.bench.summary import notes, summarise
-from guerdon.client.clients import AsyncRewardClient
+from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
@@ -166,7 +166,7 @@ def test_what_cannot_start_says_what_to_do(server, tmp_path):
         ((server.http_url, "--plot", missing), "there is no folder"),
         ((server.http_url, "--json", str(tmp_path)), "is a folder"),
         ((server.http_url, "--json", "/proc/none.json"), "cannot write /proc/none.json: "),
-        (("ftp://127.0.0.1:1",), "is not one: give http"),
+        (("ftp://127.0.0.1:1",), "is malformed: give http"),
         (("http://127.0.0.1:99999",), "Port out of range"),
         ((server.http_url, "--template"), "--data is not"),
         ((server.http_url, "--vocab-size", "9"), "gets text"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from guerdon import errors
-from guerdon.client.calls import ModelSignature, build, cost_of, make_request, parse
+from guerdon.client.calls import ModelSignature, build, estimate_cost, make_request, parse
 from guerdon.wire.kserve import InferReply
 from guerdon.wire.tensors import Tensor
 
@@ -131,9 +131,9 @@ def test_a_malformed_call_says_which_argument_and_row(samples: dict, message: st
 
 
 def test_cost_is_tokens_or_a_quarter_of_the_characters() -> None:
-    assert cost_of(make_request(tokens=[[1, 2, 3], [4]])) == 4
-    assert cost_of(make_request(texts=["x" * 400, ""])) == 102
-    assert cost_of(make_request(messages=[[{"role": "user", "content": "x" * 40}] * 2])) == 22
+    assert estimate_cost(make_request(tokens=[[1, 2, 3], [4]])) == 4
+    assert estimate_cost(make_request(texts=["x" * 400, ""])) == 102
+    assert estimate_cost(make_request(messages=[[{"role": "user", "content": "x" * 40}] * 2])) == 22
 
 
 def test_a_failed_sample_is_nan_with_its_error_and_never_zero() -> None:

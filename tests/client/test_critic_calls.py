@@ -9,7 +9,7 @@ import pytest
 
 from guerdon import errors
 from guerdon.client.calls import ModelSignature, make_request
-from guerdon.client.critic_calls import controlling, inferring, make_train_request, training
+from guerdon.client.critic_calls import make_train_request, prepare_control, prepare_infer, prepare_train
 from guerdon.core import (
     CheckpointInfo,
     ControlRequest,
@@ -68,7 +68,7 @@ ROWS = {"tokens": [[1, 2, 3], [4, 5]], "returns": [[1, 2], [3]], "prev_values": 
     [
         ({"tokens": []}, "tokens must have at least one row"),
         ({"returns": [[1, 2]]}, "returns has 1 rows, tokens 2"),
-        ({"mask": [[1, 1], [1, 1]]}, r"mask\[1\] has 2 entries for 2 tokens; it must have one less"),
+        ({"mask": [[1, 1], [1, 1]]}, r"mask\[1\] has 2 entries for 2 tokens; it must have one fewer"),
         ({"prev_values": np.zeros((2, 3))}, r"prev_values\[0\] has 3 entries for 3 tokens"),
         ({"tokens": [[1, 2, 3], []]}, r"returns\[1\] has 1 entries for 0 tokens"),
         ({"tokens": [[1, 2, 3], [4.5, 1]]}, r"tokens\[1\] must be a flat list of integers"),
@@ -84,7 +84,7 @@ def test_a_malformed_train_call_says_which_argument_and_row(change: dict[str, An
 
 def test_a_train_request_reaches_the_server_as_it_was() -> None:
     request = make_train_request(**ROWS, train_id="a-1")
-    sent = training("critic_train", request).build(described(TRAIN), 2.5)
+    sent = prepare_train("critic_train", request).build(described(TRAIN), 2.5)
     assert sent.outputs == {"report": True}
     got = operations.to_request(sent, TRAIN)
     assert isinstance(got, TrainRequest)
@@ -94,7 +94,7 @@ def test_a_train_request_reaches_the_server_as_it_was() -> None:
 
 
 def test_a_report_comes_back() -> None:
-    errand = training("critic_train", make_train_request(**ROWS))
+    errand = prepare_train("critic_train", make_train_request(**ROWS))
     sent = errand.build(described(TRAIN), 1.0)
     assert errand.parse(operations.to_reply(REPORT, sent, TRAIN), 0.0, 0.0) == REPORT
     for outputs in ([], [Tensor("report", "BYTES", (1,), [b"{}"])], [Tensor("report", "BYTES", (1,), [b"nonsense"])]):
@@ -105,7 +105,7 @@ def test_a_report_comes_back() -> None:
 def test_a_server_that_would_train_twice_is_not_trained() -> None:
     nemo = ModelSignature("critic_train", ("1",), "python", described(TRAIN).inputs, {"loss_mean": "FP32"})
     with pytest.raises(errors.InvalidRequest, match=r"gives no report.*train on it twice"):
-        training("critic_train", make_train_request(**ROWS)).build(nemo, 1.0)
+        prepare_train("critic_train", make_train_request(**ROWS)).build(nemo, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_server_that_would_train_twice_is_not_trained() -> None:
 )
 def test_each_other_operation_there_and_back(request_: ControlRequest, answer: Any) -> None:
     info = OperationInfo(f"critic_{request_.operation}", request_.operation, "critic")
-    errand = controlling(info.name, request_)
+    errand = prepare_control(info.name, request_)
     sent = errand.build(described(info), 3.0)
     got = operations.to_request(sent, info)
     assert isinstance(got, ControlRequest)
@@ -133,7 +133,7 @@ def test_each_other_operation_there_and_back(request_: ControlRequest, answer: A
 
 def scores(rows: list[Any], info: ModelInfo, needs_rewards: bool | None = None, **samples: Any) -> Any:
     needs_rewards = "rewards" in info.outputs if needs_rewards is None else needs_rewards
-    errand = inferring("critic_infer", make_request(**samples), needs_rewards=needs_rewards)
+    errand = prepare_infer("critic_infer", make_request(**samples), needs_rewards=needs_rewards)
     sent = errand.build(described(info), 5.0)
     assert sent.parameters["timeout"] == 5_000_000
     lengths = [0 if isinstance(row, Exception) else len(row.values) for row in rows]
@@ -174,7 +174,7 @@ def test_a_value_or_reward_that_is_not_finite_is_a_failed_sample() -> None:
 
 
 def test_a_reply_of_another_length_is_the_servers_fault() -> None:
-    errand = inferring("critic_infer", make_request(tokens=[[1, 2]]))
+    errand = prepare_infer("critic_infer", make_request(tokens=[[1, 2]]))
     table = Tensor.of("values", np.zeros((2, 2), np.float32))
     for outputs in ([], [table], [Tensor.of("values", table.data[:1]), Tensor.of("rewards", table.data)]):
         with pytest.raises(errors.ServerFault, match=r"no values|values of 2 samples; 1 were|2 rewards for 1"):
@@ -182,7 +182,7 @@ def test_a_reply_of_another_length_is_the_servers_fault() -> None:
 
 
 def test_rewards_that_are_needed_must_be_there() -> None:
-    errand = inferring("critic_infer", make_request(tokens=[[1, 2]]), needs_rewards=True)
+    errand = prepare_infer("critic_infer", make_request(tokens=[[1, 2]]), needs_rewards=True)
     assert "rewards" in (errand.build(described(COMBINED), 1.0).outputs or {})
     with pytest.raises(errors.InvalidRequest, match=r"'critic_infer' gives no rewards; .*--reward-model"):
         errand.build(described(CRITIC), 1.0)

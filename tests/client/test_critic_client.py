@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import logging
+import os
 import pickle
 import random
 import socket
@@ -23,7 +25,7 @@ import pytest
 
 from client.critic_server import CriticProcess
 from client.echo_server import ENV
-from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy, http
+from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy
 from guerdon.core import ScoreReply, ScoreRequest, TrainRequest
 from guerdon.errors import (
     Cancelled,
@@ -387,19 +389,32 @@ def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
 
 
 async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServer) -> None:
-    """A train request may take hours, so that no time-out tells a slow server from one that lost its power."""
-    connected: list[socket.socket] = []
-    keep_alive = http._keep_alive
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http, "_keep_alive", lambda s: (connected.append(s), keep_alive(s)))
-        with CriticClient(server.http_url) as client:
-            client.state()
-            async with AsyncCriticClient(server.http_url) as other:
-                await other.state()
-                assert len(connected) == 2
-                assert all(s.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 for s in connected)
-                if hasattr(socket, "TCP_USER_TIMEOUT"):  # without which nothing is noticed of what was just sent
-                    assert {s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in connected} == {180_000}
+    """A train request may take hours, so no time-out can tell a slow server from one that lost its power."""
+    address = ("127.0.0.1", int(server.http_url.rpartition(":")[2]))
+    with CriticClient(server.http_url) as client:
+        client.state()
+        async with AsyncCriticClient(server.http_url) as other:
+            await other.state()
+            connected = [s for s in open_sockets() if s.getpeername() == address]
+            assert len(connected) == 2
+            assert all(s.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 for s in connected)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # needed to notice that sent data is not acknowledged
+                assert {s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in connected} == {180_000}
+            for opened in connected:
+                opened.close()
+
+
+def open_sockets() -> Iterator[socket.socket]:
+    """Yields a copy of each connected socket of this process."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            copied = socket.socket(fileno=os.dup(int(fd)))
+            try:
+                copied.getpeername()
+            except OSError:
+                copied.close()
+            else:
+                yield copied
 
 
 # --- the client itself ------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None
         with RewardClient(urls, policy=PATIENT) as client:
             for future in [client.submit(texts=["x" * 400]) for _ in range(50)]:
                 future.result(timeout=60.0)
-            books = client._session.caller.endpoints.all
+            books = client._caller.endpoints.all
             assert all(endpoint.seen and endpoint.last_taken > 1 for endpoint in books)  # both had their share
 
             futures = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(20)]
@@ -254,7 +254,7 @@ def test_the_interpreter_ends_without_waiting_for_the_client(server: EchoProcess
         "idle": "",
         "in flight": "[silent.submit(texts=['a']) for _ in range(4)]; time.sleep(0.2)",
         "queued": f"futures = [client.submit(tokens=[[{SLOW_TOKEN}]]) for _ in range(500)]; time.sleep(0.2)",
-        "waiting": "silent._session.workers.submit(silent.wait_ready); time.sleep(0.2)",
+        "waiting": "silent._submit(silent._caller.wait_ready('reward_model', 600.0)); time.sleep(0.2)",
         "exception": f"client.submit(tokens=[[{SLOW_TOKEN}]]); print('end', time.time()); raise SystemExit(0)",
     }[how]
     silent = socket.create_server(("127.0.0.1", 0))
@@ -363,7 +363,7 @@ for _ in range(10):  # with connections of its own
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 other = asyncio.run_coroutine_threadsafe(open_client(), loop).result()
-in_a_fork(says_so)
+in_a_fork(works_async)
 asyncio.run_coroutine_threadsafe(other.aclose(), loop).result()
 in_a_fork(works_async)
 
@@ -381,7 +381,7 @@ assert not future.done()
 def test_the_client_imports_neither_torch_nor_transformers_nor_grpc_unasked(server: EchoProcess) -> None:
     code = f"""
 import sys
-import guerdon.client.files
+import guerdon.client.score_file
 from guerdon.client import RewardClient
 with RewardClient({server.http_url!r}) as client:
     client.score(texts=["a"])

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from guerdon.client import RetryPolicy, RewardClient, Scores
-from guerdon.client.files import score_file
-from guerdon.client.rows import ADDED
+from guerdon.client.jsonl import ADDED
+from guerdon.client.score_file import score_file
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.errors import (
     DeadlineExceeded,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.client.calls import ModelSignature, make_request, scoring
+from guerdon.client import Scores
+from guerdon.client.calls import ModelSignature, make_request, prepare_score
 from guerdon.client.endpoints import Endpoints
-from guerdon.client.results import Scores
 from guerdon.client.retry import Caller, Describe, Infer, InferResult, Ready, RetryPolicy, Step, Wait
 from guerdon.errors import (
     DeadlineExceeded,
@@ -43,7 +43,7 @@ class World:
         self.caller = Caller(Endpoints(urls), policy, lambda: self.now, random.Random(0))
 
     def score(self, timeout_s: float | None = None) -> Scores:
-        return self.run(self.caller.ask(scoring("m", make_request(texts=["a"], timeout_s=timeout_s))))
+        return self.run(self.caller.ask(prepare_score("m", make_request(texts=["a"], timeout_s=timeout_s))))
 
     def run(self, call: Any) -> Any:
         try:
@@ -126,7 +126,7 @@ def test_a_connection_that_breaks_moves_the_request_without_waiting() -> None:
 def test_what_the_server_would_not_know_again_is_sent_once(last: Unavailable) -> None:
     refused = Unreachable("refused", may_have_arrived=False)
     world = World(failing(Overloaded("full", 2.5), refused, last), ["a", "b"])
-    errand = scoring("m", make_request(texts=["a"]))
+    errand = prepare_score("m", make_request(texts=["a"]))
     errand = dataclasses.replace(errand, may_repeat=lambda signature: "report" in signature.outputs)
     with pytest.raises(type(last), match=str(last)) as raised:
         world.run(world.caller.ask(errand))
@@ -138,7 +138,7 @@ def test_what_the_server_would_not_know_again_is_sent_once(last: Unavailable) ->
 
 def test_what_the_server_knows_by_its_id_is_sent_again_whatever_broke() -> None:
     world = World(failing(Unavailable("stopping"), Unreachable("cut")), ["a"])
-    errand = dataclasses.replace(scoring("m", make_request(texts=["a"])), may_repeat=lambda _: True)
+    errand = dataclasses.replace(prepare_score("m", make_request(texts=["a"])), may_repeat=lambda _: True)
     assert world.run(world.caller.ask(errand)).rewards.tolist() == [1.0]
 
 
@@ -254,7 +254,7 @@ def test_no_pause_goes_beyond_the_deadline() -> None:
 
 def test_a_cancelled_call_gives_its_tokens_back() -> None:
     world = World(answering, ["a"])
-    call = world.caller.ask(scoring("m", make_request(texts=["x" * 400])))
+    call = world.caller.ask(prepare_score("m", make_request(texts=["x" * 400])))
     next(call)
     assert world.outstanding() == [102]
     call.close()
@@ -334,6 +334,6 @@ def test_a_long_wait_says_so_on_the_log(caplog: pytest.LogCaptureFixture) -> Non
 def test_each_model_at_a_server_is_described_once() -> None:
     world = World(answering, ["a"])
     for model in ("m", "n", "m", "n"):
-        world.run(world.caller.ask(scoring(model, make_request(texts=["a"]))))
+        world.run(world.caller.ask(prepare_score(model, make_request(texts=["a"]))))
     assert [s.model for s in world.steps if isinstance(s, Describe)] == ["m", "n"]
     assert [s.model for s in world.steps if isinstance(s, Infer)] == ["m", "n", "m", "n"]

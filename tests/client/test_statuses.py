@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from guerdon import errors
 from guerdon.client.endpoints import Endpoint
-from guerdon.client.http import Exchange
+from guerdon.client.http_transport import HttpExchange, HttpReply
 from guerdon.client.retry import Describe
 from guerdon.client.statuses import error_of
 
@@ -67,19 +66,19 @@ def test_statuses_that_others_send() -> None:
 @pytest.mark.parametrize(
     ("body", "headers", "raised"),
     [
-        (b"Internal Server Error", {"X-Request-ID": "7"}, errors.Unavailable),
-        (b"Internal Server Error", {"Server": "uvicorn"}, errors.Unavailable),
+        (b"Internal Server Error", {"x-request-id": "7"}, errors.Unavailable),
+        (b"Internal Server Error", {"server": "uvicorn"}, errors.Unavailable),
         (b"Internal Server Error", {}, errors.ServerFault),
-        (b"a bug", {"Server": "uvicorn"}, errors.ServerFault),
-        (b'{"error": "a bug"}', {"X-Request-ID": "7"}, errors.ServerFault),
+        (b"a bug", {"server": "uvicorn"}, errors.ServerFault),
+        (b'{"error": "a bug"}', {"x-request-id": "7"}, errors.ServerFault),
         (b"<html>500 Internal Server Error</html>", {}, errors.ServerFault),
     ],
 )
 def test_a_500_without_json_is_retried_where_it_is_rays_that_has_lost_a_replica(
     body: bytes, headers: dict[str, str], raised: type
 ) -> None:
-    exchange = Exchange(Describe(Endpoint("http://proxy"), "m", 1.0))
+    exchange = HttpExchange(Describe(Endpoint("http://proxy"), "m", 1.0))
     with pytest.raises(errors.GuerdonError) as told:
-        exchange.result(httpx.Response(500, content=body, headers=headers, request=httpx.Request("GET", exchange.url)))
+        exchange.result(HttpReply(500, headers, body))
     assert type(told.value) is raised
     assert told.value.retryable is (raised is errors.Unavailable)

@@ -14,7 +14,7 @@ import orjson
 
 from guerdon.actor.endings import find_ending
 from guerdon.actor.rollouts import Ending, Prompt
-from guerdon.client.rows import read_rows
+from guerdon.client.jsonl import read_rows
 from guerdon.core import Message
 from guerdon.durable import write_new
 from guerdon.engine.checkpoint.text import TextEncoder

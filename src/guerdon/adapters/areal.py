@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import samples_of
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError
 from guerdon.messages import ended
 

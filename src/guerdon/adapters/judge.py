@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from guerdon.client import AsyncRewardClient, Credentials, RetryPolicy, RewardClient, Scores
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import DeadlineExceeded, Unavailable
 
 TIMEOUT_S = 600.0

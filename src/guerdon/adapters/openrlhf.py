@@ -15,7 +15,7 @@ from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import components_of
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import GuerdonError
 from guerdon.messages import ended
 from guerdon.wire.rows import groups_of

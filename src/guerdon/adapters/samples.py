@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from guerdon.client import Scores
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.wire.rows import groups_of

@@ -13,7 +13,7 @@ from typing import Any
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import Prompt, components_of, mean_of, none_for_nan, samples_of
 from guerdon.client import Scores
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 
 log = logging.getLogger(__name__)
 

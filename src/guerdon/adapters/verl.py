@@ -16,7 +16,7 @@ from typing import Any
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.samples import Prompt, components_of, refuse_unknown, samples_of
 from guerdon.client import Scores
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import InvalidRequest
 from guerdon.messages import answered
 

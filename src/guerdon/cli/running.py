@@ -77,7 +77,7 @@ def run_score(args: argparse.Namespace) -> int:
     """
     console.check_alone("score")
     from guerdon.client import RewardClient
-    from guerdon.client.files import score_file
+    from guerdon.client.score_file import score_file
 
     flags = given_flags(args, ModelConfig)
     if args.server:

@@ -1,12 +1,11 @@
 """Clients of a reward-model server and of a critic; they need neither torch nor transformers."""
 
-from guerdon.client.async_critic import AsyncCriticClient
-from guerdon.client.calls import ModelSignature
-from guerdon.client.clients import AsyncRewardClient, RewardClient
-from guerdon.client.credentials import Credentials
-from guerdon.client.critic import CriticClient
-from guerdon.client.results import CriticScores, Scores
+from guerdon.client.addresses import Credentials
+from guerdon.client.calls import ModelSignature, Scores
+from guerdon.client.critic_calls import CriticScores
+from guerdon.client.critic_client import AsyncCriticClient, CriticClient
 from guerdon.client.retry import RetryPolicy
+from guerdon.client.reward_client import AsyncRewardClient, RewardClient
 
 __all__ = [
     "AsyncCriticClient",

@@ -1,19 +1,81 @@
-"""Servers' addresses, and the credentials that each of them is shown. A key in a URL is in no text that is shown."""
+"""Addresses of servers, and the credentials that each of them is shown. No text that is shown holds a key."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from guerdon.client.credentials import Credentials
+import httpx
+
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.settings.access import strip_credentials
 
 _HELP = "give http://host:port, https://host:port, grpc://host:port or grpcs://host:port"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """An API key, and PEM files for TLS: trusted authorities, and the client's own certificate with its key.
+
+    Without `ca_file` the public authorities are trusted. `key_file` may be left out if `cert_file` holds both.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_file is not None and self.cert_file is None:
+            raise ConfigError("key_file is given, and cert_file is not", "give the certificate that the key belongs to")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError("the API key is empty or has characters that no header takes", "give it as it was made")
+
+    @classmethod
+    def from_environment(cls) -> Credentials:
+        """Reads GUERDON_API_KEY, GUERDON_CA_FILE, GUERDON_CERT_FILE and GUERDON_KEY_FILE."""
+        names = ("API_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")
+        return cls(*(os.environ.get(f"GUERDON_{name}", "").strip() or None for name in names))
+
+    @property
+    def authorization(self) -> str | None:
+        """The value of the header `Authorization`, None without a key."""
+        return None if self.api_key is None else f"Bearer {self.api_key}"
+
+    def tls(self) -> ssl.SSLContext:
+        """Returns the context for TLS over HTTP.
+
+        Raises ConfigError if a file cannot be read, does not fit the others or is encrypted.
+        """
+        context = httpx.create_ssl_context() if self.ca_file is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca_file is not None:
+                context.load_verify_locations(self.ca_file)
+            if self.cert_file is not None:
+                # Without a password OpenSSL would prompt at the terminal; an empty one fails instead.
+                context.load_cert_chain(self.cert_file, self.key_file, password="")
+        except (OSError, ValueError) as e:  # includes ssl.SSLError
+            files = [name for name in (self.ca_file, self.cert_file, self.key_file) if name is not None]
+            raise ConfigError(
+                f"cannot read certificates in {', '.join(files)}: {e}",
+                "give PEM files; a key must fit its certificate, and be without a password",
+            ) from e
+        return context
+
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Returns the contents of the authorities', the key's and the certificate's file, as gRPC takes them.
+
+        Raises what `tls` raises.
+        """
+        if self.ca_file is not None or self.cert_file is not None:
+            self.tls()  # gRPC would fail at each connection only, without saying why
+        own_key = self.key_file or self.cert_file
+        return _read(self.ca_file), _read(own_key), _read(self.cert_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +98,20 @@ class Address:
         """Host and port."""
         return urlsplit(self.url).netloc
 
-    def httpx_options(self) -> dict[str, Any]:
-        """How httpx speaks to it; raises ConfigError where a file of the credentials cannot be read.
-
-        To be kept: reading the authorities that are trusted takes longer than many a call.
-        """
-        tls = self.credentials.tls() if self.has_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Binary tensors hardly shrink: decompressing them would cost more than it saves.
-        headers = {"Accept-Encoding": "identity"}
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of each HTTP request."""
+        # Binary tensors hardly compress.
+        headers = {"Accept-Encoding": "identity", "User-Agent": "guerdon"}
         if self.credentials.authorization is not None:
             headers["Authorization"] = self.credentials.authorization
-        return {"verify": tls, "headers": headers}
+        return headers
 
 
 def addresses(url: str | Sequence[str], credentials: Credentials | None) -> list[Address]:
-    """The servers of one URL or several, each once; raises InvalidRequest for one that is malformed.
+    """Returns the servers of one URL or several, each once; raises InvalidRequest for a malformed URL.
 
-    Without `credentials` they are the environment's. The password of a URL's user info is that server's key:
+    Without `credentials`, reads them from the environment. The password of a URL's user info is that server's key:
     http://x:KEY@host:port.
     """
     credentials = Credentials.from_environment() if credentials is None else credentials
@@ -70,12 +129,12 @@ def _address(url: str, credentials: Credentials) -> Address:
         parts = urlsplit(full)
         port = parts.port
     except ValueError as e:
-        what = "what stands behind the @ is no host and port" if "@" in url else str(e)
+        what = "the part after the @ is no host and port" if "@" in url else str(e)
         raise InvalidRequest(f"server URL {strip_credentials(url)!r}: {what}; {_HELP}") from None
     if parts.scheme not in ("http", "https", "grpc", "grpcs") or not _is_host(parts.hostname) or not full.isprintable():
-        raise InvalidRequest(f"server URL {strip_credentials(url)!r} is not one: {_HELP}")
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r} is malformed: {_HELP}")
     if full.count("@") != parts.netloc.count("@"):
-        raise InvalidRequest(f"server URL {strip_credentials(url)!r} has an @ behind its host; in a key write / as %2F")
+        raise InvalidRequest(f"server URL {strip_credentials(url)!r} has an @ after its host; in a key write / as %2F")
     if parts.scheme in ("grpc", "grpcs") and (port is None or parts.path):
         raise InvalidRequest(f"server URL {strip_credentials(url)!r} needs a port and no path: {_HELP}")
     info, at, _ = parts.netloc.rpartition("@")
@@ -92,8 +151,12 @@ def _address(url: str, credentials: Credentials) -> Address:
 
 
 def _is_host(name: str | None) -> bool:
-    """Whether a name can be looked up, or is an address: no part of it is empty or too long."""
+    """Returns whether the name is one that DNS takes: no part is empty or too long."""
     try:
         return bool(name and name.encode("idna"))
     except UnicodeError:
         return False
+
+
+def _read(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

@@ -1,19 +1,17 @@
-"""Requests as a model's tensors, replies as `Scores`: the reward clients' knowledge, without I/O."""
+"""Turns samples into a model's tensors, and its reply into `Scores`; no I/O."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import orjson
 
-from guerdon.client import arrays
-from guerdon.client.results import Scores
 from guerdon.core import Message, ScoreRequest
-from guerdon.errors import InvalidRequest, ServerFault
+from guerdon.errors import InvalidRequest, SampleFailed, ServerFault
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.reward_model import DEFAULT_PRIORITY_LEVEL
 from guerdon.wire.tensors import DTYPES, Tensor
@@ -27,7 +25,7 @@ Integers = Sequence[int] | np.ndarray
 
 _SAMPLES = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
 
-_WANTED = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
+_OUTPUTS = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class ModelSignature:
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, Any]) -> ModelSignature:
-        """The signature in the protocol's model metadata; raises ServerFault where that is not what it is."""
+        """Reads the protocol's model metadata; raises ServerFault if it is malformed."""
         try:
             return cls(
                 name=metadata["name"],
@@ -55,13 +53,47 @@ class ModelSignature:
             raise ServerFault("the model's metadata is not the open inference protocol's") from e
 
 
-@dataclass(frozen=True, slots=True)
-class Errand(Generic[T]):
-    """What one call wants: of which model, how it becomes its tensors, and what the reply to them means.
+@dataclass(slots=True, eq=False)
+class Scores:
+    """The scores of one call, one entry a sample in the order sent.
 
-    `build` is told the seconds that are left, `parse` the seconds that the server says it waited and computed.
-    `cost` is in tokens; `timeout_s` None takes the policy's. `may_repeat` tells for a server's signature whether what
-    may have arrived there may be sent again.
+    `rewards` is float32 `[B]`, NaN (never 0.0) if the sample failed; `errors[i]` then says why, and is None otherwise.
+    `attributes` is float32 `[B, A]`, `values` a list of float32 `[T_i]`, `steps` a list of float32 `[K_i]`; each is
+    None if the model has none. If the server does not send the number of a text's tokens, its values are padded with 0
+    to the longest of the call. `attribute_names` names the attributes' columns, and is empty if the server does not.
+    `weights_version` names the weights; `queue_s` and `compute_s` are the seconds the server spent waiting and
+    computing.
+    """
+
+    rewards: np.ndarray
+    errors: list[str | None]
+    attributes: np.ndarray | None = None
+    values: list[np.ndarray] | None = None
+    steps: list[np.ndarray] | None = None
+    weights_version: str = ""
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    attribute_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.rewards.tolist())
+
+    def raise_for_failed(self) -> Scores:
+        """Returns itself; raises SampleFailed naming the first failed sample if there is one."""
+        raise_first(self.errors)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """What one call asks of a model, as functions to and from its tensors.
+
+    `build` takes the model's signature and the seconds left, `parse` the reply and the seconds the server waited and
+    computed. `cost` is in tokens; without `timeout_s` the policy's applies. `may_repeat` returns, for a server's
+    signature, whether a request that may have arrived there may be sent again.
     """
 
     model: str
@@ -72,13 +104,13 @@ class Errand(Generic[T]):
     may_repeat: Callable[[ModelSignature], bool] = lambda _: True
 
 
-def scoring(model: str, request: ScoreRequest) -> Errand[Scores]:
-    """The errand of scoring `request`; the server is told of its time-out where it has one of its own."""
-    return Errand(
+def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
+    """Returns the call that scores `request`; the server learns the time-out if the request has its own."""
+    return Call(
         model,
         lambda signature, left_s: build(request, signature, None if request.timeout_s is None else left_s),
         lambda reply, queue_s, compute_s: parse(reply, request, queue_s, compute_s),
-        cost_of(request),
+        estimate_cost(request),
         request.timeout_s,
     )
 
@@ -96,9 +128,9 @@ def make_request(
     timeout_s: float | None = None,
     pad_to_length: int | None = None,
 ) -> ScoreRequest:
-    """The request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
+    """Returns the request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
 
-    `tokens` are token ids, one sequence of any length a sample, up to `pad_to_length`; `groups`, `prompt_lengths`,
+    `tokens` are token ids, one sequence a sample, of any length up to `pad_to_length`. `groups`, `prompt_lengths`,
     `steps`, `prompts` and `labels` have one entry a sample, as in `ScoreRequest`.
     """
     given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
@@ -112,7 +144,7 @@ def make_request(
     elif messages is not None:
         request.messages = [list(conversation) for conversation in messages]
     elif tokens is not None:
-        request.tokens = arrays.ids("tokens", tokens)
+        request.tokens = id_rows("tokens", tokens)
         for i, row in enumerate(request.tokens):
             if pad_to_length is not None and len(row) > pad_to_length:
                 raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
@@ -126,11 +158,11 @@ def make_request(
             )
             raise InvalidRequest(f"{name} {found} for {len(samples)} samples; it must be a list of one entry each")
     if groups is not None:
-        request.groups = arrays.row("groups", groups, "iu", np.int64)
+        request.groups = number_row("groups", groups, "iu", np.int64)
     if prompt_lengths is not None:
-        request.prompt_lengths = arrays.row("prompt_lengths", prompt_lengths, "iu", np.int64)
+        request.prompt_lengths = number_row("prompt_lengths", prompt_lengths, "iu", np.int64)
     if steps is not None:
-        request.steps = arrays.ids("steps", steps)
+        request.steps = id_rows("steps", steps)
     if prompts is not None:
         wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
         if wrong is not None:
@@ -142,7 +174,7 @@ def make_request(
 
 
 def _check_samples(name: str, samples: Any) -> None:
-    """Raises InvalidRequest unless `samples` is a list of what `name` takes; one sample without its list is told."""
+    """Raises InvalidRequest unless `samples` is a list of what `name` takes."""
     if _num_entries(samples) is None:
         raise InvalidRequest(f"{name} must be a list of at least one sample, not {_type_with_article(samples)}")
     if len(samples) == 0:
@@ -175,8 +207,8 @@ def _type_with_article(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def cost_of(request: ScoreRequest) -> int:
-    """The request's tokens; for text an estimate of four characters a token."""
+def estimate_cost(request: ScoreRequest) -> int:
+    """Returns the request's number of tokens, estimated as four characters a token for text."""
     if request.tokens is not None:
         return sum(map(len, request.tokens))
     texts = request.texts or [str(message.get("content")) for chat in request.messages or () for message in chat]
@@ -184,25 +216,25 @@ def cost_of(request: ScoreRequest) -> int:
 
 
 def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | None = None) -> InferRequest:
-    """The request in the tensors that the model takes; `timeout_s` is the time the server is told that it has.
+    """Returns the request in the model's tensors; `timeout_s` is sent to the server.
 
-    Hints that the model does not list are left out. Raises InvalidRequest where it lacks an input that matters.
+    Leaves out hints that the model does not list. Raises InvalidRequest if it lacks an input that matters.
     """
     listed = signature.inputs
     inputs: list[Tensor] = []
     if request.tokens is not None:
-        _demand(signature, "tokens", "sequence_lengths")
+        _require(signature, "tokens", "sequence_lengths")
         lengths = np.array([len(row) for row in request.tokens])
         inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0, request.pad_to_length))
         inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
     elif request.messages is not None:
-        _demand(signature, "messages")
+        _require(signature, "messages")
         inputs.append(_json("messages", request.messages))
     elif request.texts is not None:
-        _demand(signature, "sentences")
+        _require(signature, "sentences")
         inputs.append(_texts("sentences", "texts", request.texts))
     if request.steps is not None:
-        _demand(signature, "step_positions")
+        _require(signature, "step_positions")
         inputs.append(_padded("step_positions", listed["step_positions"], request.steps, -1))
     for name, hint in (("group_ids", request.groups), ("prompt_lengths", request.prompt_lengths)):
         if hint is not None and name in listed:
@@ -213,21 +245,21 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
         inputs.append(_json("labels", request.labels))
     parameters: dict[str, Any] = {}
     if request.priority:
-        # Triton's levels count down from the default to 1, the first to go.
+        # Triton's levels count down from the default to 1, which goes first.
         parameters["priority"] = max(1, DEFAULT_PRIORITY_LEVEL - request.priority)
     if timeout_s is not None:
         parameters["timeout"] = max(1, round(timeout_s * 1e6))
     return InferRequest(
         inputs={tensor.name: tensor for tensor in inputs},
-        outputs={name: True for name in _WANTED if name in signature.outputs},
+        outputs={name: True for name in _OUTPUTS if name in signature.outputs},
         parameters=parameters,
     )
 
 
 def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, compute_s: float = 0.0) -> Scores:
-    """The scores in a reply; raises ServerFault where it has no rewards for these samples.
+    """Returns the scores in a reply; raises ServerFault without one reward a sample.
 
-    A server that gives `rewards` of several columns has them kept as attributes, their mean as the reward.
+    If `rewards` has several columns, these become the attributes, and their mean the reward.
     """
     outputs = {tensor.name: tensor.data for tensor in reply.outputs}
     rewards = np.asarray(outputs.get("rewards", ()), np.float32)
@@ -239,7 +271,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
         attributes = rewards
     merged = rewards[:, 0].copy() if rewards.shape[1] == 1 else rewards.mean(axis=1)
     names = tuple(filter(None, str(reply.parameters.get("attribute_names", "")).split(",")))
-    failed = errors_of(outputs, len(request))
+    failed = sample_errors(outputs, len(request))
     for i in np.flatnonzero(~np.isfinite(merged)):
         failed[i] = failed[i] or "the server gave no finite reward"
     merged[[error is not None for error in failed]] = np.nan
@@ -248,7 +280,7 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
         errors=failed,
         attributes=attributes,
         attribute_names=names if attributes is not None and len(names) == attributes.shape[1] else (),
-        values=values_of(outputs, request),
+        values=sample_values(outputs, request),
         steps=_steps(outputs),
         weights_version=str(reply.parameters.get("weights_version", "")),
         queue_s=queue_s,
@@ -256,13 +288,13 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
     )
 
 
-def errors_of(outputs: dict[str, Any], num_samples: int) -> list[str | None]:
-    """What the server says is wrong with each sample; None where nothing is."""
+def sample_errors(outputs: dict[str, Any], num_samples: int) -> list[str | None]:
+    """Returns the server's error for each sample, None for each that succeeded."""
     return [error.decode("utf-8", "replace") or None for error in outputs.get("errors", [b""] * num_samples)]
 
 
-def values_of(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
-    """Each sample's values without their padding, None where the reply has none; ServerFault for another number."""
+def sample_values(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
+    """Returns each sample's values without padding, None without values; raises ServerFault for a wrong number."""
     if "values" not in outputs:
         return None
     rows = list(np.asarray(outputs["values"], np.float32))
@@ -274,7 +306,7 @@ def values_of(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _demand(signature: ModelSignature, *names: str) -> None:
+def _require(signature: ModelSignature, *names: str) -> None:
     for name in names:
         if name not in signature.inputs:
             hint = ""
@@ -310,7 +342,7 @@ def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:
 
 
 def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int, width: int | None = None) -> Tensor:
-    data = arrays.padded(rows, DTYPES[datatype], fill, width)
+    data = pad_rows(rows, DTYPES[datatype], fill, width)
     return Tensor(name, datatype, data.shape, data)
 
 
@@ -321,3 +353,38 @@ def _steps(outputs: dict[str, Any]) -> list[np.ndarray] | None:
     if "step_counts" not in outputs:
         return [row[~np.isnan(row)] for row in rows]
     return [row[: int(count)] for row, count in zip(rows, np.ravel(outputs["step_counts"]), strict=True)]
+
+
+def number_row(name: str, values: Any, kinds: str, dtype: Any) -> np.ndarray:
+    """Returns one row of numbers in `dtype`; raises InvalidRequest unless it is flat and of a kind in `kinds`.
+
+    `kinds` are numpy's letters for data types.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as e:  # a tensor on a device or with a gradient, or a ragged list
+        raise InvalidRequest(f"{name} cannot be read as numbers: {e}") from e
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise InvalidRequest(f"{name} must be a flat list of {'integers' if kinds == 'iu' else 'numbers'}")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype, copy=False)
+
+
+def id_rows(name: str, rows: Any) -> list[np.ndarray]:
+    """Returns rows of integers as int64."""
+    return [number_row(f"{name}[{i}]", values, "iu", np.int64) for i, values in enumerate(rows)]
+
+
+def pad_rows(rows: list[np.ndarray], dtype: Any, fill: int = 0, width: int | None = None) -> np.ndarray:
+    """Returns the rows as a table `[N, width]`, padded with `fill`; the default width is the longest row's."""
+    table = np.full((len(rows), width or max(map(len, rows))), fill, dtype)
+    for out, values in zip(table, rows, strict=True):
+        out[: len(values)] = values
+    return table
+
+
+def raise_first(errors: list[str | None]) -> None:
+    """Raises SampleFailed naming the first failed sample if there is one."""
+    failed = [i for i, error in enumerate(errors) if error is not None]
+    if failed:
+        raise SampleFailed(f"{len(failed)} of {len(errors)} samples failed; row {failed[0]}: {errors[failed[0]]}")

@@ -1,59 +1,85 @@
-"""A critic's calls as tensors and back: what its clients know of them, without I/O."""
+"""Turns a critic's calls into its models' tensors, and their replies into results; no I/O."""
 
 from __future__ import annotations
 
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 
-from guerdon.client import arrays, calls
-from guerdon.client.calls import Errand, ModelSignature
-from guerdon.client.results import CriticScores
+from guerdon.client import calls
+from guerdon.client.calls import Call, ModelSignature, id_rows, number_row, pad_rows
 from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.wire.critic import TRAIN_ID, from_json
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.tensors import Tensor
 
-Noun = TypeVar("Noun", TrainReport, CheckpointInfo, CriticState)
+Result = TypeVar("Result", TrainReport, CheckpointInfo, CriticState)
 Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
-"""One row a sample: an array `[N, T]`, or rows of their own lengths."""
+"""One row a sample: an array `[N, T]`, or rows of different lengths."""
+
+
+@dataclass(slots=True, eq=False)
+class CriticScores:
+    """A critic's values for one call, one entry a sample in the order sent.
+
+    `values` is a list of float32 `[T_i]`, one a token; `rewards` is float32 `[B]` if they were asked for, else None.
+    Both are NaN if the sample failed; `errors[i]` then says why, and is None otherwise. `weights_version` names the
+    critic's weights; `queue_s` and `compute_s` are the seconds the server spent waiting and computing.
+    """
+
+    values: list[np.ndarray]
+    errors: list[str | None]
+    rewards: np.ndarray | None = None
+    weights_version: str = ""
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def raise_for_failed(self) -> CriticScores:
+        """Returns itself; raises SampleFailed naming the first failed sample if there is one."""
+        calls.raise_first(self.errors)
+        return self
 
 
 def make_train_request(
     tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, train_id: str | None = None
 ) -> TrainRequest:
-    """The request to train on N rows, padded to the longest; the arrays are copied, as it may be sent again.
+    """Returns the request to train on N rows, padded to the longest; copies the arrays, because it may be sent again.
 
-    Row i of `tokens` has T_i ids, and of the others T_i - 1 numbers. Raises InvalidRequest naming the row at fault.
+    Row i of `tokens` has T_i ids, and row i of the others T_i - 1 numbers. Raises InvalidRequest naming the row at
+    fault.
     """
-    ids = arrays.ids("tokens", tokens)
+    ids = id_rows("tokens", tokens)
     if not ids:
         raise InvalidRequest("tokens must have at least one row")
     targets = {}
     for name, rows in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if len(rows) != len(ids):
             raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
-        numbers = [arrays.row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
+        numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
         for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
             if len(found) != len(row) - 1:
                 raise InvalidRequest(
-                    f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one less than tokens: "
-                    "entry t concerns the action at token t+1"
+                    f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
+                    "entry t belongs to the action at token t+1"
                 )
-        targets[name] = arrays.padded(numbers, np.float32)
-    padded = arrays.padded(ids, np.int64)
+        targets[name] = pad_rows(numbers, np.float32)
+    padded = pad_rows(ids, np.int64)
     return TrainRequest(
         train_id or uuid.uuid4().hex, padded, targets["returns"], targets["prev_values"], targets["mask"]
     )
 
 
-def inferring(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Errand[CriticScores]:
-    """The errand of asking for the values of `request`, and only with `needs_rewards` for its rewards."""
+def prepare_infer(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Call[CriticScores]:
+    """Returns the call for the values of `request`, and for its rewards with `needs_rewards` only."""
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         if needs_rewards and "rewards" not in signature.outputs:
@@ -61,35 +87,35 @@ def inferring(model: str, request: ScoreRequest, *, needs_rewards: bool = False)
                 f"model '{model}' gives no rewards; start its server with --reward-model, or use infer and a "
                 "RewardClient of another server"
             )
-        made = calls.build(request, signature, left_s)
-        if not needs_rewards and made.outputs is not None:
-            made.outputs.pop("rewards", None)  # so that its reward model need not run
-        return made
+        built = calls.build(request, signature, left_s)
+        if not needs_rewards and built.outputs is not None:
+            built.outputs.pop("rewards", None)  # spares the reward model's run
+        return built
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
         return _scores(reply, request, queue_s, compute_s)
 
-    return Errand(model, build, parse, calls.cost_of(request), request.timeout_s)
+    return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s)
 
 
-def training(model: str, request: TrainRequest) -> Errand[TrainReport]:
-    """The errand of training or validating on `request`."""
+def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
+    """Returns the call that trains or validates on `request`."""
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         if "report" not in signature.outputs:
             raise InvalidRequest(
-                f"model '{model}' gives no report, so its server would not know a request that is sent again and train "
-                "on it twice; this client trains guerdon's critics only"
+                f"model '{model}' gives no report: its server could not recognise a request that is sent again, and "
+                "would train on it twice; this client trains guerdon's critics only"
             )
         return _request(_rows(request), ["report"], left_s, **{TRAIN_ID: request.id})
 
-    return Errand(model, build, lambda reply, *_: _noun(TrainReport, reply, "report"), request.tokens.size)
+    return Call(model, build, lambda reply, *_: _read_result(TrainReport, reply, "report"), request.tokens.size)
 
 
-def training_loss(model: str, request: TrainRequest) -> Errand[float]:
-    """The errand of training on `request` at any server of these tensors, for the loss, which each of them gives.
+def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
+    """Returns the call that trains on `request` at any server of these tensors, and gives the loss.
 
-    Only one that gives a report knows a request that is sent again.
+    Only a server that gives a report recognises a request that is sent again.
     """
 
     def build(_: ModelSignature, left_s: float) -> InferRequest:
@@ -101,19 +127,19 @@ def training_loss(model: str, request: TrainRequest) -> Errand[float]:
             raise ServerFault(f"model '{reply.model_name}' sent no 'loss_mean' of one number")
         return float(losses[0][0])
 
-    return Errand(model, build, parse, request.tokens.size, may_repeat=lambda signature: "report" in signature.outputs)
+    return Call(model, build, parse, request.tokens.size, may_repeat=lambda signature: "report" in signature.outputs)
 
 
-def controlling(model: str, request: ControlRequest) -> Errand[Any]:
-    """The errand of any other operation: a CriticState of state, of save and load a CheckpointInfo or None.
+def prepare_control(model: str, request: ControlRequest) -> Call[Any]:
+    """Returns the call of any other operation: it gives state's CriticState, save's and load's CheckpointInfo or None.
 
     Raises InvalidRequest for metrics that are not finite numbers.
     """
     metrics = {name: _metric(name, value) for name, value in request.metrics.items()}
-    output, noun = _ANSWERS.get(request.operation, ("", None))
+    output, cls = _OUTPUTS.get(request.operation, ("", None))
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        inputs = [Tensor.of("dummy_var", np.zeros(1, np.int64))]  # which PyTriton's servers insist on
+        inputs = [Tensor.of("dummy_var", np.zeros(1, np.int64))]  # PyTriton's servers require an input
         if metrics:
             inputs.append(Tensor("metrics", "BYTES", (1,), [orjson.dumps(metrics)]))
         if request.checkpoint is not None:
@@ -122,12 +148,12 @@ def controlling(model: str, request: ControlRequest) -> Errand[Any]:
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> Any:
         is_there = any(tensor.name == output for tensor in reply.outputs)
-        return _noun(noun, reply, output) if noun is not None and is_there else None
+        return _read_result(cls, reply, output) if cls is not None and is_there else None
 
-    return Errand(model, build, parse)
+    return Call(model, build, parse)
 
 
-_ANSWERS: dict[Operation, tuple[str, type]] = {
+_OUTPUTS: dict[Operation, tuple[str, type]] = {
     Operation.SAVE: ("report", CheckpointInfo),
     Operation.LOAD: ("report", CheckpointInfo),
     Operation.STATE: ("state", CriticState),
@@ -135,7 +161,7 @@ _ANSWERS: dict[Operation, tuple[str, type]] = {
 
 
 def _metric(name: Any, value: Any) -> float:
-    """Also numpy's and torch's scalars as plain numbers."""
+    """Returns a number, or a scalar of numpy or torch, as a float; raises InvalidRequest for anything else."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -154,7 +180,7 @@ def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **paramete
     return InferRequest({tensor.name: tensor for tensor in inputs}, dict.fromkeys(outputs, True), "", parameters)
 
 
-def _noun(cls: type[Noun], reply: InferReply, output: str) -> Noun:
+def _read_result(cls: type[Result], reply: InferReply, output: str) -> Result:
     try:
         (text,) = next(tensor.data for tensor in reply.outputs if tensor.name == output)
         return from_json(cls, text)
@@ -165,8 +191,8 @@ def _noun(cls: type[Noun], reply: InferReply, output: str) -> Noun:
 def _scores(reply: InferReply, request: ScoreRequest, queue_s: float, compute_s: float) -> CriticScores:
     outputs = {tensor.name: tensor.data for tensor in reply.outputs}
     num_samples = len(request)
-    errors = calls.errors_of(outputs, num_samples)
-    values = calls.values_of(outputs, request)
+    errors = calls.sample_errors(outputs, num_samples)
+    values = calls.sample_values(outputs, request)
     if values is None and all(errors):
         values = [np.empty(0 if request.tokens is None else len(request.tokens[i])) for i in range(num_samples)]
     if values is None:

@@ -1,9 +1,15 @@
-"""A server's status as the error that it raised."""
+"""Maps a server's HTTP or gRPC status to the error that it raised."""
 
 from __future__ import annotations
 
 from guerdon import errors
 from guerdon.errors import GuerdonError
+
+CERTIFICATE_HINT = (
+    "; if the server requires client certificates, give the credentials' cert_file and key_file (GUERDON_CERT_FILE, "
+    "GUERDON_KEY_FILE)"
+)
+"""Added if a TLS connection ends before the answer: few servers say why."""
 
 
 def error_of(
@@ -13,10 +19,10 @@ def error_of(
     kind: str | bytes | None = None,
     num_steps: float | None = None,
 ) -> GuerdonError:
-    """The error that an HTTP status or the name of a gRPC status stands for: the class that the server raised.
+    """Returns the error of the class that the server raised.
 
-    `kind` is the class's name, where the server tells it; the status alone stands for several. `num_steps` is
-    TrainFailed's.
+    `status` is an HTTP status or the name of a gRPC status. Several classes share one, so `kind`, the class's name,
+    decides if the server sends it. `num_steps` is TrainFailed's.
     """
     if kind == "TrainFailed":
         return errors.TrainFailed(message, int(num_steps or 0))
@@ -30,22 +36,15 @@ def error_of(
     return _BY_GRPC.get(status, errors.ServerFault)(message)
 
 
-WITHOUT_CERTIFICATE = (
-    "; where clients must have certificates, give the credentials' cert_file and key_file (GUERDON_CERT_FILE, "
-    "GUERDON_KEY_FILE)"
-)
-"""What else may be wrong where a server ends a connection of TLS: few say why."""
-
-
-def with_way_in(error: GuerdonError, url: str) -> GuerdonError:
-    """The error; where it is about the key, it also says at which server, and how a client is given another."""
+def add_key_hint(error: GuerdonError, url: str) -> GuerdonError:
+    """Returns the error; one about the key also names the server and how to give a key."""
     if isinstance(error, errors.Unauthenticated | errors.Forbidden):
         return type(error)(f"{error} ({url}; a key comes by GUERDON_API_KEY or credentials=)")
     return error
 
 
-def untrusted(url: str, why: str) -> errors.Unreachable:
-    """The error of a connection that TLS refuses, and will refuse again."""
+def tls_failure(url: str, why: str) -> errors.Unreachable:
+    """Returns the error of a connection that TLS refuses; a retry would be refused as well."""
     error = errors.Unreachable(
         f"no connection to {url}: {why}; check that the server has TLS, and the credentials' ca_file and cert_file "
         "(GUERDON_CA_FILE, GUERDON_CERT_FILE)",

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from guerdon.client.results import Scores
-from guerdon.client.rows import Sample, samples_of
+from guerdon.client import Scores
+from guerdon.client.jsonl import Sample, samples_of
 from guerdon.errors import InvalidRequest, Overloaded, PayloadTooLarge, SampleFailed, UnknownModel
 
 _OF_THE_ROW = (InvalidRequest, PayloadTooLarge, SampleFailed)

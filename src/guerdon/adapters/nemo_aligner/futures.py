@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from guerdon.client import Scores
-from guerdon.client.futures import TrainFuture
-from guerdon.client.results import CriticScores
+from guerdon.client import CriticScores, Scores
+from guerdon.client.ordering import TrainFuture
 from guerdon.core import CheckpointInfo
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.adapters.samples import refuse_unknown, samples_of
-from guerdon.client.clients import ScoreArgs
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError
 from guerdon.messages import plain
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from guerdon.client import RewardClient, Scores
-from guerdon.client.calls import Errand
+from guerdon.client.calls import Call
 from guerdon.errors import GuerdonError, SampleFailed, ServerFault
 from guerdon.wire.kserve import InferReply, InferRequest
 from guerdon.wire.tensors import Tensor
@@ -26,13 +25,9 @@ class InputIdsClient(RewardClient):
         table = np.full((len(rows), max(map(len, rows))), fill, np.int32)
         for out, row in zip(table, rows, strict=True):
             out[: len(row)] = row
-        session = self._session_here()
         starts = range(0, len(rows), batch_size)
-
-        def ask(start: int) -> Scores:
-            return session.run(session.caller.ask(_scoring(self._model, table[start : start + batch_size])))
-
-        futures = [session.workers.submit(functools.partial(ask, start)) for start in starts]
+        calls = [_scoring(self._model, table[start : start + batch_size]) for start in starts]
+        futures = [self._submit(self._caller.ask(call)) for call in calls]
         parts = []
         for start, future in zip(starts, futures, strict=True):
             try:
@@ -45,7 +40,7 @@ class InputIdsClient(RewardClient):
         return Scores(rewards, [None] * len(rows), weights_version=" ".join(versions))
 
 
-def _scoring(model: str, table: np.ndarray) -> Errand[Scores]:
+def _scoring(model: str, table: np.ndarray) -> Call[Scores]:
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> Scores:
         outputs = {tensor.name: tensor.data for tensor in reply.outputs}
         rewards = np.asarray(outputs.get("rewards", ()), np.float32).reshape(-1)
@@ -58,4 +53,4 @@ def _scoring(model: str, table: np.ndarray) -> Errand[Scores]:
 
     # No outputs are named: the server gives its usual ones, as it does to trlX's own request.
     request = InferRequest({"input_ids": Tensor("input_ids", "INT32", table.shape, table)})
-    return Errand(model, lambda _signature, _left_s: request, parse, table.size)
+    return Call(model, lambda _signature, _left_s: request, parse, table.size)

@@ -12,8 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from guerdon.cli.bench.load import Load
-from guerdon.client.clients import AsyncRewardClient
-from guerdon.client.results import Scores
+from guerdon.client import Scores
+from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import GuerdonError
 
 NOT_SENT = "NotSent"

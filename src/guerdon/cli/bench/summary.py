@@ -14,7 +14,7 @@ import numpy as np
 from guerdon.cli.bench.driving import NOT_SENT, Answer
 from guerdon.cli.colours import Style, coloured
 from guerdon.client.addresses import Address
-from guerdon.client.plain import ask
+from guerdon.client.http_transport import fetch
 from guerdon.errors import GuerdonError
 from guerdon.plots import BAND, INK, MAIN, SECOND, STYLE, pyplot
 
@@ -55,7 +55,7 @@ def read_counters(servers: Sequence[Address]) -> Counts | None:
         if server.is_grpc:
             return None
         try:
-            found = parse_counters(ask(server, "/metrics").text)
+            found = parse_counters(fetch(server, "/metrics").text)
         except GuerdonError:  # other servers of the protocol may have none
             return None
         if not found:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from guerdon.cli.doctor.findings import Finding, note, ok, problem
+from guerdon.client import Credentials
 from guerdon.client.addresses import addresses
-from guerdon.client.credentials import Credentials
-from guerdon.client.plain import ask_json
+from guerdon.client.http_transport import fetch_json
 from guerdon.errors import ConfigError, GuerdonError
 from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, split_keys_variable
 
@@ -55,7 +55,7 @@ def _who(port: int) -> str:
     """What answers there over HTTP, by its own words; empty where nothing is understood."""
     try:
         (address,) = addresses(f"http://127.0.0.1:{port}", Credentials())
-        told = ask_json(address, "/v2", dict, timeout_s=1.0)
+        told = fetch_json(address, "/v2", dict, timeout_s=1.0)
         return f"{told['name']} {told['version']}"
     except (GuerdonError, KeyError):  # nothing, or something else
         return ""

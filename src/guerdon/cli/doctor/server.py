@@ -11,7 +11,7 @@ from typing import Any
 from guerdon.cli.doctor.findings import Finding, note, ok, problem
 from guerdon.cli.doctor.installation import version_of
 from guerdon.client.addresses import Address, addresses
-from guerdon.client.plain import ask, ask_json
+from guerdon.client.http_transport import fetch, fetch_json
 from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated, install_command
 
 _TIMEOUT_S = 5.0
@@ -44,17 +44,17 @@ def examine(url: str) -> Iterator[Finding]:
 
 def _over_http(address: Address) -> Iterator[Finding]:
     subject = address.url
-    ask(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
+    fetch(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
     started = time.perf_counter()
-    ask(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
+    fetch(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
     yield ok(subject, f"live; answers within {1e3 * (time.perf_counter() - started):.1f} ms, the connection included")
     try:
-        ask(address, "/v2/health/ready", timeout_s=_TIMEOUT_S)
+        fetch(address, "/v2/health/ready", timeout_s=_TIMEOUT_S)
     except GuerdonError:
         yield problem(subject, "not ready", _READY)
-    about = ask_json(address, "/v2", dict)
+    about = fetch_json(address, "/v2", dict)
     yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
-    index = ask_json(address, "/v2/repository/index", list, method="POST")
+    index = fetch_json(address, "/v2/repository/index", list, method="POST")
     more = _infos(address)
     for model in (entry for entry in index if isinstance(entry, dict)):
         name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
@@ -118,7 +118,7 @@ def _model(subject: str, name: str, state: str, reason: str, more: str) -> Findi
 def _infos(address: Address) -> dict[str, str]:
     """What each model is, by its name, where the server's metrics say so."""
     try:
-        text = ask(address, "/metrics").text
+        text = fetch(address, "/metrics").text
     except GuerdonError:
         return {}
     infos = {}

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
-from guerdon.client.results import Scores
-from guerdon.client.rows import Sample, bare, read_rows, samples_of
+from guerdon.client import Scores
+from guerdon.client.jsonl import Sample, bare, read_rows, samples_of
 from guerdon.client.window import Group, Scorer, Window, groups_of
 from guerdon.errors import StartError, StorageFailed
 

@@ -1,0 +1,164 @@
+"""Performs the steps of calls by asyncio, for every client: the one place where the client does I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from guerdon.client.addresses import Address
+from guerdon.client.calls import ModelSignature
+from guerdon.client.endpoints import Endpoint, Endpoints
+from guerdon.client.http_transport import HttpTransport
+from guerdon.client.retry import Caller, Describe, Headers, Infer, RetryPolicy, Step, Steps, Wait
+from guerdon.errors import Cancelled, GuerdonError, install_command
+
+T = TypeVar("T")
+
+
+class Session:
+    """The connections, queue and servers of one client, within one event loop.
+
+    At most `max_in_flight` calls are under way; the others wait, and those of higher priority go first.
+    """
+
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
+        """Raises ConfigError if the files of an address's credentials cannot be read.
+
+        Raises GuerdonError for a gRPC address in a process that was forked while gRPC was at work.
+        """
+        self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
+        self._transports = {address.url: _open_transport(address, policy) for address in addresses}
+        self._num_free = max_in_flight
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._descriptions: dict[tuple[Endpoint, str], asyncio.Task[ModelSignature]] = {}
+        self._is_closed = False
+
+    async def run(self, steps: Steps[T], priority: int = 0, is_wanted: Callable[[], bool] | None = None) -> T:
+        """Returns the result of a call's steps; is cancelled if `is_wanted`, called before the first, returns False."""
+        if self._num_free and not self._queue:
+            self._num_free -= 1
+        else:
+            await self._wait_in_queue(priority)
+        try:
+            if is_wanted is not None and not is_wanted():
+                raise asyncio.CancelledError
+            step = next(steps)
+            while True:
+                try:
+                    result = await self._perform(step)
+                except GuerdonError as e:
+                    step = steps.throw(e)
+                else:
+                    step = steps.send(result)
+        except StopIteration as done:
+            return done.value
+        finally:
+            steps.close()
+            self._admit_next()
+
+    async def close(self) -> None:
+        """Closes the connections; further steps raise Cancelled."""
+        self._is_closed = True
+        descriptions = list(self._descriptions.values())
+        for task in descriptions:
+            task.cancel()
+        await asyncio.gather(*descriptions, return_exceptions=True)
+        for transport in self._transports.values():
+            await transport.close()
+
+    async def _perform(self, step: Step) -> Any:
+        if self._is_closed:
+            raise Cancelled("the client is closed")
+        if isinstance(step, Wait):
+            return await asyncio.sleep(step.seconds)
+        transport = self._transports[step.endpoint.url]
+        if isinstance(step, Describe):
+            return await self._describe(step, transport)
+        if isinstance(step, Infer) and _has_span():
+            with _client_span(step.model, step.endpoint.url) as trace:
+                return await transport.perform(dataclasses.replace(step, trace=trace))
+        return await transport.perform(step)
+
+    async def _describe(self, step: Describe, transport: Any) -> ModelSignature:
+        """Fetches the model's signature once for all calls that need it at the same time."""
+        key = (step.endpoint, step.model)
+        task = self._descriptions.get(key)
+        if task is None:
+            task = self._descriptions[key] = asyncio.create_task(transport.perform(step))
+            task.add_done_callback(functools.partial(self._end_description, key))
+        return await asyncio.shield(task)  # other calls may await it after this one is cancelled
+
+    def _end_description(self, key: tuple[Endpoint, str], task: asyncio.Task[ModelSignature]) -> None:
+        del self._descriptions[key]
+        if not task.cancelled():
+            task.exception()  # all that awaited it may be cancelled
+
+    async def _wait_in_queue(self, priority: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (-priority, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn came at the same time
+                self._admit_next()
+            raise
+
+    def _admit_next(self) -> None:
+        while self._queue:
+            _, _, turn = heapq.heappop(self._queue)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+
+def _open_transport(address: Address, policy: RetryPolicy) -> Any:
+    if not address.is_grpc:
+        return HttpTransport(address, policy)
+    try:
+        from guerdon.client.grpc_transport import GrpcTransport
+    except ImportError as e:
+        raise ImportError(f"grpc:// and grpcs:// URLs need gRPC, which is an extra: {install_command('grpc')}") from e
+    return GrpcTransport(address, policy)
+
+
+def _has_span() -> bool:
+    """Returns whether a span is active, which needs a program that has imported OpenTelemetry."""
+    current = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    return current is not None and current().get_span_context().is_valid
+
+
+@contextlib.contextmanager
+def _client_span(model: str, url: str) -> Iterator[Headers]:
+    """Opens a span below the caller's, and yields the headers by which the server continues the trace."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    server = urlsplit(url)
+    attributes: dict[str, str | int] = {
+        "guerdon.model": model, "server.address": server.hostname or "", "url.scheme": server.scheme
+    }  # fmt: skip
+    if server.port is not None:
+        attributes["server.port"] = server.port
+    span = trace.get_tracer("guerdon").start_span(f"infer {model}", kind=trace.SpanKind.CLIENT, attributes=attributes)
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(span))
+    try:
+        yield tuple(headers.items())
+    except BaseException as e:  # only its class: the text may quote a sample
+        span.set_attribute("error.type", type(e).__name__)
+        span.set_status(trace.Status(trace.StatusCode.ERROR))
+        raise
+    finally:
+        span.end()

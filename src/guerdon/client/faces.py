@@ -1,0 +1,307 @@
+"""The two faces of a client: for threads, whose event loop runs in a thread of its own, and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from guerdon.client.addresses import Credentials
+from guerdon.client.calls import ModelSignature
+from guerdon.client.driver import Session
+from guerdon.client.retry import Caller, RetryPolicy, Steps
+from guerdon.errors import Cancelled
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Session)
+MakeTask = Callable[[Callable[[], bool]], asyncio.Task[T]]
+"""Makes a call's task, given the function that marks its future as running; that returns False if it is cancelled."""
+Arguments = tuple[Any, Any, RetryPolicy, int, Credentials | None]
+"""A client's URL, model, policy, max_in_flight and credentials.
+
+Without credentials, a copy reads the environment where it arrives, so that no pickle holds a key from there.
+"""
+
+_STOP_S = 2.0
+"""Closing a client waits this long for its thread."""
+
+
+class LoopThread(Generic[S]):
+    """Runs a session's event loop in a daemon thread, which starts at the first call; thread-safe.
+
+    A daemon thread does not keep the interpreter from ending; `close` runs before that by the client's finalizer.
+    """
+
+    def __init__(self, session: S) -> None:
+        self.pid = os.getpid()
+        self.session = session
+        self._lock = threading.RLock()  # a finalizer may close it at any moment, also in this thread
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._tasks: dict[Future[Any], tuple[asyncio.Task[Any], object]] = {}
+        self._notified: set[Future[Any]] = set()
+
+    def start(self, make_task: MakeTask[T], future: Future[T], owner: object) -> None:
+        """Has the loop start the task, and gives its outcome to `future`; keeps `owner` alive until then.
+
+        Cancelling the future cancels the task. Raises Cancelled after `close`.
+        """
+        with self._lock:  # so that no task begins after those that `close` cancels
+            if self._is_closed:
+                raise Cancelled("the client is closed")
+            if self._loop is None:
+                self._loop = _new_event_loop()
+                self._thread = threading.Thread(target=self._run, name="guerdon-client", daemon=True)
+                self._thread.start()
+            self._loop.call_soon_threadsafe(self._begin, make_task, future, owner)
+
+    def abandon(self, future: Future[Any]) -> None:
+        """Cancels the future's task, if it has not ended."""
+        with self._lock:
+            if self._loop is not None and not self._is_closed:
+                self._loop.call_soon_threadsafe(self._cancel, future)
+
+    def close(self) -> None:
+        """Ends all calls with Cancelled, and the thread; does nothing in a forked child."""
+        if os.getpid() != self.pid:
+            return
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            if self._loop is None or self._thread is None:
+                return
+            if not was_closed:
+                self._loop.call_soon_threadsafe(self._shut_down)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _begin(self, make_task: MakeTask[T], future: Future[T], owner: object) -> None:
+        task = make_task(functools.partial(self._mark_running, future))
+        self._tasks[future] = task, owner
+        task.add_done_callback(functools.partial(self._finish, future))
+        future.add_done_callback(self._on_done)
+
+    def _on_done(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            self.abandon(future)
+
+    def _cancel(self, future: Future[Any]) -> None:
+        if future in self._tasks:
+            self._tasks[future][0].cancel()
+
+    def _mark_running(self, future: Future[Any]) -> bool:
+        is_running = future.set_running_or_notify_cancel()
+        if not is_running:
+            self._notified.add(future)
+        return is_running
+
+    def _finish(self, future: Future[T], task: asyncio.Task[T]) -> None:
+        del self._tasks[future]
+        if future.cancelled():
+            if future not in self._notified:
+                future.set_running_or_notify_cancel()  # wakes those who wait for it
+            self._notified.discard(future)
+        elif task.cancelled():
+            _end(future, error=Cancelled("the client was closed before the answer"))
+        elif (error := task.exception()) is not None:
+            _clear_frames(error)
+            _end(future, error=error)
+        else:
+            _end(future, task.result())
+
+    def _shut_down(self) -> None:
+        assert self._loop is not None
+        self._closing = self._loop.create_task(self._close_session())
+
+    async def _close_session(self) -> None:
+        tasks = [task for task, _ in self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.session.close()
+            await loop.shutdown_asyncgens()
+        finally:
+            loop.call_soon(loop.stop)  # after the tasks' callbacks
+
+
+class BlockingClient(Generic[S]):
+    """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it.
+
+    Over gRPC, fork while no call is under way; else the child's calls raise GuerdonError.
+    """
+
+    def __init__(self, new_session: Callable[[], S], arguments: Arguments) -> None:
+        self._new_session = new_session
+        self._arguments = arguments
+        self._open()
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Blocks until a server has the model ready; raises DeadlineExceeded with the answer of each server."""
+        for model in self._models_to_await():
+            self._call(self._caller.wait_ready(model, timeout_s))
+
+    def info(self) -> ModelSignature:
+        """Returns the inputs and outputs of the model; of a critic, those of the model that gives the values."""
+        return self._call(self._caller.describe(self._main_model()))
+
+    def config(self) -> dict[str, Any]:
+        """Returns the configuration, in Triton's terms, of the model that `info` describes."""
+        return self._call(self._caller.configuration(self._main_model()))
+
+    def close(self) -> None:
+        """Ends at once: futures without a result end with Cancelled."""
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return _describe(self, self._thread.session, self._arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), *self._arguments)
+
+    def _main_model(self) -> str:
+        raise NotImplementedError
+
+    def _models_to_await(self) -> list[str]:
+        return [self._main_model()]
+
+    @property
+    def _caller(self) -> Caller:
+        return self._here().session.caller
+
+    def _open(self) -> None:
+        self._thread = LoopThread(self._new_session())
+        self._finalizer = weakref.finalize(self, self._thread.close)
+
+    def _here(self) -> LoopThread[S]:
+        if self._thread.pid != os.getpid():  # threads and connections do not survive a fork
+            self._open()
+        return self._thread
+
+    def _submit(self, steps: Steps[T], priority: int = 0) -> Future[T]:
+        thread, future = self._here(), Future[T]()
+        run = thread.session.run
+        thread.start(lambda is_wanted: asyncio.create_task(run(steps, priority, is_wanted)), future, self)
+        return future
+
+    def _call(self, steps: Steps[T], priority: int = 0) -> T:
+        return self._wait(self._submit(steps, priority))
+
+    def _wait(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                self._thread.abandon(future)
+            raise
+
+
+class AsyncClient(Generic[S]):
+    """A client for one event loop; close it with `aclose` or `async with`."""
+
+    def __init__(self, session: S, arguments: Arguments) -> None:
+        self._session = session
+        self._arguments = arguments
+
+    async def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when a server has the model ready; raises DeadlineExceeded with the answer of each server."""
+        for model in self._models_to_await():
+            await self._session.run(self._session.caller.wait_ready(model, timeout_s))
+
+    async def info(self) -> ModelSignature:
+        """Returns the inputs and outputs of the model; of a critic, those of the model that gives the values."""
+        return await self._session.run(self._session.caller.describe(self._main_model()))
+
+    async def config(self) -> dict[str, Any]:
+        """Returns the configuration, in Triton's terms, of the model that `info` describes."""
+        return await self._session.run(self._session.caller.configuration(self._main_model()))
+
+    async def aclose(self) -> None:
+        """Closes the connections; further calls raise Cancelled."""
+        await self._session.close()
+
+    def __repr__(self) -> str:
+        return _describe(self, self._session, self._arguments)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), *self._arguments)
+
+    def _main_model(self) -> str:
+        raise NotImplementedError
+
+    def _models_to_await(self) -> list[str]:
+        return [self._main_model()]
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _end(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:  # cancelled in the meantime
+        future.set_running_or_notify_cancel()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Frees the variables of an error's frames, such as the request: a failed future may be kept for long."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+
+
+def _describe(client: object, session: Session, arguments: Arguments) -> str:
+    """Returns a client's repr: its class, its addresses without keys, and the model's or the critic's name."""
+    urls = [endpoint.url for endpoint in session.caller.endpoints.all]
+    return f"{type(client).__name__}({(urls[0] if len(urls) == 1 else urls)!r}, {arguments[1]!r})"
+
+
+def _rebuild(
+    cls: Callable[..., T],
+    url: Any,
+    model: Any,
+    policy: RetryPolicy,
+    max_in_flight: int,
+    credentials: Credentials | None,
+) -> T:
+    return cls(url, model, policy=policy, max_in_flight=max_in_flight, credentials=credentials)
