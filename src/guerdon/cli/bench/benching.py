@@ -22,8 +22,8 @@ from guerdon.cli.bench.load import FromFile, Load, Shape, fit
 from guerdon.cli.bench.summary import Summary, check_bounds, notes, plot, read_counters, summarise, table, work_between
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.calls import ModelSignature
-from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.client.retry import RetryPolicy
+from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import (
     ConfigError,
     Exit,

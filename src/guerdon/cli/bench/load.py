@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from guerdon.client.calls import ModelSignature
-from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.client.jsonl import read_rows, samples_of
+from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import ConfigError, InvalidRequest, PayloadTooLarge, StartError
 
 CHARACTERS_PER_TOKEN = 4
