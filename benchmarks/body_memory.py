@@ -21,8 +21,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.core import ModelInfo
 from guerdon.errors import InvalidRequest
-from guerdon.wire import bodies, kserve, kserve_grpc, operations, pooling
-from guerdon.wire.tensors import Tensor
+from guerdon.wire import bodies, kserve, kserve_grpc
+from guerdon.wire.forms import FORMS
+from guerdon.wire.tensors import InferRequest, Tensor
 
 MODEL = ModelInfo("model", "reward")
 TOKENS = np.random.default_rng(0).integers(10_000, 60_000, (2000, 1000))
@@ -63,20 +64,20 @@ def resident() -> tuple[int, int]:
 
 
 def read_kserve(body: bytes, json_length: int | None) -> Any:
-    return operations.to_request(kserve.decode(body, json_length), MODEL)
+    return kserve.read(body, json_length, MODEL)
 
 
 def read_form(body: bytes, _: int | None) -> Any:
-    return pooling.FORMS["/pooling"].read(bodies.parse(body), {})
+    return FORMS["/pooling"].read(body, {})
 
 
 def read_grpc(body: bytes, _: int | None) -> Any:
-    return operations.to_request(kserve_grpc.decode(kserve_grpc.parse(body)), MODEL)
+    return kserve.to_request(kserve_grpc.decode(kserve_grpc.parse(body)), MODEL)
 
 
 def request(*inputs: Tensor, binary: bool) -> tuple[bytes, int | None]:
     if binary:
-        return kserve.encode_request(kserve.InferRequest({tensor.name: tensor for tensor in inputs}))
+        return kserve.encode_request(InferRequest({tensor.name: tensor for tensor in inputs}))
     told = [
         {
             "name": tensor.name,

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from guerdon.wire import kserve
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from load import Answer, post
 from workload import MAX_LENGTH, Group
 

@@ -15,7 +15,7 @@ from guerdon.assembly import build_service
 from guerdon.server.front import http_app
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 
 ROUNDS, REQUESTS = 12, 500
 PATH = "/v2/models/reward_model/infer"
@@ -26,7 +26,7 @@ async def measure() -> None:
         Tensor.of("tokens", np.arange(8 * 64).reshape(8, 64)),
         Tensor.of("sequence_lengths", np.full((8, 1), 64)),
     )
-    body, json_length = kserve.encode_request(kserve.InferRequest({tensor.name: tensor for tensor in tensors}))
+    body, json_length = kserve.encode_request(InferRequest({tensor.name: tensor for tensor in tensors}))
     headers = {"host": "::1", "inference-header-content-length": str(json_length), "content-length": str(len(body))}
     head = [(name.encode(), value.encode()) for name, value in headers.items()]
     config = ServerConfig(models=[ModelConfig(model="null_scorer:score")])

@@ -23,8 +23,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 import soak_functions
 import soak_samples
 from guerdon.wire import kserve, kserve_grpc
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 from soak_faults import Faults
 from soak_ledger import Ledger
 from soak_wire import Answer, Broken, Pool, post

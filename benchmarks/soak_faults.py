@@ -12,8 +12,7 @@ import numpy as np
 import orjson
 
 from guerdon.wire import kserve
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from soak_report import HALF_OPEN, NOT_PERMITTED
 from soak_wire import Broken, Connection, get, post
 

@@ -16,8 +16,7 @@ import orjson
 
 import soak_samples
 from guerdon.wire import kserve
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 from soak_client import TIMEOUT_S, kind_of
 from soak_ledger import Ledger
 from soak_wire import Answer, Broken, Connection, post

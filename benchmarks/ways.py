@@ -12,8 +12,7 @@ import numpy as np
 
 import load
 from guerdon.wire import kserve, kserve_grpc
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 
 INFER = "/v2/models/reward_model/infer"
 

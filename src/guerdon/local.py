@@ -20,7 +20,7 @@ from guerdon.errors import Cancelled, GuerdonError
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig, check_settings
 from guerdon.settings.fields import from_mapping
-from guerdon.wire import reward_model, signature
+from guerdon.wire import score_tensors, signature
 
 _PATIENT = {"max_queue_tokens": sys.maxsize, "max_queue_sequences": sys.maxsize}
 """A server refuses what it has no room for and is asked again; here what is asked waits, however much it is."""
@@ -109,11 +109,11 @@ class LocalRewardModel:
 
     def info(self) -> ModelSignature:
         """What the model takes and gives."""
-        return ModelSignature.from_metadata(signature.metadata(self._info()))
+        return ModelSignature.from_metadata({**signature.metadata(self._info())})
 
     def config(self) -> dict[str, Any]:
         """The model's configuration in Triton's terms."""
-        return signature.config(self._info(), self._service.max_request_sequences)
+        return {**signature.config(self._info(), self._service.max_request_sequences)}
 
     def close(self) -> None:
         """Ends at once: futures that have no result yet end with Cancelled."""
@@ -138,12 +138,12 @@ class LocalRewardModel:
         call, info = prepare_score(self._name, request), self._info()
         sent = call.build(self.info(), request.timeout_s or _FOREVER_S)
         try:
-            reply = await self._service.score(self._name, reward_model.to_score_request(sent, info))
+            reply = await self._service.score(self._name, score_tensors.to_request(sent, info))
         except asyncio.CancelledError:
             if not self._is_closed:  # but whoever asked has cancelled the future
                 raise
             raise Cancelled("the model was closed before the answer") from None
-        return call.parse(reward_model.to_infer_reply(reply, sent, info), reply.queue_s, reply.compute_s)
+        return call.parse(score_tensors.to_reply(reply, sent, info), reply.queue_s, reply.compute_s)
 
 
 async def _start(service: Service) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from guerdon import errors
 from guerdon.client.calls import ModelSignature, build, estimate_cost, make_request, parse
-from guerdon.wire.kserve import InferReply
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, Tensor
 
 NEMO = ModelSignature(
     "reward_model",

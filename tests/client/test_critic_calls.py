@@ -22,9 +22,8 @@ from guerdon.core import (
     TrainReport,
     TrainRequest,
 )
-from guerdon.wire import operations, signature
-from guerdon.wire.kserve import InferReply
-from guerdon.wire.tensors import Tensor
+from guerdon.wire import kserve, signature
+from guerdon.wire.tensors import InferReply, Tensor
 
 CRITIC = ModelInfo("critic_infer", "critic", outputs=("values",))
 COMBINED = ModelInfo("critic_infer", "critic", outputs=("values", "rewards"))
@@ -86,7 +85,7 @@ def test_a_train_request_reaches_the_server_as_it_was() -> None:
     request = make_train_request(**ROWS, train_id="a-1")
     sent = prepare_train("critic_train", request).build(described(TRAIN), 2.5)
     assert sent.outputs == {"report": True}
-    got = operations.to_request(sent, TRAIN)
+    got = kserve.to_request(sent, TRAIN)
     assert isinstance(got, TrainRequest)
     assert (got.id, got.timeout_s) == ("a-1", 2.5)
     for name in ROWS:
@@ -96,7 +95,7 @@ def test_a_train_request_reaches_the_server_as_it_was() -> None:
 def test_a_report_comes_back() -> None:
     errand = prepare_train("critic_train", make_train_request(**ROWS))
     sent = errand.build(described(TRAIN), 1.0)
-    assert errand.parse(operations.to_reply(REPORT, sent, TRAIN), 0.0, 0.0) == REPORT
+    assert errand.parse(kserve.to_reply(REPORT, sent, TRAIN), 0.0, 0.0) == REPORT
     for outputs in ([], [Tensor("report", "BYTES", (1,), [b"{}"])], [Tensor("report", "BYTES", (1,), [b"nonsense"])]):
         with pytest.raises(errors.ServerFault, match="sent no 'report', or not a TrainReport"):
             errand.parse(InferReply("critic_train", "1", list(outputs)), 0.0, 0.0)
@@ -124,11 +123,11 @@ def test_each_other_operation_there_and_back(request_: ControlRequest, answer: A
     info = OperationInfo(f"critic_{request_.operation}", request_.operation, "critic")
     errand = prepare_control(info.name, request_)
     sent = errand.build(described(info), 3.0)
-    got = operations.to_request(sent, info)
+    got = kserve.to_request(sent, info)
     assert isinstance(got, ControlRequest)
     assert (got.operation, got.checkpoint, got.metrics) == (info.operation, request_.checkpoint, request_.metrics)
     assert got.timeout_s == 3.0
-    assert errand.parse(operations.to_reply(answer, sent, info), 0.0, 0.0) == answer
+    assert errand.parse(kserve.to_reply(answer, sent, info), 0.0, 0.0) == answer
 
 
 def scores(rows: list[Any], info: ModelInfo, needs_rewards: bool | None = None, **samples: Any) -> Any:
@@ -137,7 +136,7 @@ def scores(rows: list[Any], info: ModelInfo, needs_rewards: bool | None = None, 
     sent = errand.build(described(info), 5.0)
     assert sent.parameters["timeout"] == 5_000_000
     lengths = [0 if isinstance(row, Exception) else len(row.values) for row in rows]
-    return errand.parse(operations.to_reply(ScoreReply(rows, lengths, "w+1"), sent, info), 0.25, 0.5)
+    return errand.parse(kserve.to_reply(ScoreReply(rows, lengths, "w+1"), sent, info), 0.25, 0.5)
 
 
 def test_values_come_without_their_padding_and_rewards_where_they_are_asked_for() -> None:

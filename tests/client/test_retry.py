@@ -25,8 +25,7 @@ from guerdon.errors import (
     UnknownModel,
     Unreachable,
 )
-from guerdon.wire.kserve import InferReply
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, Tensor
 
 SIGNATURE = ModelSignature("m", ("1",), "", {"sentences": "BYTES"}, {"rewards": "FP32"})
 POLICY = RetryPolicy(tries=4, backoff_s=1.0, max_backoff_s=3.0, jitter=0.0)

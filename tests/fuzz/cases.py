@@ -27,10 +27,10 @@ from guerdon.core import (
 )
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading
-from guerdon.server.front.http_exchanges import FORMS
-from guerdon.wire import bodies, kserve, kserve_grpc, operations, repository
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire import bodies, kserve, kserve_grpc
+from guerdon.wire.forms import FORMS, triton_repository
+from guerdon.wire.kserve import ServedReply, ServedRequest
+from guerdon.wire.tensors import InferRequest, Tensor
 
 EVERYTHING = ModelInfo(
     "reward_model",
@@ -57,7 +57,7 @@ def binary(body: bytes, header_length: int | None, info: ModelInfo | OperationIn
 
     def work() -> None:
         request = kserve.decode(body, header_length)
-        reply = operations.to_reply(_answer(operations.to_request(request, info)), request, info)
+        reply = kserve.to_reply(_answer(kserve.to_request(request, info)), request, info)
         payload, length = kserve.encode(reply, request)
         kserve.decode_reply(payload, length)
 
@@ -69,7 +69,7 @@ def grpc(data: bytes, info: ModelInfo | OperationInfo) -> bool:
 
     def work() -> None:
         request = kserve_grpc.decode(kserve_grpc.parse(data))
-        reply = operations.to_reply(_answer(operations.to_request(request, info)), request, info)
+        reply = kserve.to_reply(_answer(kserve.to_request(request, info)), request, info)
         kserve_grpc.decode_reply(kserve_grpc.encode(reply))
 
     return _judged(work)
@@ -79,13 +79,13 @@ def form(path: str, body: bytes, query: dict[str, str], info: ModelInfo = EVERYT
     """As `binary`, of the body of a form."""
 
     def work() -> None:
-        asked = FORMS[path].read(bodies.parse(body), query)
+        asked = FORMS[path].read(body, query)
         asked.check(info)
         reply = ScoreReply([], [], "1") if asked.request is None else _answer(asked.request)
         assert isinstance(reply, ScoreReply)
-        bodies.write(asked.answer(reply, info))
+        bodies.write(asked.to_reply(reply, info))
 
-    return _judged(work, FORMS[path].told)
+    return _judged(work, FORMS[path].to_error)
 
 
 def answer(body: bytes, header_length: int | None) -> bool:
@@ -95,7 +95,7 @@ def answer(body: bytes, header_length: int | None) -> bool:
 
 def source(body: bytes) -> bool:
     """Whether an admin's request to load other weights is accepted."""
-    return _judged(lambda: repository.source(body))
+    return _judged(lambda: triton_repository.source(body))
 
 
 def _judged(work: Callable[[], Any], told: Callable[[GuerdonError], tuple[int, Any]] | None = None) -> bool:
@@ -110,7 +110,7 @@ def _judged(work: Callable[[], Any], told: Callable[[GuerdonError], tuple[int, A
     return True
 
 
-def _answer(asked: operations.Asked) -> operations.Answer:
+def _answer(asked: ServedRequest) -> ServedReply:
     """What a service could answer; each sample is looked at as the service does before it computes anything."""
     if isinstance(asked, TrainRequest):
         return _REPORT
@@ -357,7 +357,7 @@ def _source_kind(rng: Random) -> Callable[[], bool]:
 def as_json(request: InferRequest) -> Any:
     """The request as a body of JSON alone."""
     entries = [
-        {"name": t.name, "shape": t.shape, "datatype": t.datatype, "data": kserve._json_data(t)}
+        {"name": t.name, "shape": t.shape, "datatype": t.datatype, "data": kserve.json_data(t)}
         for t in request.inputs.values()
     ]
     body: dict[str, Any] = {"id": request.id, "parameters": request.parameters, "inputs": entries}

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from fuzz import cases
 from guerdon.core import ModelInfo, OperationInfo
 from guerdon.errors import GuerdonError
-from guerdon.server.front.http_exchanges import FORMS
-from guerdon.wire import kserve, kserve_grpc, operations
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import DTYPES, Tensor
+from guerdon.wire import kserve, kserve_grpc
+from guerdon.wire.forms import FORMS
+from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
 
 EXAMPLES = int(os.environ.get("GUERDON_FUZZ_EXAMPLES", "60"))
 fuzzed = settings(
@@ -199,7 +198,7 @@ def asked(draw: st.DrawFn) -> tuple[InferRequest, ModelInfo | OperationInfo]:
 def outcome(read: InferRequest, info: ModelInfo | OperationInfo) -> str:
     """What is asked of the service, or how it is refused."""
     try:
-        return repr(_plain(operations.to_request(read, info)))
+        return repr(_plain(kserve.to_request(read, info)))
     except GuerdonError as e:
         return f"{type(e).__name__}: {e}"
 

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, kserve_grpc
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from server.echo_service import EchoService
 from server.helpers import INFER, wait_until
 
@@ -60,7 +60,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
 
 def asked(texts: list[str], *, is_binary: bool) -> tuple[bytes, int]:
     inputs = {"sentences": Tensor.of_texts("sentences", texts)}
-    return kserve.encode_request(kserve.InferRequest(inputs, {"values": is_binary}))
+    return kserve.encode_request(InferRequest(inputs, {"values": is_binary}))
 
 
 def post(server: RunningServer, texts: list[str], *, is_binary: bool) -> httpx.Response:
@@ -71,7 +71,7 @@ def post(server: RunningServer, texts: list[str], *, is_binary: bool) -> httpx.R
 
 def call(server: RunningServer, texts: list[str]) -> Any:
     inputs = {"sentences": Tensor.of_texts("sentences", texts)}
-    request = kserve_grpc.encode_request(kserve.InferRequest(inputs, {"values": True}), "many")
+    request = kserve_grpc.encode_request(InferRequest(inputs, {"values": True}), "many")
     options = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://"), options) as channel:
         return service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=60)

@@ -18,8 +18,7 @@ from guerdon.core import TrainRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, kserve_grpc
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 from server.arithmetic_critic import BUG_TOKEN, FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
 from server.helpers import wait_until
 

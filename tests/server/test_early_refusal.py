@@ -17,7 +17,7 @@ from guerdon.assembly import build_service
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.wire import kserve
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from server.helpers import INFER, body_of, wait_until
 
 QUEUE_TOKENS = 200
@@ -65,7 +65,7 @@ def test_nobody_is_refused_for_padding_while_half_the_queue_is_free(server: Runn
     """With it the smaller request would not fit beside what waits, and the larger one not into an empty queue."""
     tokens, lengths = np.full((num_rows, 10), 5), np.ones((num_rows, 1), np.int64)
     tensors = {"tokens": Tensor.of("tokens", tokens), "sequence_lengths": Tensor.of("sequence_lengths", lengths)}
-    body, json_length = kserve.encode_request(kserve.InferRequest(tensors))
+    body, json_length = kserve.encode_request(InferRequest(tensors))
     ask = httpx.Client(base_url=server.http_url, timeout=60).post
     with ThreadPoolExecutor(3) as pool:
         asked = begin(server, pool, ask, 90)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import orjson
@@ -16,11 +17,13 @@ from guerdon.errors import InvalidRequest, Unavailable
 from guerdon.server.auth import ANYBODY
 from guerdon.server.front import http_app
 from guerdon.server.front.admission import Admission
-from guerdon.server.front.http_exchanges import FORMS, FormExchange
+from guerdon.server.front.http_exchanges import FormExchange
 from guerdon.server.front.http_request import HttpRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
-from guerdon.wire.forms import Asked, Form, told_plainly
+from guerdon.wire.forms import FORMS
+from guerdon.wire.forms.form import FormRequest, Url
+from guerdon.wire.forms.sglang import NativeBody
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 from server.helpers import INFER, outcomes, wait_until
@@ -96,7 +99,7 @@ def test_a_misspelt_key_in_the_url_is_refused_and_no_other_model_asked(client, s
     before = service.requests[-1:]
     for query in ("?modle=many", "?modle=", "?model=many&modle"):
         text = example.refused(example.ask(client, "a text", query), InvalidRequest)
-        assert text.startswith("the URL has the unknown key 'modle'; this path takes model")
+        assert text.startswith("the URL has the unknown key 'modle'; it takes model")
     assert service.requests[-1:] == before
 
 
@@ -220,26 +223,25 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
     bodies: list[bytes] = []
     rows: list[int] = []
 
-    def read(body: list[str], query: dict[str, str]) -> Asked:
+    def to_request(body: NativeBody, url: Url) -> FormRequest:
         threads.append(threading.get_ident())
-        return Asked(
-            "", ScoreRequest(texts=[body[0][:9]] * rows[-1]), lambda reply, info: threads.append(threading.get_ident())
-        )
+        request = ScoreRequest(texts=[body.text[0][:9]] * rows[-1])
+        return FormRequest("", request, lambda reply, info: threads.append(threading.get_ident()))
 
     async def received() -> dict:
         if not bodies:  # it listens whether the client has left
             await asyncio.sleep(60)
         return {"type": "http.request", "body": bodies.pop()}
 
-    form, config = Form(read, told_plainly), ServerConfig()
+    form, config = replace(FORMS["/encode"], to_request=to_request), ServerConfig()
     app = http_app.App(Admission(service, config), config)
-    for body, num_rows, asides in (
-        (b'["small"]', 1, [False, False]),
-        (orjson.dumps(["many bytes" * 30_000]), 1, [True, False]),
-        (orjson.dumps(["very many bytes" * 100_000]), 1, [True, True]),
-        (b'["many rows"]', 2000, [False, True]),
+    for text, num_rows, asides in (
+        ("small", 1, [False, False]),
+        ("many bytes" * 30_000, 1, [True, False]),
+        ("very many bytes" * 100_000, 1, [True, True]),
+        ("many rows", 2000, [False, True]),
     ):
-        bodies.append(body)
+        bodies.append(orjson.dumps({"text": [text]}))
         rows.append(num_rows)
         request = HttpRequest({"query_string": b"", "headers": []}, received)
         request.caller = ANYBODY

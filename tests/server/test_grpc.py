@@ -12,8 +12,7 @@ from tritonclient.grpc import service_pb2_grpc
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
 from server.helpers import outcomes, wait_until
 

@@ -25,8 +25,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, echo_process, outcomes, tried_again, wait_until
 from server.keys import ADMIN, SCORE, TRAIN, keyed

@@ -18,9 +18,9 @@ from tritonclient.grpc import service_pb2_grpc
 
 from guerdon.core import Operation
 from guerdon.server.front import guard, http_app
-from guerdon.server.front.http_exchanges import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from guerdon.wire.forms import FORMS
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService
 from server.helpers import INFER, body_of, wait_until

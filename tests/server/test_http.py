@@ -17,7 +17,7 @@ import pytest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferRequest, Tensor
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
 
@@ -74,7 +74,7 @@ def test_json_without_any_content_type(client):
 
 def test_binary_body_in_one_piece_in_chunks_and_by_version(client):
     tensors = [Tensor.of("tokens", np.arange(512)[np.newaxis]), Tensor.of("sequence_lengths", np.array([[512]]))]
-    body, length = kserve.encode_request(kserve.InferRequest({t.name: t for t in tensors}, {"rewards": True}))
+    body, length = kserve.encode_request(InferRequest({t.name: t for t in tensors}, {"rewards": True}))
     headers = {"Inference-Header-Content-Length": str(length)}
 
     def pieces() -> Iterator[bytes]:
@@ -161,7 +161,7 @@ def test_health_and_descriptions(client, service):
         ("POST", INFER, body_of([[5], [-1]]), 400, "row 1: token id -1"),
         ("POST", INFER, body_of([[5], [NAN_TOKEN]]), 500, "row 1: the reward is not finite"),
         ("POST", INFER, body_of([[CRASH_TOKEN]]), 500, "internal error; the server's log has the details"),
-        ("POST", "/v2/repository/index", b"[]", 400, "must be a JSON object"),
+        ("POST", "/v2/repository/index", b"[]", 400, "the body is a list; send an object"),
     ],
 )
 def test_each_error_has_its_status_and_text(client, method, path, content, status, text):

@@ -9,8 +9,8 @@ import tritonclient.http
 
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire.bodies import MAX_VALUES
-from guerdon.wire.kserve import InferReply, InferRequest, decode, decode_reply, encode, encode_request
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.kserve import decode, decode_reply, encode, encode_request
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 TOKENS = np.arange(6, dtype=np.int64).reshape(2, 3)
 
@@ -135,26 +135,38 @@ def test_a_request_may_have_no_tensors(body):
         (b"not json", None, "not valid JSON"),
         (b"", None, "not valid JSON"),
         (b'{"inputs": "\xff"}', None, "not valid JSON"),
-        (b"[]", None, "must be a JSON object"),
-        (b'{"inputs": {"name": "tokens"}}', None, "inputs must be a list"),
-        (b'{"inputs": [1]}', None, "an object with a name"),
-        (b'{"inputs": [1], "parameters": [2]}', None, "parameters must be an object"),
+        (b"[]", None, "the body is a list; send an object"),
+        (b'{"inputs": {"name": "tokens"}}', None, "inputs is an object; send a list"),
+        (b'{"inputs": [1]}', None, r"inputs\[0\] is 1; send an object"),
+        (b'{"inputs": [], "parameters": [2]}', None, "parameters is a list; send an object"),
         (wire_request(), 10, "first|before its binary|not valid JSON"),
         (wire_request(), 100_000, "Inference-Header-Content-Length is 100000"),
         (wire_request(), -1, "Inference-Header-Content-Length is -1"),
-        (wire_request(name=...), None, "with a name"),
+        (wire_request(name=...), None, r"inputs\[0\] has no 'name'"),
         (wire_request(data=...), None, "neither data nor binary_data_size"),
         (wire_request(shape=[3]), None, "takes 3 elements, but 2 came"),
         (wire_request(datatype="INT7"), None, "unknown datatype 'INT7'"),
-        (wire_request(datatype=...), None, "unknown datatype None"),
-        (wire_request(parameters=3), None, "parameters must be an object"),
+        (wire_request(datatype=...), None, r"inputs\[0\] has no 'datatype'"),
+        (wire_request(parameters=3), None, r"inputs\[0\].parameters is 3; send an object"),
         (wire_request(parameters={"binary_data_size": 16}), None, "binary_data_size is 16, but 0 bytes"),
-        (wire_request(parameters={"binary_data_size": -1}), None, "binary_data_size is -1"),
-        (wire_request(parameters={"binary_data_size": "16"}), None, "binary_data_size is '16'"),
+        (
+            wire_request(parameters={"binary_data_size": -1}),
+            None,
+            r"parameters.binary_data_size is -1; send the tensor's bytes",
+        ),
+        (wire_request(parameters={"binary_data_size": "16"}), None, "binary_data_size is a string"),
         (wire_request() + b"12345678", len(wire_request()), "8 bytes follow"),
         (orjson.dumps({"inputs": [orjson.loads(wire_request())["inputs"][0]] * 2}), None, "given twice"),
-        (orjson.dumps(orjson.loads(wire_request()) | {"outputs": ["a"]}), None, "outputs must be a list"),
+        (
+            orjson.dumps(orjson.loads(wire_request()) | {"outputs": ["a"]}),
+            None,
+            r"outputs\[0\] is a string; send an object",
+        ),
         (b'{"a":' * 5000, None, "not valid JSON"),
+        *(
+            (wire_request(shape=shape), None, r"inputs\[0\].shape")
+            for shape in (None, 3, "2", [-1, 2], [1.0], [True], ["1"], [2**62], [1] * 17)
+        ),
     ],
 )
 def test_each_malformed_body_has_its_own_error(body, header_length, message):

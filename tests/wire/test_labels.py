@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guerdon.wire.labels import activated
+from guerdon.wire.forms.labels import activated
 
 
 @pytest.mark.filterwarnings("error")

@@ -8,10 +8,10 @@ import pytest
 
 from guerdon.core import ModelInfo, Operation, OperationInfo
 from guerdon.server.front import http_app
-from guerdon.server.front.http_exchanges import FORMS
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
-from guerdon.wire import openapi, schemas, signature
+from guerdon.wire import kserve, openapi, signature
+from guerdon.wire.forms import FORMS, triton_repository
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 
@@ -36,10 +36,6 @@ def test_every_route_is_in_the_document_and_no_other(service):
         path = re.sub(r"\{(\w+):path\}", r"{\1}", route.path)
         served[path] = {method.lower() for method in route.methods}
     assert served == {path: set(operations) for path, operations in DOCUMENT["paths"].items()}
-
-
-def test_every_form_has_its_schema():
-    assert set(schemas.FORMS) == set(FORMS) == set(openapi._IN_URL) == set(openapi._PEERS)
 
 
 def references(value: object) -> Iterator[str]:
@@ -87,7 +83,7 @@ def test_a_server_publishes_it(running, service):
 def fits(value: object, schema: dict) -> bool:
     """Whether the value is of the schema, as far as the document uses JSON Schema for answers."""
     if "$ref" in schema:
-        return fits(value, schemas.KSERVE[schema["$ref"].rsplit("/", 1)[1]])
+        return fits(value, openapi.components()[1][schema["$ref"].rsplit("/", 1)[1]])
     if "anyOf" in schema:
         return any(fits(value, one) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -110,13 +106,13 @@ def fits(value: object, schema: dict) -> bool:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_answers_and_errors_of_the_forms_fit_it(running, example):
-    asked, answered = schemas.FORMS[example.path]
+    form = FORMS[example.path]
     body = example.body("a text")
-    assert fits(body, asked)
+    assert fits(body, openapi.schema_of(*form.bodies))
     with httpx.Client(base_url=running.http_url) as client:
-        assert fits(client.post(example.path, json=body).json(), answered)
+        assert fits(client.post(example.path, json=body).json(), openapi.schema_of(*form.replies))
         refused = client.post(example.path, json=[])
-    told = DOCUMENT["components"]["responses"][f"{openapi._TOLD.get(example.path, 'Error')}{refused.status_code}"]
+    told = DOCUMENT["components"]["responses"][f"{form.error.__name__}{refused.status_code}"]
     (content,) = told["content"].values()
     content = content["schema"].get("anyOf", [content["schema"]])[0]
     assert fits(refused.json(), content)
@@ -135,6 +131,6 @@ def test_answers_of_the_protocol_fit_it(running, service):
             assert not content or fits(answer.json(), content["application/json"]["schema"]), path
         entry = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
         asked = {"inputs": [entry], "outputs": [{"name": "rewards"}]}
-        assert fits(asked, schemas.KSERVE["InferRequest"])
-        assert fits(client.post("/v2/models/many/infer", json=asked).json(), schemas.KSERVE["InferReply"])
-        assert fits(client.post("/v2/repository/index").json(), schemas.KSERVE["RepositoryIndex"])
+        assert fits(asked, openapi.schema_of(kserve.RequestBody))
+        assert fits(client.post("/v2/models/many/infer", json=asked).json(), openapi.schema_of(kserve.ReplyBody))
+        assert fits(client.post("/v2/repository/index").json(), openapi.schema_of(list[triton_repository.IndexEntry]))

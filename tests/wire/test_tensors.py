@@ -5,7 +5,6 @@ import pytest
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from guerdon.errors import InvalidRequest
-from guerdon.wire import tensors
 from guerdon.wire.tensors import DTYPES, Tensor, from_json, from_raw, to_raw
 
 
@@ -57,7 +56,7 @@ def test_aligned_bytes_are_viewed_and_others_copied():
         ("BYTES", (1,), b"\xff\xff\xff\xffabc", "cut off"),
         ("BYTES", (2,), b"\x01\0\0\0a", "takes 2 BYTES elements, but 1"),
         ("BYTES", (1,), b"\x01\0\0\0a\x01\0\0\0b", "5 bytes more"),
-        ("BYTES", (2**40,), b"", "at most 1,048,576 are taken"),
+        ("BYTES", (2**40,), b"", "at most 1,048,576 are accepted"),
         ("INT64", (0, 2**61, 2**61), b"", "too large"),
     ],
 )
@@ -101,9 +100,3 @@ def test_json_data_may_be_flat_or_nested():
 def test_json_data_that_does_not_fit_is_refused(datatype, shape, data, message):
     with pytest.raises(InvalidRequest, match=message):
         from_json("x", datatype, shape, data)
-
-
-@pytest.mark.parametrize("shape", [None, 3, "2", [-1, 2], [1.0], [True], ["1"], [2**62], [1] * 17])
-def test_a_malformed_shape_is_refused(shape):
-    with pytest.raises(InvalidRequest, match="shape"):
-        tensors.check_shape("x", shape)

@@ -18,7 +18,7 @@ from guerdon.adapters.samples import components_of
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import GuerdonError
 from guerdon.messages import ended
-from guerdon.wire.rows import groups_of
+from guerdon.wire.score_tensors import prompt_groups
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RewardFunction:
         texts = [ended(query, self._ending) for query in queries]
         samples: ScoreArgs = {"texts": texts, "labels": labels if len(labels) else None}
         if len(prompts):
-            samples |= {"prompts": prompts, "groups": groups_of(list(prompts))}
+            samples |= {"prompts": prompts, "groups": prompt_groups(list(prompts))}
         try:
             scores = self._judge.score(**samples)
             rewards = scores.raise_for_failed().rewards.tolist()

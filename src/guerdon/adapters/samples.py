@@ -12,7 +12,7 @@ from guerdon.client import Scores
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.wire.rows import groups_of
+from guerdon.wire.score_tensors import prompt_groups
 
 Prompt = str | Sequence[Message]
 """A text, or the messages of a conversation."""
@@ -35,7 +35,7 @@ def samples_of(prompts: Sequence[Prompt], completions: Sequence[Prompt], suffix:
                     f"sample {i}: the {name} is {what}, and must be {wanted} as those before it: give either texts or "
                     "lists of messages, for prompts and completions alike"
                 )
-    groups = groups_of([repr(prompt) for prompt in prompts])
+    groups = prompt_groups([repr(prompt) for prompt in prompts])
     if is_text:
         texts = [f"{prompt}{completion}{suffix}" for prompt, completion in pairs]
         return {"texts": texts, "prompts": [str(prompt) for prompt in prompts], "groups": groups}

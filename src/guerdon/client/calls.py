@@ -12,9 +12,8 @@ import orjson
 
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest, SampleFailed, ServerFault
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.reward_model import DEFAULT_PRIORITY_LEVEL
-from guerdon.wire.tensors import DTYPES, Tensor
+from guerdon.wire.score_tensors import DEFAULT_PRIORITY_LEVEL
+from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
 
 T = TypeVar("T")
 

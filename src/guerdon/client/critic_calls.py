@@ -15,9 +15,8 @@ from guerdon.client import calls
 from guerdon.client.calls import Call, ModelSignature, id_rows, number_row, pad_rows
 from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
-from guerdon.wire.critic import TRAIN_ID, from_json
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.critic_tensors import TRAIN_ID, from_json
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 Result = TypeVar("Result", TrainReport, CheckpointInfo, CriticState)
 Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray

@@ -25,7 +25,7 @@ from guerdon.errors import (
     UnknownModel,
     Unreachable,
 )
-from guerdon.wire.kserve import InferReply, InferRequest
+from guerdon.wire.tensors import InferReply, InferRequest
 
 T = TypeVar("T")
 

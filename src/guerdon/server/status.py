@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Literal
 
 from guerdon.server.service import Service
-from guerdon.wire import signature
+from guerdon.wire.forms.triton_repository import IndexEntry
+from guerdon.wire.signature import MODEL_VERSION, ServerMetadata, Statistics
 
 
 def _version() -> str:
@@ -37,7 +38,7 @@ def why_not_ready(service: Service) -> str:
     return "" if service.ready else "it is starting or stopping"
 
 
-def server() -> dict[str, Any]:
+def server() -> ServerMetadata:
     """Returns KServe v2's server metadata."""
     return {
         "name": "guerdon",
@@ -46,19 +47,19 @@ def server() -> dict[str, Any]:
     }
 
 
-def repository_index(service: Service, only_ready: bool) -> list[dict[str, str]]:
+def repository_index(service: Service, only_ready: bool) -> list[IndexEntry]:
     """Returns every model with its version and state."""
-    index = []
+    index: list[IndexEntry] = []
     for info in service.catalog.models():
         can_be_asked = is_ready(service, info.name)
         if can_be_asked or not only_ready:
-            state = "READY" if can_be_asked else "UNAVAILABLE"
+            state: Literal["READY", "UNAVAILABLE"] = "READY" if can_be_asked else "UNAVAILABLE"
             reason = "" if service.catalog.is_loaded(info.name) else "unloaded"
-            index.append({"name": info.name, "version": signature.MODEL_VERSION, "state": state, "reason": reason})
+            index.append({"name": info.name, "version": MODEL_VERSION, "state": state, "reason": reason})
     return index
 
 
-def statistics(service: Service, name: str, version: str) -> dict[str, Any]:
+def statistics(service: Service, name: str, version: str) -> Statistics:
     """Returns Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
     infos = [service.catalog.model(name, version)] if name else service.catalog.models()
     return {"model_stats": service.triton.statistics([info.name for info in infos])}

@@ -8,11 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from guerdon.errors import Cancelled, DeadlineExceeded, Overloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.server.metrics import UNKNOWN, Metrics
-from guerdon.wire.signature import MODEL_VERSION
+from guerdon.wire.signature import MODEL_VERSION, Duration, ModelStatistics
 
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _REASON = {
@@ -89,14 +88,14 @@ class Family:
                 lines.append(f'{metric}{{model="{_escaped(name)}"{labels},version="{MODEL_VERSION}"}} {value:.0f}\n')
         return "".join(lines)
 
-    def statistics(self, names: Iterable[str]) -> list[dict[str, Any]]:
+    def statistics(self, names: Iterable[str]) -> list[ModelStatistics]:
         """Returns the `model_stats` of Triton's statistics extension.
 
         Decoding and encoding are not measured separately: `compute_input` and `compute_output` are 0 ns.
         """
         values, total_s = self._values(), self._metrics.totals("guerdon_e2e_request_latency_seconds", "_sum")
         now, now_ms = time.monotonic(), time.time() * 1e3
-        found = []
+        found: list[ModelStatistics] = []
         for name in names:
 
             def of(metric: str, name: str = name) -> float:
@@ -153,7 +152,7 @@ class Family:
         }
 
 
-def _duration(count: float, total_us: float) -> dict[str, int]:
+def _duration(count: float, total_us: float) -> Duration:
     return {"count": int(count), "ns": round(total_us * 1e3)}
 
 

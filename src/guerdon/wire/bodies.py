@@ -1,43 +1,82 @@
-"""Bodies of plain JSON: read, written, and what is said of those that are not what was wanted."""
+"""JSON bodies: read into typed structs, with errors that name what is wrong, and written; bounds on their memory."""
 
 from __future__ import annotations
 
+import functools
+import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import orjson
 
 from guerdon.errors import InvalidRequest
 
+T = TypeVar("T")
+
 MAX_VALUES = 1 << 24
-"""More values than the JSON of one body may have: they take a gigabyte, and seconds in which nothing else is done."""
+"""Most values in the JSON of one body: these take a gigabyte, and block the process for seconds."""
 
 MAX_DEPTH = 64
-"""Deeper than what a client may send to be kept: Python stops at about a thousand, in whatever is done with it."""
+"""Deepest nesting of a value that the server keeps: Python's own recursion stops at about a thousand."""
 
+MAX_ROWS = 1 << 20
+"""Most samples in one body, whatever the server's own limit: each takes much more memory than its bytes."""
+
+_MAX_TEXT = 2000
 _VALUE_BYTES = 64
 _MANY_VALUES = 1 << 22
 _COUNTED_BYTES = 1 << 18
 _CONTAINERS = frozenset((list, dict))
+_PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlist = _SHOWN.maxlevel = 16
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
 
 
-def parse(body: bytes | memoryview, what: str = "the body") -> Any:
-    """The JSON, whatever it is; raises InvalidRequest where it is none, or has more values than one body may have."""
+def read(body: bytes | memoryview, kind: type[T], what: str = "the body") -> T:
+    """Returns the JSON as a value of the type `kind`, such as a msgspec struct.
+
+    Raises InvalidRequest, which names the key and index at fault, what stands there, and what to send.
+    """
     check_values([body], what)
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"{what} is not valid JSON: {e}") from e
+        decoded: T = _decoder(cast(Hashable, kind)).decode(body)
+        return decoded
+    except msgspec.ValidationError as e:
+        raise InvalidRequest(_explain(str(e), parse(body, what), kind, what)) from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _not_json(e, what) from e
+
+
+def parse(body: bytes | memoryview, what: str = "the body") -> Any:
+    """Returns the JSON as plain values; raises InvalidRequest."""
+    check_values([body], what)
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise _not_json(e, what) from e
+
+
+def convert(value: Mapping[str, Any], kind: type[T], what: str) -> T:
+    """Returns plain values, such as a URL's query, as a struct; raises InvalidRequest as `read` does."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise InvalidRequest(_explain(str(e), value, kind, what, f"{what}: ")) from e
+
+
+def write(value: Any) -> bytes:
+    """Returns the value as JSON; structs, and numpy's numbers in the fewest digits, included."""
+    return _ENCODER.encode(value)
 
 
 def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:
-    """Raises InvalidRequest where the JSON texts have more values together than one body may have."""
-    # What is shorter cannot have so many; in most of what is longer, the marks are few.
+    """Raises InvalidRequest if the JSON texts have more than MAX_VALUES values together."""
+    # Shorter texts cannot have so many, and most longer ones have few marks.
     is_long = sum(map(len, texts)) > MAX_VALUES // 2
     if is_long and sum(map(_num_marks, texts)) > MAX_VALUES and sum(map(num_values, texts)) > MAX_VALUES:
         raise InvalidRequest(
@@ -46,7 +85,7 @@ def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:
 
 
 def check_depth(value: Any, what: str) -> None:
-    """Raises InvalidRequest where lists and objects stand in each other so deep that others could not handle it."""
+    """Raises InvalidRequest if the value is nested deeper than MAX_DEPTH."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer) if type(inner) in _CONTAINERS]
@@ -55,15 +94,21 @@ def check_depth(value: Any, what: str) -> None:
     raise InvalidRequest(f"{what} is nested deeper than {MAX_DEPTH} lists and objects; send it flatter")
 
 
-def num_values(text: bytes | memoryview) -> int:
-    """How many values there are at most in the JSON, an object counted as four, and a list as two: they take more.
+def check_count(count: int, what: str) -> None:
+    """Raises InvalidRequest if there are more than MAX_ROWS samples or texts."""
+    if count > MAX_ROWS:
+        raise InvalidRequest(f"{what} has {count:,} entries, at most {MAX_ROWS:,} are accepted; send fewer")
 
-    What stands in its strings, which may be JSON again, is not counted.
+
+def num_values(text: bytes | memoryview) -> int:
+    """Returns an upper bound of the number of values in the JSON; an object counts as four, a list as two.
+
+    Marks inside strings, which may be JSON again, do not count.
     """
     count, is_inside, escape = 0, 0, b""
     for start in range(0, len(text), _COUNTED_BYTES):
         block = (escape + bytes(text[start : start + _COUNTED_BYTES])).replace(b"\\\\", b"").replace(b'\\"', b"")
-        escape = b"\\" if block.endswith(b"\\") else b""  # of what the next block begins with
+        escape = b"\\" if block.endswith(b"\\") else b""  # it escapes the next block's first byte
         found = np.frombuffer(block, np.uint8)
         inside = (np.cumsum(found == ord('"'), dtype=np.uint8) + np.uint8(is_inside)) & 1
         count += _num_marks(found[inside == 0])
@@ -71,60 +116,128 @@ def num_values(text: bytes | memoryview) -> int:
     return count
 
 
-def _num_marks(text: bytes | memoryview | np.ndarray) -> int:
-    """What `num_values` counts, in the strings as well: soon done."""
-    found = np.frombuffer(text, np.uint8)
-    return sum(weight * int(np.count_nonzero(found == ord(mark))) for mark, weight in ((",", 1), ("[", 2), ("{", 4)))
-
-
 def memory(body: bytes | memoryview) -> int:
-    """The bytes that a body takes at most about while it is read as JSON."""
+    """Returns about the most bytes of memory that the body takes while it is read as JSON."""
     count = _num_marks(body)
     return len(body) + _VALUE_BYTES * (count if count <= _MANY_VALUES else num_values(body))
+
+
+def shown(value: Any) -> str:
+    """Returns the value as an error shows it, long and deep ones abridged."""
+    return _SHOWN.repr(value)
+
+
+def cut(text: str) -> str:
+    """Returns an error's text, cut if it is long: some show what was sent."""
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+
+
+def kind_of(value: Any) -> str:
+    """Returns JSON's name for the value's type, with its article."""
+    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}
+    return kinds.get(type(value), "a number")
+
+
+def _num_marks(text: bytes | memoryview | np.ndarray) -> int:
+    """As `num_values`, with the marks inside strings; fast."""
+    found = np.frombuffer(text, np.uint8)
+    return sum(weight * int(np.count_nonzero(found == ord(mark))) for mark, weight in ((",", 1), ("[", 2), ("{", 4)))
 
 
 def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def shown(value: Any) -> str:
-    """The value for an error's text: what is long or deep is not written out."""
-    return _SHOWN.repr(value)
+def _not_json(error: Exception, what: str) -> InvalidRequest:
+    why = "it is nested too deep" if isinstance(error, RecursionError) else error
+    return InvalidRequest(f"{what} is not valid JSON: {why}")
 
 
-def write(answer: Any) -> bytes:
-    """The answer as JSON, numpy's numbers and arrays included."""
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+@functools.cache
+def _decoder(kind: Any) -> Any:
+    return msgspec.json.Decoder(kind)
 
 
-def object_of(body: Any, example: str) -> dict[str, Any]:
-    """The body where it is an object; raises InvalidRequest, which shows the `example`."""
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is {kind_of(body)}; send an object such as {example}")
-    return body
+def _numpy(value: Any) -> msgspec.Raw:
+    """Writes numpy's numbers as orjson does: float32 in the fewest digits that tell it from its neighbours."""
+    return msgspec.Raw(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def model_of(body: dict[str, Any]) -> str:
-    """The model that the body names, empty where it names none; raises InvalidRequest where that is no name."""
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise InvalidRequest(f"model is {kind_of(model)}; send a model's name, or leave it out")
-    return model or ""
+_ENCODER = msgspec.json.Encoder(enc_hook=_numpy)
 
 
-def check_url(query: Mapping[str, str], *known: str) -> None:
-    """Raises InvalidRequest where the URL asks for what the form has not: a misspelt name would be lost in silence.
-
-    `model` stands behind every form's URL.
-    """
-    for name in query:
-        if name not in ("model", *known):
-            raise InvalidRequest(
-                f"the URL has the unknown key {name!r}; this path takes {', '.join(('model', *known))}"
-            )
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
-def kind_of(value: Any) -> str:
-    """What JSON calls such a value, with its article."""
-    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null", dict: "an object"}
-    return kinds.get(type(value), "a number")
+def _explain(message: str, value: Any, kind: Any, what: str, prefix: str = "") -> str:
+    """Rewords msgspec's `message` about `value`, which is no `kind`, by the value and the type at the path it names."""
+    found = _PROBLEM.fullmatch(message)
+    assert found is not None
+    problem, node, place = found["problem"], msgspec.inspect.type_info(kind), ""
+    for step in _STEP.finditer(found["path"] or ""):
+        place += step[0]
+        key = step["key"] or int(step["index"])
+        node, value = _inner(node, key), value[key]
+    subject = prefix + place.removeprefix(".") if place else what
+    if name := re.search(r"missing required field `(.*)`", problem):
+        return f"{subject} has no {name[1]!r}; send {_wanted(node)}"
+    if name := re.search(r"unknown field `(.*)`", problem):
+        known = ", ".join(field.encode_name for field in _member(node, msgspec.inspect.StructType).fields)
+        return f"{subject} has the unknown key {name[1]!r}; it takes {known or 'none'}"
+    if problem.startswith("Expected `array` of length") and isinstance(value, list):
+        if not value:
+            return f"{subject} is an empty list; send {_wanted(node)}"
+        limit = _member(node, msgspec.inspect.ListType).max_length
+        return f"{subject} has {len(value):,} entries, at most {limit:,} are accepted; send fewer"
+    if value == "":
+        return f"{subject} is empty; send {_wanted(node)}"
+    is_near = problem.startswith("Invalid enum value") or type(value) in (int, float)
+    return f"{subject} is {shown(value) if is_near else kind_of(value)}; send {_wanted(node)}"
+
+
+def _members(node: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself, without what annotates them."""
+    while isinstance(node, msgspec.inspect.Metadata):
+        node = node.type
+    if isinstance(node, msgspec.inspect.UnionType):
+        return tuple(inner for member in node.types for inner in _members(member))
+    return (node,)
+
+
+def _member(node: Any, kind: type[T]) -> T:
+    return next(member for member in _members(node) if isinstance(member, kind))
+
+
+def _inner(node: Any, key: str | int) -> Any:
+    """The type of what stands at the key or index."""
+    for member in _members(node):
+        if isinstance(member, msgspec.inspect.ListType) and isinstance(key, int):
+            return member.item_type
+        if isinstance(member, msgspec.inspect.StructType):
+            for field in member.fields:
+                if field.encode_name == key:
+                    return field.type
+    return msgspec.inspect.AnyType()
+
+
+def _wanted(node: Any) -> str:
+    """What to send for the type: its description, else words for it."""
+    if isinstance(node, msgspec.inspect.Metadata):
+        return (node.extra_json_schema or {}).get("description") or _wanted(node.type)
+    if isinstance(node, msgspec.inspect.UnionType):
+        words = [_wanted(inner) for inner in node.types if not isinstance(inner, msgspec.inspect.NoneType)]
+        return ", or ".join(words + ["leave it out"] * (len(words) < len(node.types)))
+    if isinstance(node, msgspec.inspect.LiteralType):
+        return " or ".join(map(str, node.values))
+    if isinstance(node, msgspec.inspect.StructType):
+        example = getattr(node.cls, "example", None)
+        return f"an object such as {example}" if example else "an object"
+    if isinstance(node, msgspec.inspect.IntType):
+        return "a whole number" + (f" from {node.ge} up" if node.ge in (0, 1) else "")
+    words_of: dict[type, str] = {
+        msgspec.inspect.StrType: "a string",
+        msgspec.inspect.BoolType: "true or false",
+        msgspec.inspect.FloatType: "a number",
+        msgspec.inspect.ListType: "a list",
+    }
+    return words_of.get(type(node), "an object")

@@ -3,133 +3,188 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.errors import InvalidRequest, Unsupported
-from guerdon.wire import bodies, tensors
-from guerdon.wire.tensors import Tensor
+from guerdon.core import (
+    CheckpointInfo,
+    ControlRequest,
+    CriticState,
+    ModelInfo,
+    OperationInfo,
+    ScoreReply,
+    ScoreRequest,
+    TrainReport,
+    TrainRequest,
+)
+from guerdon.errors import GuerdonError, InvalidRequest, TrainFailed, Unsupported
+from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
+from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
+
+Head = TypeVar("Head", bound="RequestBody | ReplyBody")
+
+ServedRequest = ScoreRequest | TrainRequest | ControlRequest
+"""What a request asks: scores of a model, an operation of a critic."""
+
+ServedReply = ScoreReply | TrainReport | CheckpointInfo | CriticState | None
+"""A TrainReport answers train and validate, a CheckpointInfo save and load, a CriticState state."""
+
+_DATATYPES = {"enum": ["BYTES", *DTYPES]}
+_MEANINGS = {
+    "timeout": {"type": "integer", "minimum": 0, "description": "microseconds from arrival; 0: the server's own limit"},
+    "priority": {"type": "integer", "minimum": 0, "description": "1 goes first; 0 is the default"},
+    "binary_data_output": {"type": "boolean"},
+    "train_id": {"type": "string", "description": "names a train request, which is applied once"},
+}
+_BINARY_DATA = {"properties": {"binary_data": {"type": "boolean"}}}
+
+Dimension = Annotated[int, Meta(ge=0, le=MAX_DIMENSION - 1)]
+Shape = Annotated[list[Dimension], Meta(max_length=MAX_RANK, description=f"a list of at most {MAX_RANK} whole numbers")]
+Size = Annotated[int, Meta(ge=0, description="the tensor's bytes, behind the JSON")]
 
 
-@dataclass(slots=True, eq=False)
-class InferRequest:
-    """One inference request in the protocol's own terms.
-
-    `outputs` maps each requested output to whether it is wanted in binary form; None asks for the model's usual
-    ones in the form `binary_default`. A request whose whole body is one raw tensor has an input of empty name.
-    """
-
-    inputs: dict[str, Tensor]
-    outputs: dict[str, bool] | None = None
-    id: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    binary_default: bool = False
+class TensorParameters(msgspec.Struct, omit_defaults=True):
+    binary_data_size: Size | None = None
+    shared_memory_region: Any = UNSET
 
 
-@dataclass(slots=True, eq=False)
-class InferReply:
-    """One inference reply in the protocol's own terms."""
+class TensorBody(msgspec.Struct, omit_defaults=True):
+    """A tensor, whose elements are `data`, flat or nested in row order, or stand behind the JSON."""
 
-    model_name: str
-    model_version: str
-    outputs: list[Tensor]
-    id: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
+    name: Annotated[str, Meta(min_length=1, description="a name")]
+    datatype: Annotated[str, Meta(extra_json_schema=_DATATYPES)]
+    shape: Shape
+    parameters: TensorParameters | None = None
+    data: Annotated[Any, Meta(extra_json_schema={"type": ["array", "string", "number", "boolean", "null"]})] = UNSET
+
+
+class OutputBody(msgspec.Struct, omit_defaults=True):
+    name: str
+    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema=_BINARY_DATA)] = None
+
+
+class RequestBody(msgspec.Struct, omit_defaults=True):
+    example = '{"inputs": [...]}'
+    inputs: list[TensorBody] | None = None
+    outputs: list[OutputBody] | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"properties": _MEANINGS})] = None
+    id: str | int | None = ""
+
+
+class ReplyBody(msgspec.Struct, omit_defaults=True):
+    outputs: list[TensorBody]
+    model_name: str | int | None = ""
+    model_version: str | int | None = ""
+    parameters: dict[str, Any] | None = None
+    id: str | int | None = ""
+
+
+class ErrorBody(msgspec.Struct):
+    """An error, which `kind` names; `num_steps` of a failed train request's global batches stand."""
+
+    error: str
+    kind: str
+    num_steps: int | UnsetType = UNSET
+
+
+def read(body: bytes, header_length: int | None, info: ModelInfo | OperationInfo) -> tuple[InferRequest, ServedRequest]:
+    """Returns the request in `body`, and what it asks of the model or operation; raises InvalidRequest, Unsupported."""
+    request = decode(body, header_length)
+    return request, to_request(request, info)
+
+
+def write(reply: ServedReply, request: InferRequest, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
+    """Returns the body that answers `request`, and its JSON's length if binary tensors follow it, else None."""
+    return encode(to_reply(reply, request, info), request)
+
+
+def to_request(request: InferRequest, info: ModelInfo | OperationInfo) -> ServedRequest:
+    """Returns what the tensors ask of the model or operation; raises InvalidRequest, which names what is wrong."""
+    if isinstance(info, OperationInfo):
+        return critic_tensors.to_request(request, info)
+    return score_tensors.to_request(request, info)
+
+
+def to_reply(reply: ServedReply, request: InferRequest, info: ModelInfo | OperationInfo) -> InferReply:
+    """Returns the tensors that answer `request`; raises a failed row's error unless the request asked for errors."""
+    if isinstance(info, OperationInfo):
+        assert not isinstance(reply, ScoreReply)
+        return critic_tensors.to_reply(reply, request, info)
+    assert isinstance(reply, ScoreReply)
+    return score_tensors.to_reply(reply, request, info)
+
+
+def to_error(error: GuerdonError) -> tuple[int, ErrorBody]:
+    """Returns the status and the body by which KServe's routes and the trainers' forms report the error."""
+    num_steps = error.num_steps if isinstance(error, TrainFailed) else UNSET
+    return error.http, ErrorBody(bodies.cut(str(error)), type(error).__name__, num_steps)
 
 
 def decode(body: bytes, header_length: int | None) -> InferRequest:
-    """The request in `body`, whose first `header_length` bytes are its JSON (None: all of it; 0: one raw text).
+    """Returns the request in `body`, whose first `header_length` bytes are JSON (None: all of it; 0: one raw text).
 
-    Raises InvalidRequest saying what is malformed, Unsupported for shared memory.
+    Raises InvalidRequest, which says what is malformed, and Unsupported for shared memory.
     """
     if header_length == 0:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [body])}, binary_default=True)
-    header, binary = _split(body, header_length)
-    parameters = header.get("parameters") or {}
-    inputs, requested = header.get("inputs") or [], header.get("outputs")
-    if not isinstance(parameters, dict):
-        raise InvalidRequest("parameters must be an object")
-    if not isinstance(inputs, list):
-        raise InvalidRequest("inputs must be a list of tensors")
+    head, binary = _split(body, header_length, RequestBody)
+    parameters = head.parameters or {}
     binary_default = bool(parameters.get("binary_data_output", False))
-    outputs = _requested(requested, binary_default) if requested else None
-    return InferRequest(_inputs(inputs, binary), outputs, _name(header, "id"), parameters, binary_default)
+    outputs: dict[str, bool] = {}
+    for output in head.outputs or ():
+        asked = output.parameters or {}
+        check_output(output.name, asked)
+        outputs[output.name] = bool(asked.get("binary_data", binary_default))
+    return InferRequest(
+        _tensors(head.inputs or [], binary), outputs or None, _text(head.id), parameters, binary_default
+    )
 
 
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
-    """The body that answers `request`, and its JSON's length where binary tensors follow it, else None.
+    """Returns the body that answers `request`, and its JSON's length if binary tensors follow it, else None.
 
-    Values that are not finite are null in JSON's form. Raises InvalidRequest where an output has too many for that.
+    Non-finite values are null in JSON. Raises InvalidRequest if an output has too many values for JSON.
     """
     requested, default = request.outputs, request.binary_default
-    binary = [default if requested is None else requested.get(tensor.name, default) for tensor in reply.outputs]
-    outputs, blobs = [], []
-    for tensor, is_binary in zip(reply.outputs, binary, strict=True):
-        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        if is_binary:
-            blobs.append(tensors.to_raw(tensor))
-            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+    outputs: list[TensorBody] = []
+    blobs: list[bytes] = []
+    for tensor in reply.outputs:
+        if default if requested is None else requested.get(tensor.name, default):
+            outputs.append(_binary(tensor, blobs))
         else:
-            entry["data"] = _json_data(tensor)
-        outputs.append(entry)
-    header = _header(
-        reply.id, reply.parameters, outputs, model_name=reply.model_name, model_version=reply.model_version
-    )
-    return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
+            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=json_data(tensor)))
+    head = bodies.write(ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id))
+    return (b"".join((head, *blobs)), len(head)) if blobs else (head, None)
 
 
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
-    """The body of a request with every input in binary form, and its JSON's length."""
-    blobs = [tensors.to_raw(tensor) for tensor in request.inputs.values()]
-    inputs = [
-        {"name": t.name, "datatype": t.datatype, "shape": t.shape, "parameters": {"binary_data_size": len(blob)}}
-        for t, blob in zip(request.inputs.values(), blobs, strict=True)
-    ]
+    """Returns the body of a request with every input in binary form, and its JSON's length."""
+    blobs: list[bytes] = []
+    inputs, outputs, parameters = (
+        [_binary(tensor, blobs) for tensor in request.inputs.values()],
+        None,
+        request.parameters,
+    )
     if request.outputs is None:
-        parameters = {**request.parameters, "binary_data_output": request.binary_default}
-        header = _header(request.id, parameters, None, inputs=inputs)
+        parameters = {**parameters, "binary_data_output": request.binary_default}
     else:
-        outputs = [{"name": name, "parameters": {"binary_data": form}} for name, form in request.outputs.items()]
-        header = _header(request.id, request.parameters, outputs, inputs=inputs)
-    return b"".join((header, *blobs)), len(header)
+        outputs = [OutputBody(name, {"binary_data": form}) for name, form in request.outputs.items()]
+    head = bodies.write(RequestBody(inputs, outputs, parameters or None, request.id))
+    return b"".join((head, *blobs)), len(head)
 
 
 def decode_reply(body: bytes, header_length: int | None) -> InferReply:
-    """The reply in `body`; raises InvalidRequest where it is not one of this protocol."""
-    header, binary = _split(body, header_length)
-    outputs = header.get("outputs")
-    if not isinstance(outputs, list):
-        raise InvalidRequest("the reply has no outputs")
-    parameters = header.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise InvalidRequest("the reply's parameters are no object")
-    return InferReply(
-        model_name=_name(header, "model_name"),
-        model_version=_name(header, "model_version"),
-        outputs=list(_inputs(outputs, binary).values()),
-        id=_name(header, "id"),
-        parameters=parameters,
-    )
-
-
-def timeout_s(parameters: dict[str, Any]) -> float | None:
-    """The seconds that the request allows by its parameter `timeout`, in microseconds; None where it sets no limit."""
-    timeout_us = count(parameters, "timeout")
-    return timeout_us / 1e6 if timeout_us else None
-
-
-def count(parameters: dict[str, Any], name: str) -> int:
-    """The parameter as a number from 0 up, 0 where it is not given; raises InvalidRequest where it is not one."""
-    value = parameters.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise InvalidRequest(f"parameter '{name}' is {bodies.shown(value)}; it must be an integer from 0 up")
-    return value
+    """Returns the reply in `body`; raises InvalidRequest."""
+    head, binary = _split(body, header_length, ReplyBody)
+    outputs = list(_tensors(head.outputs, binary).values())
+    return InferReply(_text(head.model_name), _text(head.model_version), outputs, _text(head.id), head.parameters or {})
 
 
 def check_output(name: str, parameters: Container[str]) -> None:
-    """Raises Unsupported if the output is requested in a form that is not offered."""
+    """Raises Unsupported if the output is requested in a form that the server does not offer."""
     if "shared_memory_region" in parameters:
         raise Unsupported(f"output '{name}': shared memory is not offered; leave the parameter out")
     if "classification" in parameters:
@@ -138,57 +193,50 @@ def check_output(name: str, parameters: Container[str]) -> None:
         )
 
 
-def parse_object(text: bytes | memoryview) -> dict[str, Any]:
-    """The JSON object in `text`; raises InvalidRequest where it is none."""
-    value = bodies.parse(text, f"the body, or the part before its binary tensors ({len(text)} bytes),")
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {type(value).__name__}")
-    return value
+def json_data(tensor: Tensor) -> list[str] | np.ndarray:
+    """Returns the elements as `bodies.write` takes them; raises InvalidRequest if they are too many."""
+    if isinstance(tensor.data, list):
+        return [element.decode("utf-8", "replace") for element in tensor.data]
+    if tensor.data.size > bodies.MAX_VALUES:
+        raise InvalidRequest(
+            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {bodies.MAX_VALUES:,}; "
+            "ask for it in binary form (binary_data), or send fewer samples"
+        )
+    return np.ravel(tensor.data)
 
 
-def _split(body: bytes, header_length: int | None) -> tuple[dict[str, Any], memoryview]:
-    view = memoryview(body)
+def _split(body: bytes, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
+    """The JSON, and the bytes behind it."""
     if header_length is None:
         header_length = len(body)
     elif not 0 < header_length <= len(body):
         raise InvalidRequest(f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes")
-    return parse_object(view[:header_length]), view[header_length:]
+    view = memoryview(body)
+    what = "the body" if header_length == len(body) else f"the part before its binary tensors ({header_length} bytes)"
+    return bodies.read(view[:header_length], kind, what), view[header_length:]
 
 
-def _name(header: dict[str, Any], key: str) -> str:
-    value = header.get(key)
-    if value is not None and type(value) not in (str, int):
-        raise InvalidRequest(f"{key} is {bodies.kind_of(value)}; send a string, or leave it out")
-    return "" if value is None else str(value)
-
-
-def _inputs(entries: list[Any], binary: memoryview) -> dict[str, Tensor]:
+def _tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     offset = 0
     for entry in entries:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest("every tensor must be an object with a name")
+        name, shape = entry.name, tuple(entry.shape)
         if name in found:
             raise InvalidRequest(f"input '{name}' is given twice")
-        shape, datatype = tensors.check_shape(name, entry.get("shape")), entry.get("datatype")
-        parameters = entry.get("parameters") or {}
-        if not isinstance(parameters, dict):
-            raise InvalidRequest(f"input '{name}': parameters must be an object")
-        size = parameters.get("binary_data_size")
+        size = entry.parameters.binary_data_size if entry.parameters else None
         if size is None:
-            if "shared_memory_region" in parameters:
+            if entry.parameters and entry.parameters.shared_memory_region is not UNSET:
                 raise Unsupported(f"input '{name}': shared memory is not offered; send the tensor itself")
-            if "data" not in entry:
+            if entry.data is UNSET:
                 raise InvalidRequest(f"input '{name}' has neither data nor binary_data_size")
-            found[name] = tensors.from_json(name, datatype, shape, entry["data"])
+            found[name] = tensors.from_json(name, entry.datatype, shape, entry.data)
             continue
-        if type(size) is not int or not 0 <= size <= len(binary) - offset:
+        if size > len(binary) - offset:
             raise InvalidRequest(
-                f"input '{name}': binary_data_size is {bodies.shown(size)}, but {len(binary) - offset} bytes are left "
+                f"input '{name}': binary_data_size is {size}, but {len(binary) - offset} bytes are left "
                 "after the JSON and the tensors before; check Inference-Header-Content-Length"
             )
-        found[name] = tensors.from_raw(name, datatype, shape, binary[offset : offset + size])
+        found[name] = tensors.from_raw(name, entry.datatype, shape, binary[offset : offset + size])
         offset += size
     if offset != len(binary):
         raise InvalidRequest(
@@ -198,34 +246,11 @@ def _inputs(entries: list[Any], binary: memoryview) -> dict[str, Tensor]:
     return found
 
 
-def _requested(entries: Any, binary_default: bool) -> dict[str, bool]:
-    requested: dict[str, bool] = {}
-    for entry in entries if isinstance(entries, list) else [None]:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        parameters = (entry.get("parameters") or {}) if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not isinstance(parameters, dict):
-            raise InvalidRequest("outputs must be a list of objects with a name")
-        check_output(name, parameters)
-        requested[name] = bool(parameters.get("binary_data", binary_default))
-    return requested
+def _binary(tensor: Tensor, blobs: list[bytes]) -> TensorBody:
+    """The entry of a tensor in binary form, whose bytes are added to `blobs`."""
+    blobs.append(tensors.to_raw(tensor))
+    return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))
 
 
-def _header(id: str, parameters: dict[str, Any], outputs: list[Any] | None, **first: Any) -> bytes:  # noqa: A002
-    header = {"id": id, **first} if id else first
-    if parameters:
-        header["parameters"] = parameters
-    if outputs is not None:
-        header["outputs"] = outputs
-    return bodies.write(header)
-
-
-def _json_data(tensor: Tensor) -> list[str] | np.ndarray:
-    """The elements as `bodies.write` takes them: numbers in the fewest digits that tell them from their neighbours."""
-    if isinstance(tensor.data, list):
-        return [element.decode("utf-8", "replace") for element in tensor.data]
-    if tensor.data.size > bodies.MAX_VALUES:
-        raise InvalidRequest(
-            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {bodies.MAX_VALUES:,}; "
-            "ask for it in binary form (binary_data), or send fewer samples"
-        )
-    return np.ravel(tensor.data)
+def _text(value: str | int | None) -> str:
+    return "" if value is None else str(value)

@@ -11,14 +11,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
-from guerdon.wire.bodies import shown
-from guerdon.wire.kserve import InferReply, InferRequest, check_output
-from guerdon.wire.rows import check_count
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.bodies import check_count, shown
+from guerdon.wire.kserve import check_output
+from guerdon.wire.tensors import MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
 MAX_PARTS = 4096
 MAX_PARTS_BYTES = 32 << 20
-"""A message may have so many parts, and so many bytes of them beside the raw contents."""
+"""Most parts of a message, and most bytes of them beside its raw contents."""
 
 _SMALL_BYTES = 65_536
 _PART_FACTOR = 24
@@ -42,9 +41,9 @@ _CONTENTS = {
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
-    """The message in `data`; raises InvalidRequest where it is none, or has more parts than a request needs.
+    """Returns the message in `data`; raises InvalidRequest, also if it has more parts than a request needs.
 
-    Each part takes up to fifty times as much memory as it does on the wire, whatever it is for; raw contents do not.
+    Each part takes up to fifty times its bytes in memory, unless it is raw contents.
     """
     memory(data)
     try:
@@ -54,14 +53,14 @@ def parse(data: bytes) -> pb.ModelInferRequest:
 
 
 def memory(data: bytes) -> int:
-    """The bytes that the message takes at most about once it is parsed; raises InvalidRequest as `parse` does."""
+    """Returns about the most bytes of memory that the parsed message takes; raises InvalidRequest as `parse` does."""
     if len(data) <= _SMALL_BYTES:
         return len(data)
     return len(data) + _PART_FACTOR * _num_bytes_beside_raw(data)
 
 
 def decode(message: pb.ModelInferRequest) -> InferRequest:
-    """The request in `message`, with raw or typed contents; raises InvalidRequest saying what is malformed."""
+    """Returns the request in `message`, with raw or typed contents; raises InvalidRequest, Unsupported."""
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(f"{len(message.inputs)} inputs, but {len(raw)} raw_input_contents")
@@ -72,7 +71,11 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
             raise InvalidRequest(f"input '{name}' is given twice" if name else "every input needs a name")
         if "shared_memory_region" in entry.parameters:
             raise Unsupported(f"input '{name}': shared memory is not offered; send the tensor itself")
-        shape = tensors.check_shape(name, list(entry.shape))
+        shape = tuple(entry.shape)
+        if len(shape) > MAX_RANK or not all(0 <= dim < MAX_DIMENSION for dim in shape):
+            raise InvalidRequest(
+                f"input '{name}': shape is {shown(list(shape))}; it must be at most {MAX_RANK} whole numbers from 0 up"
+            )
         if raw:
             inputs[name] = tensors.from_raw(name, entry.datatype, shape, raw[i])
         else:
@@ -89,7 +92,7 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
 
 
 def encode(reply: InferReply) -> pb.ModelInferResponse:
-    """The message of `reply`, its tensors as raw contents, which is all that clients read."""
+    """Returns the message of `reply`, with raw contents, which is all that clients read."""
     message = pb.ModelInferResponse(model_name=reply.model_name, model_version=reply.model_version, id=reply.id)
     for tensor in reply.outputs:
         message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -99,7 +102,7 @@ def encode(reply: InferReply) -> pb.ModelInferResponse:
 
 
 def encode_request(request: InferRequest, model_name: str, model_version: str = "") -> pb.ModelInferRequest:
-    """The message of `request`, its tensors as raw contents."""
+    """Returns the message of `request`, with raw contents."""
     message = pb.ModelInferRequest(model_name=model_name, model_version=model_version, id=request.id)
     for tensor in request.inputs.values():
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -111,7 +114,7 @@ def encode_request(request: InferRequest, model_name: str, model_version: str = 
 
 
 def decode_reply(message: pb.ModelInferResponse) -> InferReply:
-    """The reply in `message`; raises InvalidRequest where its tensors are malformed."""
+    """Returns the reply in `message`; raises InvalidRequest if its tensors are malformed."""
     if len(message.raw_output_contents) != len(message.outputs):
         raise InvalidRequest(
             f"{len(message.outputs)} outputs, but {len(message.raw_output_contents)} raw_output_contents"
@@ -148,7 +151,7 @@ def _num_bytes_beside_raw(data: bytes) -> int:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number that begins at the position, and where it ends."""
+    """The number that begins at the position, and its end."""
     value = 0
     for i, byte in enumerate(data[position : position + 10]):
         value |= (byte & 0x7F) << (7 * i)

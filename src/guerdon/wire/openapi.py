@@ -1,79 +1,96 @@
-"""The OpenAPI document of a server's HTTP side: every path that it serves, what it takes, answers and refuses."""
+"""The OpenAPI document of a server's HTTP side: every path, with the structs that it reads and writes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from guerdon.core import ModelInfo, OperationInfo
-from guerdon.wire import page, schemas
-from guerdon.wire.schemas import Schema, ref
+from guerdon.wire import kserve, signature
+from guerdon.wire.forms import FORMS, openai, page_bodies, triton_repository
+from guerdon.wire.forms.form import Form
+
+Schema = dict[str, Any]
 
 _JSON, _BINARY, _PROMETHEUS = "application/json", "application/octet-stream", "text/plain"
 _READ, _WRITE, _FORM = ("get", "head"), ("post",), ("post", "put")
 
 _STATUSES = {
-    400: "the request is wrong; the text says what of it",
-    401: "no key, or one that this server does not know",
+    400: "the request is wrong; the error says why",
+    401: "the key is missing, or unknown to this server",
     403: "the key's role does not allow it",
-    404: "no such path, or no such model in forms that tell it so",
-    405: "the path does not take this method",
+    404: "no such path, or no such model in forms that report it so",
+    405: "the path does not accept this method",
     413: "the body is larger than this server accepts",
-    422: "the request is wrong; the text says what of it",
-    424: "the model gave no finite score, or something failed in the server",
-    429: "the queue is full; Retry-After tells when to try again",
+    422: "the request is wrong; the error says why",
+    424: "the model gave no finite score, or the server failed",
+    429: "the queue is full; Retry-After says when to try again",
     431: "the request's head is larger than this server accepts",
-    500: "the model gave no finite score, or something failed in the server",
+    500: "the model gave no finite score, or the server failed",
     501: "the protocol has it, this server does not",
-    503: "not ready, stopping, or the queue is full; Retry-After tells when to try again",
-    504: "not answered, or not sent, within the time that it has",
+    503: "not ready, stopping, or the queue is full; Retry-After says when to try again",
+    504: "not answered, or not sent, in time",
     507: "the server's disk is full, read-only or broken",
 }
 _USUAL = (400, 401, 403, 404, 405, 413, 431, 500, 501, 503, 504)
-_TOLD = {
-    **dict.fromkeys(("/classify", "/pooling", "/score", "/v1/score", "/encode"), "OpenAIError"),
-    "/v1/embeddings": "FlatError",
-    "/predict": "TEIError",
-}
-"""The schema of each form's errors, where it is not KServe's."""
-
-_IN_URL: dict[str, tuple[str, ...]] = {
-    "/get_reward": ("extra_logs",),
-    "/reward": (),
-    **dict.fromkeys(
-        ("/classify", "/pooling", "/score", "/v1/score"),
-        ("add_special_tokens", "use_activation", "softmax", "activation"),
-    ),
-    "/encode": ("add_special_tokens",),
-    "/v1/embeddings": ("add_special_tokens",),
-    "/predict": ("add_special_tokens", "raw_scores", "truncate"),
-}
-"""The switches that each form also takes behind the URL's `?`."""
-
-_PEERS = {
-    "/get_reward": "OpenRLHF's remote reward model",
-    "/reward": "slime's remote reward model",
-    "/classify": "vLLM's classification, and SGLang's",
-    "/pooling": "vLLM's pooling",
-    "/score": "vLLM's scores of pairs",
-    "/v1/score": "vLLM's scores of pairs",
-    "/encode": "SGLang's embeddings",
-    "/v1/embeddings": "SGLang's embeddings in OpenAI's form",
-    "/predict": "the classifiers of Text Embeddings Inference",
-}
 
 _ADMIN = "needs a key of the role admin"
 _ABOUT = """Reward models and critics over KServe v2, the open inference protocol, and in the forms of other servers.
-Where the server has keys, every path but `/v2/health/live`, `/v2/health/ready` and `/health` needs one."""
+If the server has keys, every path but `/v2/health/live`, `/v2/health/ready` and `/health` needs one."""
+
+_TEXT: Schema = {"type": "string"}
+_BYTES: Schema = {"type": "string", "format": "binary"}
+_NUMPY: dict[type, Schema] = {
+    np.ndarray: {"type": "array", "items": {"type": "number"}},
+    np.float32: {"type": "number"},
+}
+
+_TYPES: list[Any] = list(
+    dict.fromkeys(
+        [
+            *(kserve.RequestBody, kserve.ReplyBody, kserve.ErrorBody, openai.OpenAIModel, openai.OpenAIModels),
+            *(signature.ServerMetadata, signature.Liveness, signature.Readiness, signature.Statistics),
+            *(signature.ModelMetadata, signature.ModelConfig),
+            *(triton_repository.LoadBody, triton_repository.LoadParameters, triton_repository.UnloadBody),
+            *(triton_repository.IndexBody, list[triton_repository.IndexEntry]),
+            *(page_bodies.TrialBody, page_bodies.TrialReply, page_bodies.Extremes, page_bodies.Snapshot),
+            *(kind for form in FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
+        ]
+    )
+)
+"""Every type that a path reads or writes."""
+
+
+def _schema_of_numpy(kind: type) -> Schema:
+    return _NUMPY[kind]
+
+
+@functools.cache
+def components() -> tuple[dict[Any, Schema], dict[str, Schema]]:
+    """Returns the schema of each of `_TYPES`, and the named schemas to which they refer."""
+    schemas, named = msgspec.json.schema_components(
+        _TYPES, schema_hook=_schema_of_numpy, ref_template="#/components/schemas/{name}"
+    )
+    return dict(zip(_TYPES, schemas, strict=True)), named
+
+
+def schema_of(*kinds: Any) -> Schema:
+    """Returns the schema of a value of one of these types."""
+    schemas = [components()[0][kind] for kind in kinds]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = True) -> dict[str, Any]:
-    """The document, OpenAPI 3.1, of a server of these models and operations, which `has_page` at `/`."""
+    """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
     paths = _kserve([info.name for info in models]) | _repository(scored) | _openai(scored)
-    paths |= {path: _form(path, scored) for path in schemas.FORMS}
+    paths |= {path: _form(form, scored) for path, form in FORMS.items()}
     paths |= _page(scored) if has_page else {}
-    paths["/metrics"] = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, schemas.TEXT))
+    paths["/metrics"] = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, _TEXT))
     paths["/openapi.json"] = _path(_READ, "This document", _ok(_JSON, {"type": "object"}))
     return {
         "openapi": "3.1.0",
@@ -81,7 +98,7 @@ def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = Tr
         "security": [{"bearer": []}, {"basic": []}],
         "paths": paths,
         "components": {
-            "schemas": schemas.KSERVE | page.SCHEMAS,
+            "schemas": components()[1],
             "responses": _refusals(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -92,10 +109,10 @@ def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = Tr
 
 
 def _kserve(names: list[str]) -> dict[str, Any]:
-    live, health = _ok(_JSON, ref("Live")), _described("it is") | _described("it is not", 503)
-    ready, statistics = _ok(_JSON, ref("Ready")), _ok(_JSON, ref("Statistics"))
+    live, health = _ok(_JSON, signature.Liveness), _described("it is") | _described("it is not", 503)
+    ready, statistics = _ok(_JSON, signature.Readiness), _ok(_JSON, signature.Statistics)
     paths = {
-        "/v2": _path(_READ, "The server", _ok(_JSON, ref("Server"))),
+        "/v2": _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata)),
         "/v2/health/live": _path(_READ, "Whether the server is alive", live, is_open=True),
         "/v2/health/ready": _path(_READ, "Whether all models are ready", ready, is_open=True),
         "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
@@ -104,8 +121,8 @@ def _kserve(names: list[str]) -> dict[str, Any]:
     for version in ("", "/versions/{version}"):
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
         if version:
-            where.append(_in_path("version", ["1"]))
-        metadata, config = _ok(_JSON, ref("Model")), _ok(_JSON, ref("ModelConfig"))
+            where.append(_in_path("version", [signature.MODEL_VERSION]))
+        metadata, config = _ok(_JSON, signature.ModelMetadata), _ok(_JSON, signature.ModelConfig)
         paths[model] = _path(_READ, "The model's tensors", metadata, parameters=where)
         paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
         paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)
@@ -115,73 +132,76 @@ def _kserve(names: list[str]) -> dict[str, Any]:
             "Scores, or an operation on a critic",
             _inferred(),
             parameters=[*where, _HEADER_LENGTH],
-            body=_content(_JSON, ref("InferRequest")) | _content(_BINARY, _BYTES),
+            body=_content(_JSON, kserve.RequestBody) | _content(_BINARY, _BYTES),
             statuses=(*_USUAL, 507),
         )
     return paths
 
 
 def _repository(names: list[str]) -> dict[str, Any]:
-    one = "/v2/repository/models/{name}/"
-    index, where = _ok(_JSON, ref("RepositoryIndex")), [_in_path("name", names)]
-    asked, source, none = (_content(_JSON, ref(f"Repository{name}")) for name in ("Asked", "Source", "Unload"))
+    one, where = "/v2/repository/models/{name}/", [_in_path("name", names)]
+    index = _ok(_JSON, list[triton_repository.IndexEntry])
+    body, load, unload = (
+        _content(_JSON, kind)
+        for kind in (triton_repository.IndexBody, triton_repository.LoadBody, triton_repository.UnloadBody)
+    )
     unloaded = _described("done")
     loaded = {"200": unloaded["200"] | {"headers": {"guerdon-weights-version": _header("what serves now")}}}
     return {
-        "/v2/repository/index": _path(_WRITE, "The served models", index, body=asked, needs_body=False),
+        "/v2/repository/index": _path(_WRITE, "The served models", index, body=body, needs_body=False),
         one + "load": _path(
-            _WRITE, f"Serves other weights; {_ADMIN}", loaded, parameters=where, body=source, needs_body=False
+            _WRITE, f"Serves other weights; {_ADMIN}", loaded, parameters=where, body=load, needs_body=False
         ),
         one + "unload": _path(
-            _WRITE, f"Serves it no longer; {_ADMIN}", unloaded, parameters=where, body=none, needs_body=False
+            _WRITE, f"Stops serving it; {_ADMIN}", unloaded, parameters=where, body=unload, needs_body=False
         ),
     }
 
 
 def _page(names: list[str]) -> dict[str, Any]:
-    file = {"name": "file", "in": "path", "required": True, "schema": schemas.TEXT}
+    file = {"name": "file", "in": "path", "required": True, "schema": _TEXT}
     window = _in_query("window", {"type": "number", "minimum": 60, "maximum": 86_400})
     reference = _in_query("reference", {"type": "string", "pattern": r"^(previous|start|[0-9.]+-[0-9.]+)$"})
     model = _in_query("model", {"enum": names})
-    told = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": schemas.TEXT}}}}
-    told |= _described("the browser has it already", 304)
+    files = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": _TEXT}}}}
+    files |= _described("the browser has it already", 304)
     return {
-        "/": _path(_READ, "The page that shows what is served, and how", told),
-        "/dashboard/{file}": _path(_READ, "A file of the page", told, parameters=[file]),
+        "/": _path(_READ, "The page that shows what is served, and how", files),
+        "/dashboard/{file}": _path(_READ, "A file of the page", files, parameters=[file]),
         "/dashboard/snapshot": _path(
-            _READ, "All that the page shows", _ok(_JSON, ref("Snapshot")), parameters=[window, reference, model]
+            _READ, "All that the page shows", _ok(_JSON, page_bodies.Snapshot), parameters=[window, reference, model]
         ),
         "/dashboard/samples": _path(
             _READ,
-            "The best and the worst recent samples; where there are keys, needs one of the role admin",
-            _ok(_JSON, ref("Extremes")),
+            "The best and the worst recent samples; if there are keys, needs one of the role admin",
+            _ok(_JSON, page_bodies.Extremes),
             parameters=[model, window],
         ),
         "/dashboard/try": _path(
-            _WRITE, "Scores responses, token by token", _ok(_JSON, ref("Tried")), body=_content(_JSON, ref("Trial"))
+            _WRITE,
+            "Scores responses, token by token",
+            _ok(_JSON, page_bodies.TrialReply),
+            body=_content(_JSON, page_bodies.TrialBody),
         ),
     }
 
 
 def _openai(names: list[str]) -> dict[str, Any]:
-    listed, one = _ok(_JSON, ref("OpenAIModels")), _ok(_JSON, ref("OpenAIModel"))
-    where = [_in_path("name", names)]
+    listed, one = _ok(_JSON, openai.OpenAIModels), _ok(_JSON, openai.OpenAIModel)
+    where, error = [_in_path("name", names)], openai.OpenAIError
     return {
-        "/v1/models": _path(_READ, "The served models as OpenAI lists them", listed, told="OpenAIError"),
-        "/v1/models/{name}": _path(_READ, "One of them", one, parameters=where, told="OpenAIError"),
+        "/v1/models": _path(_READ, "The served models as OpenAI lists them", listed, error=error),
+        "/v1/models/{name}": _path(_READ, "One of them", one, parameters=where, error=error),
     }
 
 
-def _form(path: str, names: list[str]) -> dict[str, Any]:
-    asked, answer = schemas.FORMS[path]
-    parameters = [_in_query("model", {"enum": names}), *(_in_query(name, _SWITCH) for name in _IN_URL[path])]
-    if path == "/reward":
-        parameters.append(_in_query("key", {"type": "string", "not": {"const": "components"}}))
-    told = _TOLD.get(path, "Error")
-    statuses = (*_USUAL, 422, 424, 429) if told == "TEIError" else _USUAL
-    scored = {"200": _answer("the scores", _TIMES, _content(_JSON, answer))}
-    body = _content(_JSON, asked)
-    return _path(_FORM, f"The form of {_PEERS[path]}", scored, parameters, body, statuses=statuses, told=told)
+def _form(form: Form, names: list[str]) -> dict[str, Any]:
+    keys = components()[1][form.url.__name__]["properties"]
+    parameters = [_in_query(name, {"enum": names} if name == "model" else schema) for name, schema in keys.items()]
+    statuses = (*_USUAL, 422, 424, 429) if form.error.__name__ == "TEIError" else _USUAL
+    scored = {"200": _answer("the scores", _TIMES, _content(_JSON, *form.replies))}
+    body = _content(_JSON, *form.bodies)
+    return _path(_FORM, f"The form of {form.peer}", scored, parameters, body, statuses=statuses, error=form.error)
 
 
 def _path(
@@ -194,10 +214,11 @@ def _path(
     needs_body: bool = True,
     is_open: bool = False,
     statuses: Sequence[int] = _USUAL,
-    told: str = "Error",
+    error: type[msgspec.Struct] = kserve.ErrorBody,
 ) -> dict[str, Any]:
-    """The same operation by each of the methods; `told` names the schema of its errors."""
-    operation: dict[str, Any] = {"summary": summary, "responses": _refused(told, *statuses) | answers}
+    """The same operation for each of the methods."""
+    refused = {str(status): {"$ref": f"#/components/responses/{error.__name__}{status}"} for status in statuses}
+    operation: dict[str, Any] = {"summary": summary, "responses": refused | answers}
     if parameters:
         operation["parameters"] = [*parameters]
     if body is not None:
@@ -207,46 +228,43 @@ def _path(
     return dict.fromkeys(methods, operation)
 
 
-def _refused(told: str, *statuses: int) -> dict[str, Any]:
-    """References to `_refusals`."""
-    return {str(status): {"$ref": f"#/components/responses/{told}{status}"} for status in statuses}
-
-
 def _refusals() -> dict[str, Any]:
-    """Each status in each way to tell errors; whoever is refused before the form is known is told in KServe's."""
+    """Each status with each struct of errors; a request that is refused before its form is known gets KServe's."""
     found: dict[str, Any] = {}
-    for told in ("Error", *dict.fromkeys(_TOLD.values())):
-        schema = ref(told) if told == "Error" else {"anyOf": [ref(told), ref("Error")]}
-        found |= {f"{told}{status}": _answer(text, {}, _content(_JSON, schema)) for status, text in _STATUSES.items()}
+    errors: list[type[msgspec.Struct]] = [kserve.ErrorBody, *(form.error for form in FORMS.values())]
+    for error in dict.fromkeys(errors):
+        content = _content(_JSON, *dict.fromkeys([error, kserve.ErrorBody]))
+        found |= {f"{error.__name__}{status}": _answer(text, {}, content) for status, text in _STATUSES.items()}
     return found
 
 
-def _ok(media: str, schema: Schema) -> dict[str, Any]:
-    return {"200": _answer("the answer", {}, _content(media, schema))}
+def _ok(media: str, kind: Any) -> dict[str, Any]:
+    return {"200": _answer("the reply", {}, _content(media, kind))}
 
 
 def _described(text: str, status: int = 200) -> dict[str, Any]:
-    """An answer without a body."""
+    """A reply without a body."""
     return {str(status): {"description": text}}
 
 
 def _inferred() -> dict[str, Any]:
-    """An answer in JSON, or in binary tensors behind their JSON, as long as the header says."""
-    content = _content(_JSON, ref("InferReply")) | _content(_BINARY, _BYTES)
+    """A reply in JSON, or in binary tensors behind their JSON, whose length the header tells."""
+    content = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
     length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
-    return {"200": _answer("the tensors that answer", _TIMES | length, content)}
+    return {"200": _answer("the tensors", _TIMES | length, content)}
 
 
 def _answer(text: str, headers: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
     return {"description": text, "content": content} | ({"headers": headers} if headers else {})
 
 
-def _content(media: str, schema: Schema) -> dict[str, Any]:
-    return {media: {"schema": schema}}
+def _content(media: str, *kinds: Any) -> dict[str, Any]:
+    """The content of these types, or of a schema."""
+    return {media: {"schema": kinds[0] if isinstance(kinds[0], dict) else schema_of(*kinds)}}
 
 
 def _header(text: str) -> dict[str, Any]:
-    return {"description": text, "schema": schemas.TEXT}
+    return {"description": text, "schema": _TEXT}
 
 
 def _in_path(name: str, values: list[str]) -> dict[str, Any]:
@@ -257,10 +275,8 @@ def _in_query(name: str, schema: Schema) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": schema}
 
 
-_SWITCH: Schema = {"enum": ["true", "false"]}
-_BYTES: Schema = {"type": "string", "format": "binary"}
 _TIMES = {
-    "guerdon-queue-ms": _header("milliseconds until the last sample was taken up"),
+    "guerdon-queue-ms": _header("milliseconds until the last sample left the queue"),
     "guerdon-compute-ms": _header("milliseconds of the batches that held some of the samples"),
     "guerdon-weights-version": _header("the version of the weights that gave the scores"),
 }

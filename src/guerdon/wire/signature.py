@@ -1,22 +1,87 @@
-"""How what is served describes itself: the tensors it takes and gives, in KServe v2's and Triton's terms."""
+"""How models and operations describe themselves in KServe v2's and Triton's terms: tensors, metadata, state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from guerdon.core import ModelInfo, Operation, OperationInfo
 from guerdon.errors import InvalidRequest
 
 MODEL_VERSION = "1"
-"""The one version under which every model is served; what changes is its weights_version."""
+"""The only version of every model; its weights_version is what changes."""
 
 PLATFORM = "guerdon"
 
 Info = ModelInfo | OperationInfo
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, datatype and shape (-1: any) of a tensor, without a model's batch axis; an operation has none."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class ServerMetadata(TypedDict):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(TypedDict):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelConfig(TypedDict):
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: Count
+    input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
+    parameters: dict[str, Any]
+
+
+class Duration(TypedDict):
+    count: Count
+    ns: Count
+
+
+class ModelStatistics(TypedDict):
+    name: str
+    version: str
+    last_inference: Count
+    inference_count: Count
+    execution_count: Count
+    inference_stats: dict[str, Duration]
+    batch_stats: list[dict[str, Any]]
+
+
+class Statistics(TypedDict):
+    model_stats: list[ModelStatistics]
+
+
+class Liveness(TypedDict):
+    live: bool
+
+
+class Readiness(TypedDict):
+    """Of the server, or of the model that `name` names."""
+
+    name: NotRequired[str]
+    ready: bool
+
 
 _ROWS = (-1, -1)
 _TRAIN: tuple[Spec, ...] = (
@@ -26,14 +91,14 @@ _TRAIN: tuple[Spec, ...] = (
     ("mask", "FP32", _ROWS),
 )
 _DUMMY: Spec = ("dummy_var", "INT64", (1,))
-"""An input that means nothing: NeMo-Aligner's client sends it, as the protocol has no request without tensors."""
+"""An input without meaning: NeMo-Aligner's client sends it, since the protocol has no request without tensors."""
 
 
-def metadata(info: Info) -> dict[str, Any]:
-    """The model's metadata as KServe v2 defines it, with the batch axis in every shape."""
+def metadata(info: Info) -> ModelMetadata:
+    """Returns the model's metadata as KServe v2 defines it, with the batch axis in every shape."""
     batch = [-1] if isinstance(info, ModelInfo) else []
 
-    def entries(specs: Iterable[Spec]) -> list[dict[str, Any]]:
+    def entries(specs: Iterable[Spec]) -> list[TensorMetadata]:
         return [{"name": name, "datatype": datatype, "shape": [*batch, *shape]} for name, datatype, shape in specs]
 
     return {
@@ -45,12 +110,12 @@ def metadata(info: Info) -> dict[str, Any]:
     }
 
 
-def config(info: Info, max_batch_size: int) -> dict[str, Any]:
-    """The model's configuration in Triton's terms: shapes without the batch axis, a model's inputs all optional.
+def config(info: Info, max_batch_size: int) -> ModelConfig:
+    """Returns the model's configuration in Triton's terms: shapes without the batch axis, a model's inputs optional.
 
-    `max_batch_size` is the most samples of one request. Clients ask for every output that stands here. Left out are
-    those that only our own clients read, among them `errors`, as asking for it changes how a failed row is reported.
-    The parameter `tokenizer` tells what ids mean, as `vocabulary.identity` has it; none means that it is not known.
+    `max_batch_size` is the most samples of one request. Clients ask for every output listed here, so those that only
+    our own clients read are missing; asking for `errors` would change how a failed row is reported. The parameter
+    `tokenizer` tells what ids mean, as `vocabulary.identity` has it; it is missing if unknown.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
@@ -60,7 +125,7 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         ]
 
     must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
-    told = {"pooling": info.pooling, "tokenizer": info.tokenizer} if isinstance(info, ModelInfo) else {}
+    parameters = {"pooling": info.pooling, "tokenizer": info.tokenizer} if isinstance(info, ModelInfo) else {}
     return {
         "name": info.name,
         "platform": PLATFORM,
@@ -68,13 +133,13 @@ def config(info: Info, max_batch_size: int) -> dict[str, Any]:
         "max_batch_size": max_batch_size if isinstance(info, ModelInfo) else 0,
         "input": entries(input_specs(info), optional=not must_have),
         "output": entries(output_specs(info)),
-        "parameters": {name: {"string_value": value} for name, value in told.items() if value},
+        "parameters": {name: {"string_value": value} for name, value in parameters.items() if value},
     }
 
 
 @lru_cache(maxsize=64)
 def input_specs(info: Info) -> tuple[Spec, ...]:
-    """Each input that the model or the operation takes."""
+    """Returns each input that the model or the operation takes."""
     if isinstance(info, OperationInfo):
         if _is_on_rows(info.operation):
             return _TRAIN
@@ -99,7 +164,7 @@ def input_specs(info: Info) -> tuple[Spec, ...]:
 
 @lru_cache(maxsize=64)
 def output_specs(info: Info) -> tuple[Spec, ...]:
-    """Each output that the config lists."""
+    """Returns each output that the config lists."""
     if isinstance(info, OperationInfo):
         if _is_on_rows(info.operation):
             return (("loss_mean", "FP32", (1,)),)
@@ -116,12 +181,12 @@ def output_specs(info: Info) -> tuple[Spec, ...]:
 
 @lru_cache(maxsize=64)
 def known_outputs(info: Info) -> tuple[str, ...]:
-    """Every output that may be asked for."""
+    """Returns the name of every output that may be requested."""
     return tuple(name for name, _, _ in (*output_specs(info), *_more_outputs(info)))
 
 
 def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info) -> None:
-    """Raises InvalidRequest for the first input or requested output that `info` does not have."""
+    """Raises InvalidRequest for the first unknown input or requested output."""
     accepted = [name for name, _, _ in input_specs(info)]
     for name in inputs:
         if name not in accepted:
@@ -136,7 +201,7 @@ def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info
 
 
 def _more_outputs(info: Info) -> tuple[Spec, ...]:
-    """The outputs that may be asked for, but do not stand in the config."""
+    """The outputs that may be requested, but that the config does not list."""
     if isinstance(info, OperationInfo):
         has_report = _is_on_rows(info.operation) or info.operation in (Operation.SAVE, Operation.LOAD)
         return (("report", "BYTES", (1,)),) if has_report else ()

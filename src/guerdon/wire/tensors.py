@@ -1,9 +1,9 @@
-"""Tensors of the open inference protocol: their datatypes, and raw bytes to numpy and back."""
+"""Tensors of the open inference protocol and the requests that carry them: datatypes, raw bytes to numpy and back."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from guerdon.errors import InvalidRequest
-from guerdon.wire.bodies import shown
-from guerdon.wire.rows import check_count
+from guerdon.wire.bodies import check_count, shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -21,23 +20,23 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{n}": np.dtype(f"<f{n // 8}") for n in (16, 32, 64)},
     "BF16": np.dtype("<f4"),
 }
-"""numpy's type of each numeric datatype. BF16, which numpy lacks, is held as float32."""
+"""numpy's type of each numeric datatype. numpy lacks BF16, which is float32 here."""
 
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 _ELEMENTS: dict[str, set[type]] = {"BYTES": {str}, "b": {bool}, "i": {int}, "u": {int}, "f": {int, float, type(None)}}
-"""What may stand in JSON's data, by numpy's kind."""
+"""Types of JSON's elements by numpy's kind."""
 
 _INTEGERS = ("INT64", "INT32")
 _FLOATS = ("FP32", "FP64", "FP16", "BF16")
 
 MAX_RANK = 16
 MAX_DIMENSION = 2**62
-"""A tensor has at most so many dimensions, each of them below the other bound."""
+"""Most dimensions of a tensor, and the bound that each is below."""
 
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A named tensor: `data` is a numpy array of `shape`, or for BYTES the flat list of its elements in row order."""
+    """A named tensor; `data` is a numpy array of `shape`, or for BYTES the flat list of its elements in row order."""
 
     name: str
     datatype: str
@@ -46,31 +45,58 @@ class Tensor:
 
     @classmethod
     def of(cls, name: str, data: np.ndarray) -> Tensor:
-        """The tensor of a numeric array, under the datatype that its dtype stands for."""
+        """Returns the tensor of a numeric array."""
         return cls(name, _DATATYPES[data.dtype], data.shape, data)
 
     @classmethod
     def of_texts(cls, name: str, texts: list[str]) -> Tensor:
-        """A BYTES `[B, 1]` tensor of UTF-8 texts."""
+        """Returns a BYTES `[B, 1]` tensor of UTF-8 texts."""
         return cls(name, "BYTES", (len(texts), 1), [text.encode() for text in texts])
 
 
-def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple; raises InvalidRequest unless it is a list of dimensions of 0 or more."""
-    if not isinstance(shape, list) or len(shape) > MAX_RANK:
-        raise InvalidRequest(f"input '{name}': shape must be a list of at most {MAX_RANK} integers")
-    for dim in shape:
-        if type(dim) is not int or not 0 <= dim < MAX_DIMENSION:
-            raise InvalidRequest(
-                f"input '{name}': shape {shown(shape)} has {shown(dim)}; every dimension is an integer from 0 up"
-            )
-    return tuple(shape)
+@dataclass(slots=True, eq=False)
+class InferRequest:
+    """One inference request in the protocol's own terms.
+
+    `outputs` maps each requested output to whether it is wanted in binary form; None asks for the model's usual
+    ones in the form `binary_default`. A request whose whole body is one raw tensor has an input of empty name.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, bool] | None = None
+    id: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    binary_default: bool = False
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The parameter `timeout`, which is in microseconds; None if it sets no limit."""
+        timeout_us = self.count("timeout")
+        return timeout_us / 1e6 if timeout_us else None
+
+    def count(self, name: str) -> int:
+        """Returns the parameter as a whole number from 0 up, 0 if it is missing; raises InvalidRequest."""
+        value = self.parameters.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise InvalidRequest(f"parameter '{name}' is {shown(value)}; it must be a whole number from 0 up")
+        return value
+
+
+@dataclass(slots=True, eq=False)
+class InferReply:
+    """One inference reply in the protocol's own terms."""
+
+    model_name: str
+    model_version: str
+    outputs: list[Tensor]
+    id: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def from_raw(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> Tensor:
-    """The tensor in `raw` (little-endian, row-major), viewing it where its alignment allows, else a copy.
+    """Returns the tensor in `raw` (little-endian, row-major): a view if it is aligned, else a copy.
 
-    Raises InvalidRequest where the datatype is unknown or the bytes do not make up the shape.
+    Raises InvalidRequest if the datatype is unknown, or the bytes do not fit the shape.
     """
     if datatype == "BYTES":
         return Tensor(name, datatype, shape, _split_bytes(name, prod(shape), raw))
@@ -90,28 +116,28 @@ def from_raw(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memo
 
 
 def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Tensor:
-    """The tensor whose elements are JSON's `data`, flat or nested in row order.
+    """Returns the tensor whose elements are JSON's `data`, flat or nested in row order.
 
-    Raises InvalidRequest where the datatype is unknown, an element is not of it, or their number is not the shape's.
+    Raises InvalidRequest if the datatype is unknown, an element is of another type, or their number is not the shape's.
     """
     is_text = datatype == "BYTES"
     kind = "BYTES" if is_text else _dtype(name, datatype).kind
     elements, kinds = _flat(name, data)
     if len(elements) != prod(shape):
         raise InvalidRequest(count_differs(name, shape, len(elements)))
-    # Before numpy sees them, which would make texts of all numbers where there is one text, each as wide as that.
+    # Checked before numpy sees them: one text among numbers would make texts of all, each as wide as the longest.
     if not kinds <= _ELEMENTS[kind]:
         raise InvalidRequest(f"input '{name}': data holds something that is not {'a string' if is_text else datatype}")
     if is_text:
         check_count(len(elements), f"input '{name}'")
         return Tensor(name, datatype, shape, [element.encode() for element in elements])
-    # As float64, null is what is not a number.
+    # In float64, None becomes NaN.
     array = _integers(elements) if kind in "iu" else np.array(elements, np.float64 if kind == "f" else np.bool_)
     return from_numbers(name, datatype, shape, array)
 
 
 def from_numbers(name: str, datatype: str, shape: tuple[int, ...], array: np.ndarray) -> Tensor:
-    """The tensor of the array's numbers; raises InvalidRequest where they are too many or few, or not of datatype."""
+    """Returns the tensor of the array's numbers; raises InvalidRequest if their count or type does not fit."""
     dtype = _dtype(name, datatype)
     if array.size != prod(shape):
         raise InvalidRequest(count_differs(name, shape, array.size))
@@ -127,7 +153,7 @@ def from_numbers(name: str, datatype: str, shape: tuple[int, ...], array: np.nda
 
 
 def to_raw(tensor: Tensor) -> bytes:
-    """The tensor's bytes: little-endian, row-major; BYTES with a 32-bit length before each element."""
+    """Returns the tensor's bytes: little-endian, row-major; BYTES with a 32-bit length before each element."""
     if isinstance(tensor.data, list):
         return b"".join(part for element in tensor.data for part in (struct.pack("<I", len(element)), element))
     if tensor.datatype == "BF16":
@@ -138,14 +164,14 @@ def to_raw(tensor: Tensor) -> bytes:
 
 
 def integers(tensor: Tensor) -> np.ndarray:
-    """The tensor as int64; raises InvalidRequest where it is not INT64 or INT32."""
+    """Returns the tensor as int64; raises InvalidRequest unless it is INT64 or INT32."""
     if tensor.datatype not in _INTEGERS or isinstance(tensor.data, list):
         raise InvalidRequest(f"input '{tensor.name}' must be INT64 or INT32, not {tensor.datatype}")
     return tensor.data.astype(np.int64, copy=False)
 
 
 def floats(tensor: Tensor) -> np.ndarray:
-    """The tensor as float32 (infinite where that cannot hold a number); raises InvalidRequest where it is no float."""
+    """Returns the tensor as float32, infinite beyond its range; raises InvalidRequest if it is not of floats."""
     if tensor.datatype not in _FLOATS or isinstance(tensor.data, list):
         raise InvalidRequest(f"input '{tensor.name}' must be FP32, FP64, FP16 or BF16, not {tensor.datatype}")
     with np.errstate(over="ignore"):
@@ -153,7 +179,7 @@ def floats(tensor: Tensor) -> np.ndarray:
 
 
 def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:
-    """What is wrong where `count` elements came for `shape`."""
+    """Returns the error's text for `count` elements that do not fit `shape`."""
     return f"input '{name}': shape {list(shape)} takes {prod(shape)} elements, but {count} came"
 
 
@@ -189,7 +215,7 @@ def _split_bytes(name: str, count: int, raw: bytes | memoryview) -> list[bytes]:
 
 
 def _integers(elements: list[int]) -> np.ndarray:
-    """Left to itself, numpy would make floats of those that are partly below 2^63 and partly not."""
+    """By itself, numpy makes floats of integers on both sides of 2^63."""
     try:
         return np.array(elements, np.int64)
     except OverflowError:
@@ -197,7 +223,7 @@ def _integers(elements: list[int]) -> np.ndarray:
 
 
 def _flat(name: str, data: Any) -> tuple[list[Any], set[type]]:
-    """The elements of data, flat or nested, and their types; raises InvalidRequest where its rows are not alike."""
+    """The elements of data, flat or nested, and their types; raises InvalidRequest if its rows differ in length."""
     items = data if isinstance(data, list) else [data]
     kinds = {*map(type, items)}
     for _ in range(MAX_RANK):

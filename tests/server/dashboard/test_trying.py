@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 import served
@@ -148,14 +149,14 @@ def test_of_texts_that_are_very_long_no_tokens_are_told(client):
     text = "far too long " * 15_000
     (one,) = tried(client, model="flaky", responses=[text])["results"]
     assert one["num_tokens"] == 1 + len(text) // 4
-    trial = trying.read({"model": "rm", "prompt": text, "responses": ["x"]})
+    trial = trying.read(orjson.dumps({"model": "rm", "prompt": text, "responses": ["x"]}))
     info, reply = ModelInfo("rm", "echo"), ScoreReply([Score(1.0)], [90], "1")  # as many as it was cut to
     assert trying.answer(trial, info, reply, Unasked())["results"][0]["tokens"] is None
 
 
 def test_a_prompt_is_encoded_once():
     encoder = Counting()
-    trial = trying.read({"model": "rm", "prompt": "a prompt", "responses": ["x", "y", "z"]})
+    trial = trying.read(orjson.dumps({"model": "rm", "prompt": "a prompt", "responses": ["x", "y", "z"]}))
     told = trying.answer(trial, ModelInfo("rm", "echo"), ScoreReply([Score(1.0)] * 3, [9] * 3, "1"), encoder)
     assert [len(one["tokens"]) for one in told["results"]] == [9, 9, 9]
     assert encoder.texts.count("a prompt") == 1
@@ -176,18 +177,18 @@ def test_it_counts_as_any_request_does(client, server):
         ([], "the body is a list"),
         ({}, "no 'responses'"),
         ({"responses": []}, "empty list"),
-        ({"responses": ["x"] * 17}, "17 entries; the page takes at most 16"),
-        ({"responses": ["x"], "prompt": 5}, "prompt is a number"),
+        ({"responses": ["x"] * 17}, "17 entries, at most 16"),
+        ({"responses": ["x"], "prompt": 5}, "prompt is 5"),
         ({"responses": ["x"], "respones": []}, "unknown key 'respones'"),
-        ({"responses": ["x"], "template": 1}, "template is a number"),
-        ({"responses": ["x"], "messages": [[]]}, "send one of both"),
-        ({"messages": {}}, "no list of conversations"),
+        ({"responses": ["x"], "template": 1}, "template is 1"),
+        ({"responses": ["x"], "messages": [[{"role": "user"}]]}, "send one of both"),
+        ({"messages": {}}, "messages is an object; send at most 16 conversations"),
         ({"messages": [["x"]]}, "messages[0][0] is a string"),
-        ({"responses": ["x"], "model": 7}, "model is a number"),
+        ({"responses": ["x"], "model": 7}, "model is 7"),
     ],
     ids=str,
 )
 def test_what_is_wrong_is_named(body, told):
     with pytest.raises(InvalidRequest) as raised:
-        trying.read(body)
+        trying.read(orjson.dumps(body))
     assert told in str(raised.value)

@@ -9,8 +9,7 @@ import numpy as np
 from guerdon.client import RewardClient, Scores
 from guerdon.client.calls import Call
 from guerdon.errors import GuerdonError, SampleFailed, ServerFault
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 
 class InputIdsClient(RewardClient):

@@ -9,7 +9,7 @@ import orjson
 
 from guerdon.core import TrainReport
 from guerdon.errors import InvalidRequest, TrainFailed
-from guerdon.wire import critic
+from guerdon.wire import critic_tensors
 
 MOST = 10_000
 
@@ -64,4 +64,4 @@ def other_content(id: str) -> InvalidRequest:  # noqa: A002
 
 def _answer(entry: dict[str, Any]) -> Answer:
     report = entry.pop("report")
-    return Answer(**entry, report=report and critic.from_json(TrainReport, orjson.dumps(report)))
+    return Answer(**entry, report=report and critic_tensors.from_json(TrainReport, orjson.dumps(report)))

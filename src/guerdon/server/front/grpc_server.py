@@ -33,8 +33,9 @@ from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig, ServerConfig
-from guerdon.wire import kserve_grpc, operations, repository, signature
-from guerdon.wire.operations import Answer, Asked
+from guerdon.wire import kserve, kserve_grpc, signature
+from guerdon.wire.forms import triton_repository
+from guerdon.wire.kserve import ServedReply, ServedRequest
 
 logger = logging.getLogger("guerdon.grpc")
 
@@ -149,7 +150,7 @@ class _InferExchange:
         self.caller = call.caller
         self.num_bytes = 0
         self.request_id = ""
-        self.answer: Answer = None
+        self.answer: ServedReply = None
         self._context = call.context
         self._read_message = read_message
         self._limits = limits
@@ -169,18 +170,18 @@ class _InferExchange:
         self._remaining_s = self._context.time_remaining()
         return visit.find(self._message.model_name, self._message.model_version)
 
-    def decode(self, info: ModelInfo | OperationInfo) -> Asked:
+    def decode(self, info: ModelInfo | OperationInfo) -> ServedRequest:
         """Returns what the tensors ask; the call's deadline bounds it."""
         message, self._message = self._message, None
         self._tensors = kserve_grpc.decode(message)
-        asked = operations.to_request(self._tensors, info)
+        asked = kserve.to_request(self._tensors, info)
         if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
             self._tensors.inputs = {}
         if self._remaining_s is not None:
             asked.timeout_s = min(asked.timeout_s or math.inf, max(self._remaining_s, 1e-3))
         return asked
 
-    async def encode(self, answer: Answer, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+    async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
         """Returns the message; its bytes stay counted until `release`."""
         self.answer = answer
         table_bytes = self._visit.hold_answer(answer, info)
@@ -193,8 +194,8 @@ class _InferExchange:
         """Counts the reply as sent."""
         self._visit.release()
 
-    def _write(self, answer: Answer, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
-        return kserve_grpc.encode(operations.to_reply(answer, self._tensors, info))
+    def _write(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+        return kserve_grpc.encode(kserve.to_reply(answer, self._tensors, info))
 
 
 Method = Callable[[_Call], Awaitable[Any]]
@@ -315,7 +316,7 @@ class _Front:
     async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
         call.caller.need(Role.ADMIN, "to load a model")
         request = await call.parsed(pb.RepositoryModelLoadRequest)
-        source = repository.source_of(request.parameters)
+        source = triton_repository.source_of(request.parameters)
         version = await self._service.repository.load(request.model_name, source, call.caller.name)
         call.context.set_trailing_metadata((("guerdon-weights-version", version),))
         return pb.RepositoryModelLoadResponse()
@@ -323,7 +324,7 @@ class _Front:
     async def RepositoryModelUnload(self, call: _Call) -> pb.RepositoryModelUnloadResponse:
         call.caller.need(Role.ADMIN, "to unload a model")
         request = await call.parsed(pb.RepositoryModelUnloadRequest)
-        repository.check_unload_of(request.parameters)
+        triton_repository.check_unload_of(request.parameters)
         await self._service.repository.unload(request.model_name, call.caller.name)
         return pb.RepositoryModelUnloadResponse()
 

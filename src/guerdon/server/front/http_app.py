@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from guerdon.core import ModelInfo, OperationInfo
@@ -24,14 +23,13 @@ from guerdon.errors import (
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
-    TrainFailed,
     Unauthenticated,
     Unavailable,
 )
 from guerdon.server import logs, status, tracing
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
-from guerdon.server.front.http_exchanges import FORMS, FormExchange, KServeExchange
+from guerdon.server.front.http_exchanges import FormExchange, KServeExchange
 from guerdon.server.front.http_request import (
     CONNECTION,
     JSON,
@@ -48,7 +46,8 @@ from guerdon.server.front.request_spans import Spans
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
-from guerdon.wire import bodies, forms, kserve, openai, openapi, repository, signature
+from guerdon.wire import bodies, kserve, openapi, signature
+from guerdon.wire.forms import FORMS, openai, triton_repository
 
 logger = logging.getLogger("guerdon.http")
 
@@ -245,10 +244,10 @@ class _Handlers:
         return 200 if status.is_ready(self._service) else 503, [], b""
 
     async def models(self, request: HttpRequest) -> Reply:
-        return _json(openai.models(self._service.catalog.loaded(), self._created))
+        return _json(openai.list_models(self._service.catalog.loaded(), self._created))
 
     async def one_model(self, request: HttpRequest) -> Reply:
-        return _json(openai.model(self._service.catalog.scored_by(request.names["name"]), self._created))
+        return _json(openai.describe_model(self._service.catalog.scored_by(request.names["name"]), self._created))
 
     async def server(self, request: HttpRequest) -> Reply:
         return _json(status.server())
@@ -265,17 +264,16 @@ class _Handlers:
 
     async def index(self, request: HttpRequest) -> Reply:
         body = await self._read_body(request)
-        only_ready = bool(body) and kserve.parse_object(body).get("ready") is True
-        return _json(status.repository_index(self._service, only_ready))
+        return _json(status.repository_index(self._service, triton_repository.wants_only_ready(body)))
 
     async def load(self, request: HttpRequest) -> Reply:
         name, body = await self._admins_body(request)
-        version = await self._service.repository.load(name, repository.source(body), request.caller.name)
+        version = await self._service.repository.load(name, triton_repository.source(body), request.caller.name)
         return 200, [version_header(version)], b""
 
     async def unload(self, request: HttpRequest) -> Reply:
         name, body = await self._admins_body(request)
-        repository.check_unload(body)
+        triton_repository.check_unload(body)
         await self._service.repository.unload(name, request.caller.name)
         return 200, [], b""
 
@@ -307,27 +305,21 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(made)
 
 
-def _kserve_error(error: GuerdonError) -> tuple[int, Any]:
-    """Returns an error's status and body as KServe v2's routes give it, and what is no route at all."""
-    code, body = forms.told_plainly(error)
-    return code, body | {"num_steps": error.num_steps} if isinstance(error, TrainFailed) else body
-
-
 def _error_form(path: str) -> Callable[[GuerdonError], tuple[int, Any]]:
     """Returns how errors look at the path, whichever part of the server raised them."""
     if path in FORMS:
-        return FORMS[path].told
-    return openai.told if path.startswith("/v1/models") else _kserve_error
+        return FORMS[path].to_error
+    return openai.to_error if path.startswith("/v1/models") else kserve.to_error
 
 
 def _readiness(is_ready: bool, why: str = "not ready", **more: str) -> Reply:
     """Returns the status, which says it all in the protocol, and a body, which KServe's own client reads."""
     body = {**more, "ready": True} if is_ready else {"error": why, "kind": "Unavailable"}
-    return 200 if is_ready else 400, [JSON], orjson.dumps(body)
+    return 200 if is_ready else 400, [JSON], bodies.write(body)
 
 
 def _json(value: Any) -> Reply:
-    return 200, [JSON], orjson.dumps(value)
+    return 200, [JSON], bodies.write(value)
 
 
 async def _linger(receive: Receive, send: Send) -> None:

@@ -10,12 +10,9 @@ from guerdon.server.front.admission import Admission, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply, score_headers, version_header
 from guerdon.server.reading import off_loop
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire import bodies, kserve, operations, pooling, sglang, tei, trainers
-from guerdon.wire.forms import Asked, Form
-from guerdon.wire.operations import Answer
-
-FORMS: dict[str, Form] = trainers.FORMS | pooling.FORMS | sglang.FORMS | tei.FORMS
-"""All forms by the path at which they are served."""
+from guerdon.wire import bodies, kserve
+from guerdon.wire.forms.form import Form, FormRequest
+from guerdon.wire.kserve import ServedReply, ServedRequest
 
 _BINARY = (b"content-type", b"application/octet-stream")
 
@@ -45,19 +42,18 @@ class KServeExchange:
         request.cancel_on_disconnect()
         return info
 
-    def decode(self, info: ModelInfo | OperationInfo) -> operations.Asked:
+    def decode(self, info: ModelInfo | OperationInfo) -> ServedRequest:
         """Returns what the tensors ask."""
         body, self._body = self._body, b""
-        self._tensors = kserve.decode(body, self._request.json_length)
-        asked = operations.to_request(self._tensors, info)
+        self._tensors, asked = kserve.read(body, self._request.json_length, info)
         if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
             self._tensors.inputs = {}
         return asked
 
-    async def encode(self, answer: Answer, info: ModelInfo | OperationInfo) -> Reply:
+    async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
         table_bytes = self._visit.hold_answer(answer, info)
-        write = functools.partial(self._write, answer, info)
+        write = functools.partial(kserve.write, answer, self._tensors, info)
         payload, json_length = await off_loop(write, max(self.num_bytes, table_bytes))
         headers: Headers = []
         if isinstance(answer, ScoreReply):
@@ -69,9 +65,6 @@ class KServeExchange:
         else:
             headers += (_BINARY, (b"inference-header-content-length", b"%d" % json_length))
         return 200, headers, payload
-
-    def _write(self, answer: Answer, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
-        return kserve.encode(operations.to_reply(answer, self._tensors, info), self._tensors)
 
 
 class FormExchange:
@@ -94,7 +87,7 @@ class FormExchange:
         visit.enter(request.content_length)
         body = await request.read_body(visit, self._limits)
         self._size = size = len(body)
-        parse = functools.partial(self._parse, body, query)
+        parse = functools.partial(self._form.read, body, query)
         del body
         self._asked = asked = await off_loop(parse, size, _READ_INLINE_BYTES)
         del parse
@@ -118,13 +111,10 @@ class FormExchange:
         payload = await off_loop(write, max(self._size, len(answer.results) * _ROW_BYTES))
         return 200, [*score_headers(answer), JSON], payload
 
-    def _parse(self, body: bytes, query: dict[str, str]) -> Asked:
-        return self._form.read(bodies.parse(body), query)
-
     def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes:
-        written: Any = self._asked.answer(reply, info)
+        written: Any = self._asked.to_reply(reply, info)
         return bodies.write(written)
 
 
-def _num_characters(asked: Asked) -> int:
+def _num_characters(asked: FormRequest) -> int:
     return sum(map(len, asked.request.texts or ())) if asked.request is not None else 0

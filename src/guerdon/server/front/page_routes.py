@@ -30,6 +30,7 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
+from guerdon.wire.forms.page_bodies import Extreme, Extremes
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Pages:
         what = asked.read(query, "model", "window")
         info = self._service.catalog.scored_by(query.get("model", ""))
         start = self._service.watch.now() - what.window_s
-        told: dict[str, Any] = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}
+        told: Extremes = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}
         if info.name in extremes:
             told["best"] = [self._sample(one, info) for one in extremes[info.name].best(start)]
             told["worst"] = [self._sample(one, info) for one in extremes[info.name].worst(start)]
@@ -176,14 +177,14 @@ class Pages:
         """Whether the caller may see samples' texts: with keys, only an admin."""
         return not self._service.access.names or caller.role >= Role.ADMIN
 
-    def _sample(self, one: Kept, info: ModelInfo) -> dict[str, Any]:
+    def _sample(self, one: Kept, info: ModelInfo) -> Extreme:
         prompt, response = one.prompt, one.response
         tokenizer = self._service.catalog.tokenizer(info.name)
         if one.tokens is not None and tokenizer is not None and one.vocabulary == info.vocabulary:
             pieces = tokenizer.pieces(one.tokens)
             prompt = "".join(pieces[: one.num_prompt_tokens]) or None
             response = "".join(pieces[one.num_prompt_tokens :])
-        return {
+        extreme: Extreme = {
             "time": one.time,
             "reward": one.reward,
             "num_tokens": one.num_tokens,
@@ -191,8 +192,9 @@ class Pages:
             "prompt": prompt,
             "response": response,
             "is_cut": one.is_cut,
-            "attributes" if info.kind != "sum" else "components": one.attributes,
         }
+        extreme["attributes" if info.kind != "sum" else "components"] = one.attributes
+        return extreme
 
 
 class _TrialExchange:
@@ -209,7 +211,7 @@ class _TrialExchange:
     async def read(self, visit: Visit) -> ModelInfo:
         visit.enter(self._request.content_length)
         body = await self._request.read_body(visit, self._limits)
-        self._trial = trial = await off_loop(lambda: trying.read(bodies.parse(body)), len(body), _READ_INLINE_BYTES)
+        self._trial = trial = await off_loop(lambda: trying.read(body), len(body), _READ_INLINE_BYTES)
         self._request.cancel_on_disconnect()
         return visit.find_scorer(trial.model)
 

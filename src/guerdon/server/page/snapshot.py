@@ -18,6 +18,7 @@ from guerdon.server.page.asked import Asked
 from guerdon.server.page.recent import Window
 from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
 from guerdon.server.page.watch import Watch
+from guerdon.wire.forms.page_bodies import Snapshot
 
 MAX_COLUMNS = 144
 """Of the rewards over time."""
@@ -98,7 +99,7 @@ def gather(
     )
 
 
-def make(g: Gathered) -> dict[str, Any]:
+def make(g: Gathered) -> Snapshot:
     """The object that the page reads; arrays are numpy's, and NaN stands where nothing is known."""
     window, counted = g.window, traffic.totals(g.samples)
     totals = {}

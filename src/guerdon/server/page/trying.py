@@ -12,17 +12,14 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Se
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
 from guerdon.server.catalog import Tokenizer
-from guerdon.wire.bodies import kind_of, model_of, object_of
-from guerdon.wire.forms import number, text_of
-from guerdon.wire.labels import attributes_of
-from guerdon.wire.page import MAX_RESPONSES
-from guerdon.wire.samples import conversed, flag, joined, read_messages, read_texts
+from guerdon.wire import bodies
+from guerdon.wire.forms.form import check_conversation, joined, of_conversation, to_texts
+from guerdon.wire.forms.labels import attributes_of, number
+from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
 
 MOST_TOKENS = 32_768
 """Of all samples together: those of longer ones are not told one by one."""
 
-_EXAMPLE = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
-_KEYS = ("model", "prompt", "responses", "messages", "template")
 _MOST_CHARACTERS = 4 * MOST_TOKENS
 
 
@@ -69,36 +66,30 @@ class Trial:
         ]
 
 
-def read(body: Any) -> Trial:
-    """What the page asks to have scored; raises InvalidRequest.
+def read(body: bytes) -> Trial:
+    """Returns what the page asks to have scored; raises InvalidRequest.
 
     A prompt and its responses are joined with nothing between them, as trainers' forms join them; with `template` they
     go through the checkpoint's chat template, as a user's and an assistant's message, and so do whole `messages`.
     """
-    body = object_of(body, _EXAMPLE)
-    for name in body:
-        if name not in _KEYS:
-            raise InvalidRequest(f"the body has the unknown key {name!r}; it takes {', '.join(_KEYS)}")
-    model, prompt = model_of(body), body.get("prompt")
-    if prompt is not None and not isinstance(prompt, str):
-        raise InvalidRequest(f"prompt is {kind_of(prompt)}; send a string, or leave it out")
-    if body.get("messages") is not None:
-        if prompt or body.get("responses"):
+    asked = bodies.read(body, TrialBody)
+    model, prompt = asked.model or "", asked.prompt
+    if asked.messages is not None:
+        if prompt or asked.responses:
             raise InvalidRequest("the body has messages, and prompt or responses, too; send one of both")
-        return _of_messages(model, body["messages"])
-    if "responses" not in body:
-        raise InvalidRequest(f"the body has no 'responses'; send an object such as {_EXAMPLE}")
-    responses = read_texts(body["responses"], "responses")
-    _check_count(len(responses), "responses")
-    if flag(body, {}, "template"):
-        asked = [{"role": "user", "content": prompt}] if prompt is not None else []
-        return _of_messages(model, [[*asked, {"role": "assistant", "content": text}] for text in responses])
+        return _of_messages(model, asked.messages)
+    if asked.responses is None:
+        raise InvalidRequest(f"the body has no 'responses'; send an object such as {TrialBody.example}")
+    responses = to_texts(asked.responses)
+    if asked.template:
+        before = [{"role": "user", "content": prompt}] if prompt is not None else []
+        return _of_messages(model, [[*before, {"role": "assistant", "content": text}] for text in responses])
     if prompt is None:
         return Trial(model, ScoreRequest(texts=responses), [""] * len(responses))
     return Trial(model, joined([prompt], responses), [prompt] * len(responses))
 
 
-def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> TrialReply:
     """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
     told: list[Any] = [None] * len(reply.results)
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
@@ -116,14 +107,12 @@ def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenize
     }
 
 
-def _of_messages(model: str, conversations: Any) -> Trial:
-    if not isinstance(conversations, list) or not conversations:
-        raise InvalidRequest("messages is no list of conversations; send a list of lists of objects")
-    _check_count(len(conversations), "messages")
-    read = [read_messages(one, f"messages[{i}]") for i, one in enumerate(conversations)]
-    parts = [conversed(one) for one in read]
-    groups = None if any(part.groups is None for part in parts) else np.concatenate([part.groups for part in parts])
-    return Trial(model, ScoreRequest(messages=read, groups=groups), [one[:-1] for one in read])
+def _of_messages(model: str, conversations: list[list[Message]]) -> Trial:
+    samples = [of_conversation(check_conversation(one, f"messages[{i}]")) for i, one in enumerate(conversations)]
+    groups = [sample.groups for sample in samples if sample.groups is not None]
+    all_groups = np.concatenate(groups) if len(groups) == len(samples) else None
+    request = ScoreRequest(messages=conversations, groups=all_groups)
+    return Trial(model, request, [one[:-1] for one in conversations])
 
 
 def _plain(conversation: list[Message]) -> list[Message]:
@@ -134,20 +123,22 @@ def _plain(conversation: list[Message]) -> list[Message]:
         return [{"role": "assistant", "content": ""}]
 
 
-def _check_count(count: int, what: str) -> None:
-    if count > MAX_RESPONSES:
-        raise InvalidRequest(f"{what} has {count} entries; the page takes at most {MAX_RESPONSES} at once")
-
-
 def _result(
     result: Score | GuerdonError,
     info: ModelInfo,
     length: int,
     ids: tuple[np.ndarray, np.ndarray] | None,
     tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
-    told: dict[str, Any] = {"reward": None, "error": None, "attributes": {}, "components": {}, "num_tokens": length}
-    told |= {"tokens": None, "steps": None}
+) -> TrialResult:
+    told: TrialResult = {
+        "reward": None,
+        "error": None,
+        "attributes": {},
+        "components": {},
+        "num_tokens": length,
+        "tokens": None,
+        "steps": None,
+    }
     score = None if isinstance(result, GuerdonError) else result
     try:
         if isinstance(result, GuerdonError):
@@ -156,7 +147,7 @@ def _result(
             told["reward"] = number(result.reward)
         told["components" if info.kind == "sum" else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
-        told["error"] = text_of(e)
+        told["error"] = bodies.cut(str(e))
     if ids is None or tokenizer is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
     told["tokens"] = _tokens(ids, None if score is None else score.values, tokenizer)
@@ -165,9 +156,7 @@ def _result(
     return told
 
 
-def _tokens(
-    ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
+def _tokens(ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, tokenizer: Tokenizer) -> list[TrialToken]:
     tokens, prompt = ids
     num_prompt = common_prefix(tokens, prompt)
     numbers = [None] * len(tokens) if values is None else values.tolist()
@@ -178,7 +167,7 @@ def _tokens(
     ]
 
 
-def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[dict[str, Any]] | None:
+def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[TrialStep] | None:
     """Each step's last token and reward; None where the rule does not tell where steps end."""
     separator = np.array(info.step_separator_ids, np.int64)
     if not 0 < len(separator) <= len(tokens):

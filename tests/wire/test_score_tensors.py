@@ -7,10 +7,9 @@ import orjson
 import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
-from guerdon.errors import InvalidRequest, SampleFailed
-from guerdon.wire.kserve import InferReply, InferRequest
-from guerdon.wire.reward_model import to_infer_reply, to_score_request
-from guerdon.wire.tensors import Tensor
+from guerdon.errors import InvalidRequest, Overloaded, SampleFailed, ServerFault
+from guerdon.wire.score_tensors import prompt_groups, scores_of, to_reply, to_request
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 INFO = ModelInfo("rm", "test", eos_token_id=2, takes_messages=True)
 RICH = replace(INFO, outputs=("rewards", "attributes", "values", "step_rewards"), attribute_names=("a", "b"))
@@ -32,35 +31,35 @@ def rows(score_request) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:, 0]])
 def test_tokens_are_cut_to_their_lengths(dtype, lengths):
-    asked = to_score_request(request(tokens=TOKENS.astype(dtype), sequence_lengths=lengths.astype(dtype)), INFO)
+    asked = to_request(request(tokens=TOKENS.astype(dtype), sequence_lengths=lengths.astype(dtype)), INFO)
     assert rows(asked) == [[5, 6, 7], [8, 9]]
     assert all(row.dtype == np.int64 for row in asked.tokens)
 
 
 def test_input_ids_end_with_their_first_eos_unless_lengths_say_otherwise():
     ids = np.array([[5, 2, 2, 2], [5, 6, 7, 8], [2, 5, 2, 2]], np.int32)
-    assert rows(to_score_request(request(input_ids=ids), INFO)) == [[5, 2], [5, 6, 7, 8], [2]]
-    assert rows(to_score_request(request(input_ids=ids), replace(INFO, eos_token_id=None))) == ids.tolist()
+    assert rows(to_request(request(input_ids=ids), INFO)) == [[5, 2], [5, 6, 7, 8], [2]]
+    assert rows(to_request(request(input_ids=ids), replace(INFO, eos_token_id=None))) == ids.tolist()
     given = request(input_ids=ids, sequence_lengths=np.array([3, 4, 2]))
-    assert rows(to_score_request(given, INFO)) == [[5, 2, 2], [5, 6, 7, 8], [2, 5]]
+    assert rows(to_request(given, INFO)) == [[5, 2, 2], [5, 6, 7, 8], [2, 5]]
 
 
 def test_texts_and_messages():
-    assert to_score_request(request(sentences=["a", "ü"]), INFO).texts == ["a", "ü"]
+    assert to_request(request(sentences=["a", "ü"]), INFO).texts == ["a", "ü"]
     flat = InferRequest({"sentences": Tensor("sentences", "BYTES", (2,), [b"a", b"b"])})
-    assert to_score_request(flat, INFO).texts == ["a", "b"]
+    assert to_request(flat, INFO).texts == ["a", "b"]
     conversation = [{"role": "user", "content": "hi"}]
-    assert to_score_request(request(messages=[orjson.dumps(conversation).decode()]), INFO).messages == [conversation]
+    assert to_request(request(messages=[orjson.dumps(conversation).decode()]), INFO).messages == [conversation]
     raw = InferRequest({"": Tensor("", "BYTES", (1, 1), [b"raw"])})
     for content in ({}, {"content": None}, {"content": 3}, {"content": [{"type": "text", "text": "x"}]}):
         odd = [{"role": "assistant", **content}]
         texts = [orjson.dumps(messages).decode() for messages in (conversation, odd)]
-        assert to_score_request(request(messages=texts), INFO).messages == [conversation, odd], "told in its row"
-    assert to_score_request(raw, INFO).texts == ["raw"]
+        assert to_request(request(messages=texts), INFO).messages == [conversation, odd], "told in its row"
+    assert to_request(raw, INFO).texts == ["raw"]
 
 
 def test_hints_steps_and_parameters():
-    asked = to_score_request(
+    asked = to_request(
         request(
             tokens=TOKENS,
             sequence_lengths=LENGTHS,
@@ -75,10 +74,10 @@ def test_hints_steps_and_parameters():
     assert asked.prompt_lengths.tolist() == [2, 1]
     assert [row.tolist() for row in asked.steps] == [[0, 2], [1]]
     assert asked.timeout_s == 1.5
-    levels = [to_score_request(request(sentences=["a"], parameters={"priority": n}), INFO).priority for n in (1, 2, 0)]
+    levels = [to_request(request(sentences=["a"], parameters={"priority": n}), INFO).priority for n in (1, 2, 0)]
     assert levels == sorted(levels, reverse=True)
     assert levels[-1] == 0
-    assert to_score_request(request(sentences=["a"], parameters={"timeout": 0}), INFO).timeout_s is None
+    assert to_request(request(sentences=["a"], parameters={"timeout": 0}), INFO).timeout_s is None
 
 
 @pytest.mark.parametrize(
@@ -115,21 +114,21 @@ def test_hints_steps_and_parameters():
 )
 def test_each_wrong_request_has_its_own_error(arrays, message):
     with pytest.raises(InvalidRequest, match=message):
-        to_score_request(request(**arrays), RICH)
+        to_request(request(**arrays), RICH)
 
 
 def test_text_must_be_utf8_and_of_the_right_shape():
     with pytest.raises(InvalidRequest, match="row 1: not valid UTF-8 at byte 1"):
-        to_score_request(InferRequest({"sentences": Tensor("sentences", "BYTES", (2, 1), [b"a", b"a\xff"])}), INFO)
+        to_request(InferRequest({"sentences": Tensor("sentences", "BYTES", (2, 1), [b"a", b"a\xff"])}), INFO)
     with pytest.raises(InvalidRequest, match=r"shape \[B, 1\] or \[B\], not \[1, 2\]"):
-        to_score_request(InferRequest({"sentences": Tensor("sentences", "BYTES", (1, 2), [b"a", b"b"])}), INFO)
+        to_request(InferRequest({"sentences": Tensor("sentences", "BYTES", (1, 2), [b"a", b"b"])}), INFO)
 
 
 def test_a_model_refuses_what_it_does_not_take():
     with pytest.raises(InvalidRequest, match="unknown input 'sentences'"):
-        to_score_request(request(sentences=["a"]), replace(INFO, takes_text=False))
+        to_request(request(sentences=["a"]), replace(INFO, takes_text=False))
     with pytest.raises(InvalidRequest, match="unknown input 'step_positions'"):
-        to_score_request(request(sentences=["a"], step_positions=np.array([[1]])), INFO)
+        to_request(request(sentences=["a"], step_positions=np.array([[1]])), INFO)
 
 
 def outputs_of(reply: InferReply) -> dict[str, Tensor]:
@@ -142,7 +141,7 @@ def test_all_outputs_of_a_rich_model():
         Score(-2, np.float32([3, 4]), np.float32([4, 5]), np.float32([4])),
     ]
     asked = request(tokens=TOKENS, sequence_lengths=LENGTHS)
-    reply = to_infer_reply(ScoreReply(results, [3, 2], "9"), asked, RICH)
+    reply = to_reply(ScoreReply(results, [3, 2], "9"), asked, RICH)
     found = outputs_of(reply)
     assert list(found) == ["rewards", "attributes", "values", "step_rewards", "step_counts", "exceeded"]
     assert found["rewards"].data.tolist() == [[1.5], [-2]]
@@ -154,7 +153,7 @@ def test_all_outputs_of_a_rich_model():
     assert {t.name: t.datatype for t in reply.outputs}["exceeded"] == "INT32"
     assert (reply.model_name, reply.id) == ("rm", "id")
     assert reply.parameters == {"weights_version": "9", "attribute_names": "a,b"}
-    text = to_infer_reply(ScoreReply(results, [3, 2], "9"), request(["values"], sentences=["a", "b"]), RICH)
+    text = to_reply(ScoreReply(results, [3, 2], "9"), request(["values"], sentences=["a", "b"]), RICH)
     assert outputs_of(text)["values"].shape == (2, 3)
 
 
@@ -162,22 +161,22 @@ def test_all_outputs_of_a_rich_model():
 def test_attributes_are_named_where_they_are_given_and_the_names_can_be_told_apart(names):
     reply = ScoreReply([Score(1.5, np.float32([1, 2]))], [3], "9")
     plain = {"weights_version": "9"}
-    assert to_infer_reply(reply, request(outputs=["rewards"], sentences=["x"]), RICH).parameters == plain
-    told = to_infer_reply(reply, request(outputs=["rewards", "attributes"], sentences=["x"]), RICH).parameters
+    assert to_reply(reply, request(outputs=["rewards"], sentences=["x"]), RICH).parameters == plain
+    told = to_reply(reply, request(outputs=["rewards", "attributes"], sentences=["x"]), RICH).parameters
     assert told == plain | {"attribute_names": "a,b"}
     info = replace(RICH, attribute_names=names)
-    assert to_infer_reply(reply, request(outputs=["attributes"], sentences=["x"]), info).parameters == plain
+    assert to_reply(reply, request(outputs=["attributes"], sentences=["x"]), info).parameters == plain
 
 
 TOLD = replace(INFO, takes_prompts=True, takes_labels=True)
 
 
 def test_prompts_are_text_and_labels_any_json():
-    asked = to_score_request(request(sentences=["a", "b"], prompts=["ü", ""], labels=['{"x":[1]}', "null"]), TOLD)
+    asked = to_request(request(sentences=["a", "b"], prompts=["ü", ""], labels=['{"x":[1]}', "null"]), TOLD)
     assert asked.prompts == ["ü", ""]
     assert asked.labels == [{"x": [1]}, None]
     tokens = request(tokens=TOKENS, sequence_lengths=LENGTHS, labels=["1", '"two"'])
-    assert to_score_request(tokens, TOLD).labels == [1, "two"]
+    assert to_request(tokens, TOLD).labels == [1, "two"]
 
 
 @pytest.mark.parametrize(
@@ -193,14 +192,14 @@ def test_prompts_are_text_and_labels_any_json():
 )
 def test_what_is_wrong_with_prompts_and_labels_is_named(told, info, says):
     with pytest.raises(InvalidRequest, match=says):
-        to_score_request(request(sentences=["a", "b"], **told), info)
+        to_request(request(sentences=["a", "b"], **told), info)
 
 
 def test_only_what_is_requested_is_sent_and_what_is_not_there_is_left_out():
     reply = ScoreReply([Score(1)], [2], "1")
     asked = request(["exceeded", "rewards", "step_rewards", "values"], tokens=TOKENS[:1], sequence_lengths=LENGTHS[:1])
-    assert list(outputs_of(to_infer_reply(reply, asked, RICH))) == ["exceeded", "rewards"]
-    trlx = to_infer_reply(reply, request(input_ids=TOKENS[:1]), INFO)
+    assert list(outputs_of(to_reply(reply, asked, RICH))) == ["exceeded", "rewards"]
+    trlx = to_reply(reply, request(input_ids=TOKENS[:1]), INFO)
     assert outputs_of(trlx)["rewards"].shape == (1,)
 
 
@@ -211,10 +210,10 @@ def test_a_failed_row_fails_the_request_unless_errors_are_asked_for():
 
     arrays = {"tokens": TOKENS, "sequence_lengths": LENGTHS}
     with pytest.raises(SampleFailed, match=r"^row 1: the reward is not finite$"):
-        to_infer_reply(reply(), request(**arrays), RICH)
+        to_reply(reply(), request(**arrays), RICH)
     with pytest.raises(SampleFailed, match=r"^row 1: "):
-        to_infer_reply(reply(), request(["rewards"], **arrays), RICH)
-    found = outputs_of(to_infer_reply(reply(), request(["rewards", "values", "errors"], **arrays), RICH))
+        to_reply(reply(), request(["rewards"], **arrays), RICH)
+    found = outputs_of(to_reply(reply(), request(["rewards", "values", "errors"], **arrays), RICH))
     assert np.array_equal(found["rewards"].data, [[1], [np.nan]], equal_nan=True)
     assert found["errors"].data == [b"", b"the reward is not finite"]
     assert found["errors"].shape == (2, 1)
@@ -225,7 +224,7 @@ def test_a_failed_row_fails_the_request_unless_errors_are_asked_for():
 def test_attributes_of_rows_that_all_failed_keep_their_names():
     failed = ScoreReply([SampleFailed("no"), SampleFailed("no")], [3, 2], "1")
     asked = request(["rewards", "attributes", "errors"], tokens=TOKENS, sequence_lengths=LENGTHS)
-    reply = to_infer_reply(failed, asked, RICH)
+    reply = to_reply(failed, asked, RICH)
     assert reply.parameters["attribute_names"] == "a,b"
     assert np.isnan(outputs_of(reply)["attributes"].data).all() and outputs_of(reply)["attributes"].shape == (2, 2)
 
@@ -238,8 +237,28 @@ def test_rows_that_all_failed_have_every_output_that_was_asked_for():
         ({"input_ids": TOKENS}, 4),
         ({"sentences": ["a", "b"]}, 1),
     ):
-        found = outputs_of(to_infer_reply(failed, request(outputs, **arrays), RICH))
+        found = outputs_of(to_reply(failed, request(outputs, **arrays), RICH))
         assert list(found) == outputs
         assert found["values"].shape == (2, width) and np.isnan(found["values"].data).all()
         assert found["step_rewards"].shape == (2, 1) and np.isnan(found["step_rewards"].data).all()
         assert found["step_counts"].data.tolist() == [[0], [0]]
+
+
+def test_groups_are_the_same_in_every_process():
+    assert prompt_groups(["a", "ü", "", "a"]).tolist() == [3904355907, 1675192789, 0, 3904355907]
+    assert prompt_groups([]).tolist() == []
+
+
+def test_what_is_no_proper_text_has_a_group_too():
+    assert len({*prompt_groups(["\ud800", "\ud801", "?"]).tolist()}) == 3
+
+
+def test_an_error_that_befell_many_requests_is_told_to_each_as_its_own():
+    shared = ServerFault("the server cannot compute any more")
+    for _ in range(3):
+        with pytest.raises(ServerFault, match=r"^row 1: the server cannot compute any more$"):
+            scores_of(ScoreReply([Score(1.0), shared], [1, 1], "v"))
+    assert str(shared) == "the server cannot compute any more"
+    with pytest.raises(Overloaded) as told:
+        scores_of(ScoreReply([Overloaded("full", 2.5)], [1], "v"))
+    assert told.value.retry_after_s == 2.5

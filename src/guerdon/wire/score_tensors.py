@@ -1,35 +1,35 @@
-"""The tensors of a served reward model: what its inputs ask, how scores answer, and how the model describes itself."""
+"""A model's scores as tensors: what the inputs ask, and how scores become outputs."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.wire.bodies import check_depth, check_values
-from guerdon.wire.kserve import InferReply, InferRequest, count, timeout_s
-from guerdon.wire.rows import check_count, scores_of
+from guerdon.errors import GuerdonError, InvalidRequest, named
+from guerdon.wire.bodies import check_count, check_depth, check_values
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
-from guerdon.wire.tensors import Tensor, integers
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
-"""The level of a request that names none. Triton's levels count down: 1 goes first."""
+"""The priority level of requests that name none. Triton's levels count down: 1 goes first."""
 
-_MOST_NUMBERS = 1 << 26
-"""More than a table in one answer, whose rows are as long as the longest, and many more than the characters sent."""
+_MAX_NUMBERS = 1 << 26
+"""Most numbers in one output, whose rows are as long as the longest: many more than the characters sent."""
 
 _CONTENTS = ("sentences", "messages", "tokens", "input_ids")
 
 
-def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
-    """What the tensors ask of the model; raises InvalidRequest naming the input, output or row at fault.
+def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
+    """Returns what the tensors ask of the model; raises InvalidRequest, which names the input, output or row at fault.
 
-    Token rows are int64 and may be read-only views of the request's body. What can be wrong with single rows
-    (ids outside the vocabulary, no tokens, too many) is left to the service, which scores the other rows.
+    Token rows are int64 and may be read-only views of the request's body. The service checks single rows (ids outside
+    the vocabulary, no tokens, too many), and scores the others.
     """
     inputs = request.inputs
     if not inputs:
@@ -50,38 +50,39 @@ def to_score_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
     check_count(num_rows, f"input '{content.name}'")
 
-    asked = ScoreRequest(timeout_s=timeout_s(request.parameters), priority=_priority(request.parameters))
+    level = request.count("priority")
+    score = ScoreRequest(timeout_s=request.timeout_s, priority=DEFAULT_PRIORITY_LEVEL - level if level else 0)
     if content.name in ("sentences", "messages"):
         if "sequence_lengths" in inputs:
             raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
         texts = _texts(content)
         if content.name == "messages":
-            asked.messages = [_conversation(i, value) for i, value in enumerate(_jsons(content, texts))]
+            score.messages = [_conversation(i, value) for i, value in enumerate(_jsons(content, texts))]
         else:
-            asked.texts = texts
+            score.texts = texts
     else:
-        asked.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
-        asked.width = content.shape[1]
-    asked.wants_rewards = request.outputs is None or "rewards" in request.outputs
+        score.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
+        score.width = content.shape[1]
+    score.wants_rewards = request.outputs is None or "rewards" in request.outputs
     if "group_ids" in inputs:
-        asked.groups = _per_row(inputs["group_ids"], num_rows)
+        score.groups = _per_row(inputs["group_ids"], num_rows)
     if "prompt_lengths" in inputs:
-        asked.prompt_lengths = _per_row(inputs["prompt_lengths"], num_rows)
+        score.prompt_lengths = _per_row(inputs["prompt_lengths"], num_rows)
     if "prompts" in inputs:
-        asked.prompts = _told(inputs["prompts"], num_rows)
+        score.prompts = _row_texts(inputs["prompts"], num_rows)
     if "labels" in inputs:
-        asked.labels = _jsons(inputs["labels"], _told(inputs["labels"], num_rows))
+        score.labels = _jsons(inputs["labels"], _row_texts(inputs["labels"], num_rows))
     if "step_positions" in inputs:
-        asked.steps = _step_rows(inputs["step_positions"], num_rows)
-    return asked
+        score.steps = _step_rows(inputs["step_positions"], num_rows)
+    return score
 
 
-def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> InferReply:
-    """The tensors that answer `request`.
+def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> InferReply:
+    """Returns the tensors that answer `request`.
 
-    Raises the first failed row's error, its text prefixed with the row, unless the output `errors` was requested;
-    then failed rows are NaN. Where the attributes are among the tensors, the parameter `attribute_names` has those of
-    their columns, unless these cannot be told apart.
+    Raises the first failed row's error, prefixed with the row, unless the output `errors` was requested; failed rows
+    are NaN then. If the attributes are among the tensors, the parameter `attribute_names` names their columns, unless
+    the names are ambiguous.
     """
     requested = request.outputs
     if requested is None or "errors" not in requested:
@@ -99,6 +100,27 @@ def to_infer_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) ->
     return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
 
 
+def prompt_groups(prompts: Iterable[str]) -> np.ndarray:
+    """Returns the group of each prompt, int64.
+
+    Equal prompts have equal groups in every request and process, since some trainers send each rollout alone.
+    """
+    prompts = list(prompts)
+    # A prompt of many responses is hashed once. The encoder refuses lone surrogates later.
+    groups = {prompt: zlib.crc32(prompt.encode("utf-8", "surrogatepass")) for prompt in dict.fromkeys(prompts)}
+    return np.array([groups[prompt] for prompt in prompts], np.int64)
+
+
+def scores_of(reply: ScoreReply) -> list[Score]:
+    """Returns the reply's scores; raises the first failed row's error, prefixed with the row."""
+    scores = []
+    for i, result in enumerate(reply.results):
+        if isinstance(result, GuerdonError):
+            raise named(f"row {i}", result)
+        scores.append(result)
+    return scores
+
+
 def _texts(tensor: Tensor) -> list[str]:
     if tensor.datatype != "BYTES":
         raise InvalidRequest(f"input '{tensor.name}' must be BYTES, not {tensor.datatype}")
@@ -113,7 +135,7 @@ def _texts(tensor: Tensor) -> list[str]:
     return texts
 
 
-def _told(tensor: Tensor, num_rows: int) -> list[str]:
+def _row_texts(tensor: Tensor, num_rows: int) -> list[str]:
     texts = _texts(tensor)
     if len(texts) != num_rows:
         raise InvalidRequest(f"input '{tensor.name}' has {len(texts)} rows for {num_rows} samples")
@@ -121,7 +143,7 @@ def _told(tensor: Tensor, num_rows: int) -> list[str]:
 
 
 def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
-    """The value in each of the texts, which are the tensor's."""
+    """The JSON value in each of the tensor's texts."""
     check_values(list(tensor.data), f"input '{tensor.name}'")
     values = []
     for row, text in enumerate(texts):
@@ -189,13 +211,8 @@ def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
     return values.reshape(num_rows)
 
 
-def _priority(parameters: dict[str, Any]) -> int:
-    level = count(parameters, "priority")
-    return DEFAULT_PRIORITY_LEVEL - level if level else 0
-
-
 def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
-    """The output as a list of one tensor, or of none if there are scores, and none has it."""
+    """The output as a list of one tensor; empty if there are scores, and none has it."""
     if name == "rewards" and not info.merges_attributes:
         for attributes in _output("attributes", reply, request, info):
             return [dataclasses.replace(attributes, name=name)]
@@ -224,10 +241,10 @@ def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo
         width = content.shape[1]
     elif name == "values" and has_rows:
         width = max(width, *reply.lengths)
-    if num_rows * width > _MOST_NUMBERS and content is None:
+    if num_rows * width > _MAX_NUMBERS and content is None:
         raise InvalidRequest(
             f"{num_rows:,} rows, the longest of {width:,}, make a table of {name} that is larger than "
-            f"{_MOST_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+            f"{_MAX_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
         )
     table = np.full((num_rows, width), 0 if name == "values" else np.nan, np.float32)
     for out, row, result in zip(table, rows, results, strict=True):

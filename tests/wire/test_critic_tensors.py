@@ -20,9 +20,8 @@ from guerdon.core import (
     TrainReport,
 )
 from guerdon.errors import InvalidRequest
-from guerdon.wire import critic, operations
-from guerdon.wire.kserve import InferRequest
-from guerdon.wire.tensors import Tensor
+from guerdon.wire import critic_tensors, kserve
+from guerdon.wire.tensors import InferRequest, Tensor
 
 TOKENS = np.array([[5, 6, 7, 0], [8, 9, 1, 2]])
 TARGET = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -50,7 +49,7 @@ def request(arrays: dict, outputs: list[str] | None = None, **parameters) -> Inf
 @pytest.mark.parametrize("dtypes", [(np.int64, np.float32), (np.int32, np.float64), (np.int64, np.float16)])
 def test_a_train_request_is_read_as_int64_and_float32(operation, dtypes):
     arrays = {name: value.astype(dtypes[name != "tokens"]) for name, value in TRAIN.items()}
-    asked = operations.to_request(request(arrays, train_id="a-1", timeout=2_500_000), info(operation))
+    asked = kserve.to_request(request(arrays, train_id="a-1", timeout=2_500_000), info(operation))
     assert (asked.id, asked.timeout_s, len(asked)) == ("a-1", 2.5, 2)
     assert asked.tokens.dtype == np.int64
     for name, expected in TRAIN.items():
@@ -59,14 +58,14 @@ def test_a_train_request_is_read_as_int64_and_float32(operation, dtypes):
 
 
 def test_the_protocols_own_id_does_not_name_a_train_request():
-    asked = operations.to_request(request(TRAIN), info(Operation.TRAIN))
+    asked = kserve.to_request(request(TRAIN), info(Operation.TRAIN))
     assert (asked.id, asked.timeout_s) == ("", None)
 
 
 def test_a_number_beyond_float32_is_infinite_and_no_number_of_its_own():
     returns = TARGET.astype(np.float64)
     returns[1, 2] = 1e300
-    asked = operations.to_request(request(TRAIN | {"returns": returns}), info(Operation.TRAIN))
+    asked = kserve.to_request(request(TRAIN | {"returns": returns}), info(Operation.TRAIN))
     assert math.isinf(asked.returns[1, 2])
 
 
@@ -92,26 +91,26 @@ WIDE = np.zeros((2, 4), np.float32)
 def test_tensors_that_do_not_fit_are_named(change, message):
     arrays = {name: value for name, value in (TRAIN | change).items() if value is not None}
     with pytest.raises(InvalidRequest, match=message):
-        operations.to_request(request(arrays), info(Operation.TRAIN))
+        kserve.to_request(request(arrays), info(Operation.TRAIN))
 
 
 def test_an_id_is_a_text():
     with pytest.raises(InvalidRequest, match="'train_id' is 5; it must be a text"):
-        operations.to_request(request(TRAIN, train_id=5), info(Operation.TRAIN))
+        kserve.to_request(request(TRAIN, train_id=5), info(Operation.TRAIN))
 
 
 @pytest.mark.parametrize("operation", [o for o in Operation if o not in (Operation.TRAIN, Operation.VALIDATE)])
 @pytest.mark.parametrize("arrays", [{}, {"dummy_var": np.array([0])}])
 def test_other_operations_need_no_tensor_and_take_nemo_aligners(operation, arrays):
-    assert operations.to_request(request(arrays), info(operation)) == ControlRequest(operation)
+    assert kserve.to_request(request(arrays), info(operation)) == ControlRequest(operation)
 
 
 def test_save_takes_metrics_and_load_a_name():
-    asked = operations.to_request(request({"metrics": [b'{"reward": 1, "kl": 0.5}']}, timeout=1), info(Operation.SAVE))
+    asked = kserve.to_request(request({"metrics": [b'{"reward": 1, "kl": 0.5}']}, timeout=1), info(Operation.SAVE))
     assert asked == ControlRequest(Operation.SAVE, metrics={"reward": 1.0, "kl": 0.5}, timeout_s=1e-6)
-    asked = operations.to_request(request({"checkpoint": [b"checkpoint-000002-step-9"]}), info(Operation.LOAD))
+    asked = kserve.to_request(request({"checkpoint": [b"checkpoint-000002-step-9"]}), info(Operation.LOAD))
     assert asked.checkpoint == "checkpoint-000002-step-9"
-    assert operations.to_request(request({"checkpoint": [b""]}), info(Operation.LOAD)).checkpoint is None
+    assert kserve.to_request(request({"checkpoint": [b""]}), info(Operation.LOAD)).checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -129,16 +128,16 @@ def test_save_takes_metrics_and_load_a_name():
 )
 def test_each_wrong_control_request_has_its_own_error(operation, arrays, message):
     with pytest.raises(InvalidRequest, match=message):
-        operations.to_request(request(arrays), info(operation))
+        kserve.to_request(request(arrays), info(operation))
 
 
 def test_an_output_that_is_not_there_is_refused():
     with pytest.raises(InvalidRequest, match="unknown output 'values'; model 'critic_train' gives loss_mean, report"):
-        operations.to_request(request(TRAIN, ["values"]), info(Operation.TRAIN))
+        kserve.to_request(request(TRAIN, ["values"]), info(Operation.TRAIN))
 
 
 def outputs_of(answer, operation: Operation, outputs: list[str] | None = None) -> dict[str, Tensor]:
-    reply = operations.to_reply(answer, request({}, outputs), info(operation))
+    reply = kserve.to_reply(answer, request({}, outputs), info(operation))
     assert (reply.model_name, reply.id) == (f"critic_{operation}", "7")
     assert reply.parameters == ({} if answer is None else {"weights_version": "w+3"})
     return {tensor.name: tensor for tensor in reply.outputs}
@@ -149,7 +148,7 @@ def test_training_answers_its_loss_and_its_report():
     assert list(found) == ["loss_mean", "report"]
     assert (found["loss_mean"].datatype, found["loss_mean"].shape) == ("FP32", (1,))
     assert found["loss_mean"].data.tolist() == [0.5]
-    assert critic.from_json(TrainReport, found["report"].data[0]) == REPORT
+    assert critic_tensors.from_json(TrainReport, found["report"].data[0]) == REPORT
     assert list(outputs_of(REPORT, Operation.VALIDATE, ["loss_mean"])) == ["loss_mean"]
 
 
@@ -164,37 +163,39 @@ def test_other_operations_answer_a_status_of_zero_and_what_they_have():
         found = outputs_of(answer, operation)
         assert list(found) == names
         assert (found["status"].datatype, found["status"].data.tolist()) == ("INT64", [0])
-    assert critic.from_json(CheckpointInfo, outputs_of(CHECKPOINT, Operation.SAVE)["report"].data[0]) == CHECKPOINT
+    assert (
+        critic_tensors.from_json(CheckpointInfo, outputs_of(CHECKPOINT, Operation.SAVE)["report"].data[0]) == CHECKPOINT
+    )
     found = outputs_of(STATE, Operation.STATE)
     assert list(found) == ["state"]
-    assert critic.from_json(CriticState, found["state"].data[0]) == STATE
+    assert critic_tensors.from_json(CriticState, found["state"].data[0]) == STATE
 
 
 def test_numbers_that_are_not_finite_come_back_as_nan():
     report = TrainReport("a", 0, "w", np.float32(1.5), [math.nan], 1, 0.0, math.nan, math.inf, 0.0, 0, 1)
-    back = critic.from_json(TrainReport, critic.to_json(report))
+    back = critic_tensors.from_json(TrainReport, critic_tensors.to_json(report))
     assert (back.loss, back.num_skipped) == (1.5, 1)
     assert math.isnan(back.explained_variance) and math.isnan(back.grad_norm) and math.isnan(back.losses[0])
 
 
 def test_a_newer_sides_extra_key_is_left_out_and_a_missing_one_is_an_error():
-    text = critic.to_json(CHECKPOINT)
-    assert critic.from_json(CheckpointInfo, text[:-1] + b',"more":1}') == CHECKPOINT
+    text = critic_tensors.to_json(CHECKPOINT)
+    assert critic_tensors.from_json(CheckpointInfo, text[:-1] + b',"more":1}') == CHECKPOINT
     for wrong in (b"{}", b"[]", b"3", b"{"):
         with pytest.raises(ValueError):
-            critic.from_json(CheckpointInfo, wrong)
+            critic_tensors.from_json(CheckpointInfo, wrong)
 
 
 def test_scores_go_the_same_way():
     model = ModelInfo("critic_infer", "critic", outputs=("values",))
     asked = request({"tokens": TOKENS, "sequence_lengths": np.array([[3], [4]])})
-    assert isinstance(operations.to_request(asked, model), ScoreRequest)
+    assert isinstance(kserve.to_request(asked, model), ScoreRequest)
     rows = [Score(math.nan, values=np.float32([1, 2, 3])), Score(math.nan, values=np.float32([4, 5, 6, 7]))]
-    reply = operations.to_reply(ScoreReply(rows, [3, 4], "w+3"), asked, model)
+    reply = kserve.to_reply(ScoreReply(rows, [3, 4], "w+3"), asked, model)
     assert [(tensor.name, tensor.data.tolist()) for tensor in reply.outputs] == [
         ("values", [[1, 2, 3, 0], [4, 5, 6, 7]]),
         ("exceeded", [[0], [0]]),
     ]
     text = request({"sentences": [b"a", b"b"]}, ["values", "sequence_lengths"])
-    reply = operations.to_reply(ScoreReply(rows, [3, 4], "w+3"), text, model)
+    reply = kserve.to_reply(ScoreReply(rows, [3, 4], "w+3"), text, model)
     assert [tensor.data.tolist() for tensor in reply.outputs][1] == [[3], [4]]

@@ -1,4 +1,4 @@
-"""The tensors of a critic's operations under NeMo-Aligner's names: what they ask, and how their answers return."""
+"""A critic's operations as tensors, under NeMo-Aligner's names: requests, replies, and reports as JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from guerdon.core import (
 )
 from guerdon.errors import InvalidRequest
 from guerdon.wire.bodies import shown
-from guerdon.wire.kserve import InferReply, InferRequest, timeout_s
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs, known_outputs
-from guerdon.wire.tensors import Tensor, floats, integers
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, floats, integers
 
 Noun = TypeVar("Noun")
 
@@ -31,26 +30,26 @@ TRAIN_ID = "train_id"
 """The request parameter that names a train request. The protocol's own `id` will not do: clients count it from 0."""
 
 
-def to_operation_request(request: InferRequest, info: OperationInfo) -> TrainRequest | ControlRequest:
-    """What the tensors ask of a critic; raises InvalidRequest naming the tensor and shape at fault.
+def to_request(request: InferRequest, info: OperationInfo) -> TrainRequest | ControlRequest:
+    """Returns what the tensors ask of a critic; raises InvalidRequest, which names the tensor and shape at fault.
 
-    A train request that names no id has an empty one. What its numbers must be is the critic's to check.
+    A train request without an id has an empty one. The critic itself checks the numbers.
     """
     check_names(request.inputs, request.outputs, info)
     if info.operation in (Operation.TRAIN, Operation.VALIDATE):
         return _train_request(request, info)
-    asked = ControlRequest(info.operation, timeout_s=timeout_s(request.parameters))
+    control = ControlRequest(info.operation, timeout_s=request.timeout_s)
     if "checkpoint" in request.inputs:
-        asked.checkpoint = _text(request.inputs["checkpoint"]) or None
+        control.checkpoint = _text(request.inputs["checkpoint"]) or None
     if "metrics" in request.inputs:
-        asked.metrics = _metrics(_text(request.inputs["metrics"]))
-    return asked
+        control.metrics = _metrics(_text(request.inputs["metrics"]))
+    return control
 
 
-def to_operation_reply(
+def to_reply(
     answer: TrainReport | CheckpointInfo | CriticState | None, request: InferRequest, info: OperationInfo
 ) -> InferReply:
-    """The tensors that answer `request`, all that there are where it names none."""
+    """Returns the tensors that answer `request`: those that it names, else all."""
     outputs: list[Tensor] = []
     for name in request.outputs or known_outputs(info):
         if name == "loss_mean":
@@ -65,12 +64,12 @@ def to_operation_reply(
 
 
 def to_json(noun: TrainReport | CheckpointInfo | CriticState) -> bytes:
-    """The noun as a JSON object; a number that is not finite is null there."""
+    """Returns the noun as a JSON object; non-finite numbers are null."""
     return orjson.dumps(noun, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def from_json(cls: type[Noun], text: bytes) -> Noun:
-    """The noun of class `cls` in a JSON object, NaN where a number is null; ValueError where it is not one."""
+    """Returns the noun of class `cls` in a JSON object, with NaN for null numbers; raises ValueError."""
     value = orjson.loads(text)
     try:
         return _noun(cls, value)
@@ -79,7 +78,7 @@ def from_json(cls: type[Noun], text: bytes) -> Noun:
 
 
 def _noun(cls: type[Noun], value: dict[str, Any]) -> Noun:
-    """Keys that the class does not have are left out: the other side may be newer."""
+    """Unknown keys are ignored: the other side may be newer."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     return cls(**{f.name: _field(hints[f.name], value[f.name]) for f in fields})
@@ -114,7 +113,7 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
             "trained on the actions that follow them"
         )
     targets = {name: _target(inputs[name], num_rows, width) for name in ("returns", "prev_values", "mask")}
-    return TrainRequest(name, tokens, **targets, timeout_s=timeout_s(request.parameters))
+    return TrainRequest(name, tokens, **targets, timeout_s=request.timeout_s)
 
 
 def _target(tensor: Tensor, num_rows: int, width: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import tritonclient.http as triton
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
-from guerdon.wire import repository
+from guerdon.wire.forms import triton_repository as repository
 
 
 def config(value: Any) -> str:
@@ -45,17 +45,17 @@ def test_what_is_named(sent: bytes, named: str | None) -> None:
     [
         (b"[", "not valid JSON"),
         (b"[]", "a list"),
-        (body(model=3), "model is a number"),
+        (body(model=3), "model is 3"),
         (body(model=""), "model is empty"),
-        (body(modle="x"), "'modle' is unknown"),
-        (body(unload_dependents=False), "'unload_dependents' is unknown"),
-        (b'{"model": "step-100"}', '\'model\' is unknown; send {"parameters": {"model"'),
-        (b'{"parameter": {"model": "step-100"}}', "'parameter' is unknown"),
+        (body(modle="x"), "unknown key 'modle'"),
+        (body(unload_dependents=False), "unknown key 'unload_dependents'"),
+        (b'{"model": "step-100"}', "unknown key 'model'; it takes parameters"),
+        (b'{"parameter": {"model": "step-100"}}', "unknown key 'parameter'"),
         (body(config="{"), "config is not valid JSON"),
         (body(config={}), "config is an object"),
         (body(config="[]"), "a list"),
         (body(config='{"parameters": {"model": "x"}}'), "a string"),
-        (body(config=config(7)), "string_value of the config is a number"),
+        (body(config=config(7)), "parameters.model.string_value is 7; send a folder's name"),
         (body(config=config("a"), model="b"), "two checkpoints are named, 'b' and 'a'"),
         (b'{"parameters": []}', "a list"),
     ],
@@ -77,7 +77,7 @@ def test_an_unload_names_nothing_else(sent: bytes) -> None:
 
 
 def test_files_are_not_taken() -> None:
-    with pytest.raises(Unsupported, match="not taken over the network"):
+    with pytest.raises(Unsupported, match="not accepted over the network"):
         repository.source(body(config="{}", **{"file:1/model.pt": "AAAA"}))
 
 
@@ -87,7 +87,7 @@ def test_the_protobuf_says_the_same() -> None:
     asked.parameters["config"].string_param = config("step-100")
     assert repository.source_of(asked.parameters) == "step-100"
     asked.parameters["config"].int64_param = 3
-    with pytest.raises(GuerdonError, match="config is a number"):
+    with pytest.raises(GuerdonError, match="config is 3"):
         repository.source_of(asked.parameters)
     del asked.parameters["config"]
     asked.parameters["file:x"].bytes_param = b"x"

@@ -1,0 +1,190 @@
+"""What the forms of other servers' protocols share: a form's parts, its bodies' keys, and how samples are read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.messages import plain
+from guerdon.wire import bodies
+from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
+from guerdon.wire.score_tensors import prompt_groups
+
+MAX_JOINED = 1 << 24
+"""Most characters of one prompt joined with all its responses: the body itself is much smaller then."""
+
+_KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+SOME = Meta(min_length=1, max_length=MAX_ROWS)
+TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a token id, which is a whole number from 0 up")]
+Text = Annotated[str, Meta(description="a string")]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a whole number")]
+Texts = Annotated[str | Annotated[list[Text], SOME], Meta(description="a string, or a list of strings")]
+Ids = Annotated[
+    Annotated[list[TokenId | list[TokenId]], SOME], Meta(description="a list of token ids, or a list of such lists")
+]
+TextsOrIds = Annotated[
+    str | Annotated[list[Annotated[str | TokenId | list[TokenId], Meta(description=_KINDS)]], SOME],
+    Meta(description=_KINDS),
+]
+_OBJECT = {"properties": {"role": {"type": "string"}}, "required": ["role"]}
+Conversation = Annotated[
+    list[Annotated[dict[str, Any], Meta(description="an object with role and content", extra_json_schema=_OBJECT)]],
+    Meta(min_length=1, max_length=MAX_ROWS, description="a list of objects with role and content"),
+]
+Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] | None
+"""A switch in the URL."""
+
+
+def unsupported(reason: str) -> Meta:
+    """Marks a key that would change the scores, and that this server refuses unless its value asks for nothing."""
+    values = {"enum": [None, False, 0, ""]}
+    return Meta(description=f"not supported: {reason}", extra={"refused": reason}, extra_json_schema=values)
+
+
+class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The keys behind the URL's `?`; others are refused, so that a misspelt one is not lost."""
+
+    model: str = ""
+
+
+class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
+    """A switch in the URL counts if the body leaves it out."""
+
+    add_special_tokens: Switch = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """What every body has; keys that no struct names are ignored. `example` is a short body for errors."""
+
+    example: ClassVar[str] = "{}"
+    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
+
+    def __post_init__(self) -> None:
+        for name, reason in _refused(type(self)):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} is not supported: {reason}")
+
+
+@functools.cache
+def _refused(kind: type[Body]) -> list[tuple[str, str]]:
+    metas = [(field.name, getattr(field.type, "__metadata__", ())) for field in msgspec.structs.fields(kind)]
+    return [(name, meta.extra["refused"]) for name, found in metas for meta in found if "refused" in (meta.extra or {})]
+
+
+def check_rewards(info: ModelInfo) -> None:
+    """Raises InvalidRequest if the model gives no rewards."""
+    if "rewards" not in info.outputs:
+        raise InvalidRequest(f"{info.name} gives {', '.join(info.outputs)} and no rewards; name another model")
+
+
+@dataclass(slots=True, eq=False)
+class FormRequest:
+    """What one body asks: of which model (empty: the default one), for which scores, and how its reply is written.
+
+    `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
+    failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
+    answer.
+    """
+
+    model: str
+    request: ScoreRequest | None
+    to_reply: Callable[[ScoreReply, ModelInfo], Any]
+    check: Callable[[ModelInfo], None] = check_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One path of another server's protocol; `peer` names that server.
+
+    `bodies`, `url` and `replies` are the structs of what it reads and writes, `choose` tells which of several `bodies`
+    a body is. `error` is the struct of its errors, which `to_error` makes with their status.
+    """
+
+    peer: str
+    bodies: tuple[type[Body], ...]
+    url: type[Url]
+    replies: tuple[Any, ...]
+    to_request: Callable[[Any, Any], FormRequest]
+    error: type[msgspec.Struct]
+    to_error: Callable[[GuerdonError], tuple[int, msgspec.Struct]]
+    choose: Callable[[bytes], type[Body]] | None = None
+
+    def read(self, body: bytes, query: Mapping[str, str]) -> FormRequest:
+        """Returns what the body and the URL's query ask; raises InvalidRequest."""
+        asked = bodies.read(body, self.choose(body) if self.choose else self.bodies[0])
+        url = bodies.convert(query, self.url, "the URL")
+        for name in url.__struct_fields__:
+            if name != "model" and getattr(asked, name, "") is None and getattr(url, name) is not None:
+                setattr(asked, name, getattr(url, name) == "true")
+        return self.to_request(asked, url)
+
+
+# --- samples -------------------------------------------------------------------------------------------------------
+
+
+def to_samples(value: str | list[Any], name: str) -> ScoreRequest:
+    """Returns the samples of a key of texts or token ids; raises InvalidRequest if its list holds several kinds."""
+    if isinstance(value, str):
+        return ScoreRequest(texts=[value])
+    kind = type(value[0])
+    if {*map(type, value)} != {kind}:
+        i = next(i for i, entry in enumerate(value) if type(entry) is not kind)
+        raise InvalidRequest(f"{name}[{i}] is {kind_of(value[i])}, {name}[0] {kind_of(value[0])}; send {_KINDS}")
+    if kind is str:
+        return ScoreRequest(texts=value)
+    return ScoreRequest(tokens=[np.array(row, np.int64) for row in (value if kind is list else [value])])
+
+
+def is_single(value: str | list[Any]) -> bool:
+    """Whether a key of texts or token ids holds one sample instead of a list of samples."""
+    return isinstance(value, str) or not isinstance(value[0], str | list)
+
+
+def to_texts(value: str | list[str]) -> list[str]:
+    """Returns one string or a list of strings as a list."""
+    return [value] if isinstance(value, str) else value
+
+
+def check_conversation(messages: list[Message], name: str) -> list[Message]:
+    """Returns the messages if each has a role; raises InvalidRequest. Contents are checked when they are scored."""
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"{name}[{i}].role is {kind_of(message.get('role'))}; send a string, such as user")
+    check_depth(messages, name)
+    return messages
+
+
+def of_conversation(conversation: list[Message]) -> ScoreRequest:
+    """Returns the conversation as a sample, grouped with those that differ only in the assistant's last message."""
+    prompt = conversation[:-1] if conversation[-1]["role"] == "assistant" else conversation
+    try:
+        contents = repr([(message["role"], message["content"]) for message in plain(prompt)])
+    except InvalidRequest:  # the sample's own error, which the service raises in its row
+        return ScoreRequest(messages=[conversation])
+    return ScoreRequest(messages=[conversation], groups=prompt_groups([contents]))
+
+
+def joined(prompts: list[str], responses: list[str]) -> ScoreRequest:
+    """Returns each response right behind its prompt, or behind the only one.
+
+    Raises InvalidRequest if one prompt before all responses makes far more text than was sent.
+    """
+    if len(prompts) == 1:
+        num_characters = len(prompts[0]) * len(responses) + sum(map(len, responses))
+        if num_characters > MAX_JOINED:
+            raise InvalidRequest(
+                f"one prompt of {len(prompts[0]):,} characters before each of {len(responses):,} responses makes "
+                f"{num_characters:,} characters, at most {MAX_JOINED:,} are accepted; send fewer responses in a request"
+            )
+        prompts = prompts * len(responses)
+    texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    return ScoreRequest(texts=texts, prompts=prompts, groups=prompt_groups(prompts))

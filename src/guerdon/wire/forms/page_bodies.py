@@ -1,0 +1,96 @@
+"""What the server's page reads, and what it asks to have scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from guerdon.wire.forms.form import Conversation, Text
+
+MAX_RESPONSES = 16
+"""Most responses, or conversations, that Try it scores at once."""
+
+_SOME = Meta(min_length=1, max_length=MAX_RESPONSES)
+
+
+class TrialBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Responses, with or without a prompt, or whole conversations; `template` renders both as messages."""
+
+    example: ClassVar[str] = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
+    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
+    prompt: str | None = None
+    responses: Annotated[
+        str | Annotated[list[Text], _SOME] | None,
+        Meta(description=f"a string, or a list of at most {MAX_RESPONSES} strings"),
+    ] = None
+    messages: Annotated[
+        Annotated[list[Conversation], _SOME] | None,
+        Meta(description=f"at most {MAX_RESPONSES} conversations, which are lists of objects with role and content"),
+    ] = None
+    template: bool | None = None
+
+
+class TrialToken(TypedDict):
+    text: str
+    value: float | None
+    in_prompt: bool
+
+
+class TrialStep(TypedDict):
+    """A step by its last token."""
+
+    index: int
+    reward: float
+
+
+class TrialResult(TypedDict):
+    reward: np.float32 | None
+    error: str | None
+    attributes: dict[str, np.float32]
+    components: dict[str, np.float32]
+    num_tokens: int
+    tokens: list[TrialToken] | None
+    steps: list[TrialStep] | None
+
+
+class TrialReply(TypedDict):
+    model: str
+    weights_version: str
+    queue_s: float
+    compute_s: float
+    results: list[TrialResult]
+
+
+class Extreme(TypedDict):
+    """One of the best or worst recent samples."""
+
+    time: float
+    reward: float
+    num_tokens: int
+    weights_version: str
+    prompt: str | None
+    response: str | None
+    is_cut: bool
+    attributes: NotRequired[dict[str, float]]
+    components: NotRequired[dict[str, float]]
+
+
+class Extremes(TypedDict):
+    model: str
+    window_s: float
+    best: list[Extreme]
+    worst: list[Extreme]
+
+
+class Snapshot(TypedDict):
+    """All that the page shows."""
+
+    server: dict[str, Any]
+    models: list[dict[str, Any]]
+    series: dict[str, Any]
+    totals: dict[str, Any]
+    rewards: dict[str, Any]
+    critic: dict[str, Any] | None

@@ -1,0 +1,193 @@
+"""SGLang's forms: its native `/classify` and `/encode`, and `/v1/embeddings` as it answers it for a reward model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import InvalidRequest
+from guerdon.wire.forms.form import (
+    Body,
+    Form,
+    FormRequest,
+    Ids,
+    Texts,
+    TextsOrIds,
+    TokensUrl,
+    Url,
+    Whole,
+    is_single,
+    to_samples,
+    unsupported,
+)
+from guerdon.wire.forms.labels import in_base64, more_of, numbers_of
+from guerdon.wire.forms.openai import (
+    FlatError,
+    Numbers,
+    OpenAIError,
+    Row,
+    Usage,
+    count_tokens,
+    new_id,
+    to_error,
+    to_flat_error,
+)
+from guerdon.wire.score_tensors import scores_of
+
+_DEFAULT_MODEL = "default"
+"""The name that SGLang's own clients send if they mean none."""
+
+_WHOLE_SAMPLES = "this server scores whole samples of text or token ids"
+_ONLY_SCORES = "this server answers with scores only"
+
+
+class SGLangBody(Body, kw_only=True):
+    priority: Whole | None = None
+    add_special_tokens: bool | None = None
+    input_embeds: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    image_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    video_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    audio_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    multi_item_delimiter_indices: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    token_indices_to_pool: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    is_cross_encoder_request: Annotated[Any, unsupported("send the pairs to /score as text_1 and text_2")] = None
+    lora_path: Annotated[Any, unsupported("serve the merged checkpoint under a name of its own")] = None
+    dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
+    return_pooled_hidden_states: Annotated[Any, unsupported(_ONLY_SCORES)] = None
+    return_prompt_token_ids: Annotated[Any, unsupported(_ONLY_SCORES)] = None
+
+
+class NativeBody(SGLangBody, kw_only=True):
+    """Either `text` or `input_ids`: one sample, or a list of them."""
+
+    example: ClassVar[str] = '{"text": ["a prompt and its response"]}'
+    text: Texts | None = None
+    input_ids: Ids | None = None
+    rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
+
+
+class EmbeddingsBody(SGLangBody, kw_only=True):
+    example: ClassVar[str] = '{"input": ["a prompt and its response"]}'
+    input: TextsOrIds
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class FinishReason(msgspec.Struct):
+    type: str = "length"
+    length: int = 0
+
+
+class MetaInfo(msgspec.Struct):
+    id: str
+    prompt_tokens: int
+    weight_version: str
+    e2e_latency: float
+    finish_reason: FinishReason
+
+
+class NativeReply(Row, kw_only=True):
+    embedding: np.ndarray
+    meta_info: MetaInfo
+
+
+class EmbeddingsRow(Row, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Numbers
+
+
+class EmbeddingsUsage(Usage, kw_only=True):
+    reasoning_tokens: int = 0
+
+
+class EmbeddingsReply(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingsRow]
+    model: str
+    usage: EmbeddingsUsage
+
+
+NATIVE_REPLIES = (NativeReply, list[NativeReply])
+
+
+def to_native_request(body: NativeBody, url: Url) -> FormRequest:
+    """The reply has the raw numbers as `embedding`; one sample that was sent without a list has none around it."""
+    if (body.text is None) == (body.input_ids is None):
+        has = "neither text nor input_ids" if body.text is None else "text and input_ids"
+        raise InvalidRequest(f"the body has {has}; send one of the two")
+    samples, name = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
+    assert samples is not None
+    single, request = is_single(samples), _with_options(to_samples(samples, name), body)
+    ids = _ids(body.rid, len(request), single)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> NativeReply | list[NativeReply]:
+        seconds, version = reply.queue_s + reply.compute_s, reply.weights_version
+        rows = [
+            NativeReply(
+                embedding=numbers_of(score, info),
+                meta_info=MetaInfo(rid, length, version, seconds, FinishReason()),
+                **more_of(score, info),
+            )
+            for rid, length, score in zip(ids, reply.lengths, scores_of(reply), strict=True)
+        ]
+        return rows[0] if single else rows
+
+    return FormRequest(_model(body), request, to_reply)
+
+
+def _embeddings(body: EmbeddingsBody, url: Url) -> FormRequest:
+    """The reply has the raw numbers as `embedding`."""
+    request, encodes = _with_options(to_samples(body.input, "input"), body), body.encoding_format == "base64"
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> EmbeddingsReply:
+        rows = []
+        for i, score in enumerate(scores_of(reply)):
+            numbers = numbers_of(score, info)
+            embedding = in_base64(numbers) if encodes else numbers
+            rows.append(EmbeddingsRow(index=i, embedding=embedding, **more_of(score, info)))
+        return EmbeddingsReply(data=rows, model=info.name, usage=count_tokens(reply, EmbeddingsUsage))
+
+    return FormRequest(_model(body), request, to_reply)
+
+
+FORMS = {
+    "/encode": Form(
+        "SGLang's embeddings", (NativeBody,), TokensUrl, NATIVE_REPLIES, to_native_request, OpenAIError, to_error
+    ),
+    "/v1/embeddings": Form(
+        "SGLang's embeddings in OpenAI's form",
+        (EmbeddingsBody,),
+        TokensUrl,
+        (EmbeddingsReply,),
+        _embeddings,
+        FlatError,
+        to_flat_error,
+    ),
+}
+"""SGLang's forms by path, but for `/classify`, which it shares with vLLM."""
+
+
+def _model(body: Body) -> str:
+    return "" if body.model in (None, _DEFAULT_MODEL) else body.model
+
+
+def _with_options(request: ScoreRequest, body: SGLangBody) -> ScoreRequest:
+    request.priority = body.priority or 0
+    request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
+    return request
+
+
+def _ids(rid: str | list[str] | None, num_samples: int, single: bool) -> list[str]:
+    """The reply's id of each sample: the body's, or for several samples a string with their numbers."""
+    if rid is None:
+        return [new_id() for _ in range(num_samples)]
+    if isinstance(rid, str):
+        return [rid] if single else [f"{rid}_{i}" for i in range(num_samples)]
+    if len(rid) != num_samples:
+        raise InvalidRequest(f"rid is a list of {len(rid)}; send a string, or a list of {num_samples}, one a sample")
+    return rid

@@ -1,0 +1,151 @@
+"""Text Embeddings Inference's form for classifiers: `/predict`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
+from guerdon.errors import (
+    GuerdonError,
+    InvalidRequest,
+    Overloaded,
+    SampleFailed,
+    ServerFault,
+    Unavailable,
+    UnknownModel,
+)
+from guerdon.wire.bodies import MAX_ROWS, cut, kind_of
+from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, TokensUrl
+from guerdon.wire.forms.labels import Activation, components_of, labels_of, numbers_of
+from guerdon.wire.score_tensors import prompt_groups, scores_of
+
+_SHAPES = 'a string, ["text"], a pair ["prompt", "response"], or a list of such lists'
+_ERRORS = (
+    (UnknownModel, 404, "Validation"),
+    (InvalidRequest, 422, "Validation"),
+    (Overloaded, 429, "Overloaded"),
+    (Unavailable, 503, "Unhealthy"),
+    (SampleFailed, 424, "Backend"),
+    (ServerFault, 424, "Backend"),
+)
+"""Status and `error_type` of the errors that TEI has, too."""
+
+_Text = Annotated[str, Meta(description=_SHAPES)]
+_Entry = Annotated[str | list[_Text], Meta(description=_SHAPES)]
+
+
+class PredictUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
+    raw_scores: Switch = None
+    truncate: Switch = None
+
+
+class PredictParameters(msgspec.Struct):
+    """What Hugging Face's own client sends in place of `raw_scores`."""
+
+    function_to_apply: Literal["none", "sigmoid", "softmax"] | None = None
+
+
+class PredictBody(Body, kw_only=True):
+    """One text or pair, or a list of lists with one each; TEI's own activation is applied only if asked for."""
+
+    example: ClassVar[str] = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
+    inputs: Annotated[str | Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_ROWS)], Meta(description=_SHAPES)]
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    add_special_tokens: bool | None = None
+    parameters: PredictParameters | None = None
+
+
+class Label(msgspec.Struct):
+    score: np.float32
+    label: str
+    components: dict[str, np.float32] | UnsetType = UNSET
+
+
+class TEIError(msgspec.Struct):
+    error: str
+    error_type: str
+
+
+def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
+    """Joins a pair's texts. The reply has each sample's labels with their scores, the highest first.
+
+    One sample that was sent without a list of lists has no list around its labels.
+    """
+    rows, single = _rows(body.inputs)
+    request = ScoreRequest(texts=["".join(row) for row in rows], add_special_tokens=bool(body.add_special_tokens))
+    if all(len(row) == 2 for row in rows):
+        request.prompts = [row[0] for row in rows]
+        request.groups = prompt_groups(request.prompts)
+    if body.truncate:
+        is_left = body.truncation_direction in ("left", "Left")
+        request.truncation = Truncation(None, "left" if is_left else "right")
+    activation = _activation(body)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> list[Label] | list[list[Label]]:
+        labelled = [_labelled(score, info, activation) for score in scores_of(reply)]
+        return labelled[0] if single else labelled
+
+    return FormRequest(body.model or "", request, to_reply)
+
+
+def to_error(error: GuerdonError) -> tuple[int, TEIError]:
+    """Returns the status and the body by which TEI reports the error, of one of its six types."""
+    for kind, status, name in _ERRORS:
+        if isinstance(error, kind):
+            return status, TEIError(cut(str(error)), name)
+    return error.http, TEIError(cut(str(error)), "Backend" if error.http >= 500 else "Validation")
+
+
+FORMS = {
+    "/predict": Form(
+        "the classifiers of Text Embeddings Inference",
+        (PredictBody,),
+        PredictUrl,
+        (list[Label], list[list[Label]]),
+        _predict,
+        TEIError,
+        to_error,
+    )
+}
+"""TEI's form by its path."""
+
+
+def _rows(inputs: str | list[str | list[str]]) -> tuple[list[list[str]], bool]:
+    """The texts of each sample, one or two, and whether it is one sample that was sent without a list around it."""
+    if isinstance(inputs, str):
+        return [[inputs]], True
+    single = isinstance(inputs[0], str)
+    rows: list[list[str]] = [inputs] if single else inputs  # type: ignore[assignment, list-item]
+    for i, row in enumerate(rows):
+        name = "inputs" if single else f"inputs[{i}]"
+        if not isinstance(row, list):
+            raise InvalidRequest(f"{name} is {kind_of(row)}; a batch is a list of lists, each of a text or a pair")
+        for j, text in enumerate(row):
+            if not isinstance(text, str):
+                raise InvalidRequest(f"{name}[{j}] is {kind_of(text)}; send {_SHAPES}")
+        if len(row) not in (1, 2):
+            raise InvalidRequest(
+                f"{name} has {len(row)} strings: one is a text, two are a pair, a batch is [[...], ...]"
+            )
+    return rows, single
+
+
+def _activation(body: PredictBody) -> Activation | None:
+    """What `raw_scores` asks for, else the parameter of Hugging Face's own client."""
+    wanted = body.parameters.function_to_apply if body.parameters else None
+    if body.raw_scores is not None or wanted is None:
+        return "fitting" if body.raw_scores is False else None
+    return None if wanted == "none" else wanted
+
+
+def _labelled(score: Score, info: ModelInfo, activation: Activation | None) -> list[Label]:
+    numbers = numbers_of(score, info, activation)
+    labels = labels_of(info, len(numbers))
+    more = components_of(score, info)
+    return [Label(numbers[i], labels[i], **more) for i in np.argsort(-numbers, kind="stable")]

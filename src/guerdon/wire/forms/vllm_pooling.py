@@ -1,0 +1,367 @@
+"""vLLM's forms `/classify`, `/pooling` and `/score`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
+from guerdon.errors import InvalidRequest
+from guerdon.wire import bodies
+from guerdon.wire.forms import sglang
+from guerdon.wire.forms.form import (
+    SOME,
+    Body,
+    Conversation,
+    Form,
+    FormRequest,
+    Switch,
+    TextsOrIds,
+    TokensUrl,
+    Whole,
+    check_conversation,
+    check_rewards,
+    joined,
+    of_conversation,
+    to_samples,
+    unsupported,
+)
+from guerdon.wire.forms.labels import (
+    Activation,
+    activated,
+    components_of,
+    in_base64,
+    labels_of,
+    more_of,
+    number,
+    numbers_of,
+)
+from guerdon.wire.forms.openai import Numbers, OpenAIError, Row, Usage, count_tokens, new_id, to_error
+from guerdon.wire.score_tensors import scores_of
+
+_RENDER = "the server renders messages by the checkpoint's own template; send input, rendered"
+_AS_IT_STANDS = "a conversation is scored as it stands; send input, rendered"
+_CUT = "cut the texts before they are sent"
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+class PoolingUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
+    use_activation: Switch = None
+    softmax: Switch = None
+    activation: Switch = None
+
+
+class PoolingOptions(Body, kw_only=True):
+    """`softmax` and `activation` are older names of `use_activation`. Requests of a lower priority go first."""
+
+    request_id: str | None = None
+    priority: Whole | None = None
+    add_special_tokens: bool | None = None
+    padding: Literal["do_not_pad"] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=2**63 - 1, description="1 or more, or -1 for the model's own")] | None
+    ) = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
+
+
+class ClassifyBody(PoolingOptions, kw_only=True):
+    """Samples as `input`, or one conversation as `messages`; never both."""
+
+    example: ClassVar[str] = '{"input": ["a prompt and its response"], "use_activation": false}'
+    input: TextsOrIds | UnsetType = UNSET
+    messages: Conversation | UnsetType = UNSET
+    normalize: Annotated[Any, unsupported("vLLM removed it; use_activation is what is left of it")] = None
+    dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
+    chat_template: Annotated[Any, unsupported(_RENDER)] = None
+    chat_template_kwargs: Annotated[Any, unsupported(_RENDER)] = None
+    add_generation_prompt: Annotated[Any, unsupported(_AS_IT_STANDS)] = None
+    continue_final_message: Annotated[Any, unsupported(_AS_IT_STANDS)] = None
+
+
+class PoolingBody(ClassifyBody, kw_only=True):
+    task: Literal["classify", "token_classify"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
+
+
+class Part(msgspec.Struct):
+    example: ClassVar[str] = '{"type": "text", "text": "..."}'
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Parts(msgspec.Struct):
+    """A text in parts, which are joined by line breaks."""
+
+    example: ClassVar[str] = '{"content": [{"type": "text", "text": "..."}]}'
+    content: list[str | Part]
+
+
+Side = Annotated[
+    str | Parts | Annotated[list[Annotated[str | Parts, Meta(description="a string")]], SOME],
+    Meta(description="a string, or a list of strings"),
+]
+
+
+class PairsBody(PoolingOptions, kw_only=True):
+    """Prompts and responses under one pair of names; one prompt goes with all responses, or one with each."""
+
+    example: ClassVar[str] = '{"text_1": "a prompt", "text_2": ["a response", "another one"]}'
+    text_1: Side | None = None
+    text_2: Side | None = None
+    queries: Side | None = None
+    documents: Side | None = None
+    items: Side | None = None
+    data_1: Side | None = None
+    data_2: Side | None = None
+    max_tokens_per_query: Annotated[Any, unsupported(_CUT)] = None
+    max_tokens_per_doc: Annotated[Any, unsupported(_CUT)] = None
+    instruction: Annotated[Any, unsupported("put it into the prompts")] = None
+    chat_template_kwargs: Annotated[Any, unsupported("prompt and response are joined without a template")] = None
+
+
+class PoolingUsage(Usage, kw_only=True):
+    completion_tokens_details: None = None
+
+
+class _Reply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
+class ClassifyRow(Row, kw_only=True):
+    index: int
+    label: str
+    probs: np.ndarray
+    num_classes: int
+
+
+class ClassifyReply(_Reply, kw_only=True):
+    data: list[ClassifyRow]
+
+
+class PoolingRow(Row, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: Numbers
+
+
+class PoolingReply(_Reply, kw_only=True):
+    data: list[PoolingRow]
+
+
+class ScoreRow(Row, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: np.float32
+
+
+class PairsReply(_Reply, kw_only=True):
+    data: list[ScoreRow]
+
+
+class _ClassifyKeys(msgspec.Struct):
+    """The keys by which a body of `/classify` is vLLM's or SGLang's."""
+
+    example: ClassVar[str] = ClassifyBody.example
+    input: Raw = Raw(b"null")
+    messages: Raw = Raw(b"null")
+    text: Raw = Raw(b"null")
+    input_ids: Raw = Raw(b"null")
+
+
+def _choose_classify(body: bytes) -> type[Body]:
+    keys = bodies.read(body, _ClassifyKeys)
+    if bytes(keys.text) == bytes(keys.input_ids) == b"null":
+        return ClassifyBody
+    if not bytes(keys.input) == bytes(keys.messages) == b"null":
+        raise InvalidRequest("the body has keys of vLLM's form and of SGLang's; send input or messages, else text")
+    return sglang.NativeBody
+
+
+def _classify(body: ClassifyBody | sglang.NativeBody, url: PoolingUrl) -> FormRequest:
+    """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
+    if isinstance(body, sglang.NativeBody):
+        for name in ("use_activation", "softmax", "activation"):
+            if getattr(url, name) is not None:
+                raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
+        return sglang.to_native_request(body, url)
+    request, activation, reply_id = _samples(body), _activation(body), body.request_id or new_id()
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
+        def row(index: int, score: Score) -> ClassifyRow:
+            probs = numbers_of(score, info, activation)
+            label = labels_of(info, len(probs))[int(probs.argmax())]
+            return ClassifyRow(index=index, label=label, probs=probs, num_classes=len(probs), **more_of(score, info))
+
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        return ClassifyReply(data=rows, **_head(f"classify-{reply_id}", reply, info))
+
+    return FormRequest(body.model or "", request, to_reply)
+
+
+def _pooling(body: PoolingBody, url: PoolingUrl) -> FormRequest:
+    """The task `token_classify` gives a number a token or a step; without a task it is the model's own.
+
+    A step's numbers are its probabilities of being wrong and of being right.
+    """
+    request, activation, reply_id = _samples(body), _activation(body), body.request_id or new_id()
+    task, encode, wants_raw = body.task, _encoder(body), _use_activation(body) is False
+    request.wants_rewards = task != "token_classify"
+
+    def is_by_token(info: ModelInfo) -> bool:
+        return task == "token_classify" or (task is None and _has_tokens(info))
+
+    def check(info: ModelInfo) -> None:
+        if not is_by_token(info):
+            check_rewards(info)
+        elif not _has_tokens(info):
+            raise InvalidRequest(f"{info.name} gives no numbers for single tokens; send the task classify")
+        elif wants_raw and "step_rewards" in info.outputs:
+            raise InvalidRequest("step rewards are probabilities, there are no raw numbers: leave use_activation out")
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> PoolingReply:
+        by_token = is_by_token(info)
+
+        def row(index: int, score: Score) -> PoolingRow:
+            if by_token:
+                return PoolingRow(index=index, data=encode(_token_numbers(score, activation)))
+            return PoolingRow(index=index, data=encode(numbers_of(score, info, activation)), **more_of(score, info))
+
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        return PoolingReply(data=rows, **_head(f"pooling-{reply_id}", reply, info))
+
+    return FormRequest(body.model or "", request, to_reply, check)
+
+
+def _score(body: PairsBody, url: PoolingUrl) -> FormRequest:
+    """Each pair is joined; the reply has one number a pair as `score`."""
+    prompts, responses = _pairs(body)
+    request, activation = _with_options(joined(prompts, responses), body), _activation(body)
+    reply_id = body.request_id or new_id()
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
+        def row(index: int, score: Score) -> ScoreRow:
+            (value,) = activated(np.array([number(score.reward)]), activation)
+            return ScoreRow(index=index, score=value, **components_of(score, info))
+
+        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        return PairsReply(data=rows, **_head(f"score-{reply_id}", reply, info))
+
+    return FormRequest(body.model or "", request, to_reply)
+
+
+_SCORE = Form("vLLM's scores of pairs", (PairsBody,), PoolingUrl, (PairsReply,), _score, OpenAIError, to_error)
+
+FORMS: dict[str, Form] = {
+    "/classify": Form(
+        "vLLM's classification, and SGLang's",
+        (ClassifyBody, sglang.NativeBody),
+        PoolingUrl,
+        (ClassifyReply, *sglang.NATIVE_REPLIES),
+        _classify,
+        OpenAIError,
+        to_error,
+        _choose_classify,
+    ),
+    "/pooling": Form("vLLM's pooling", (PoolingBody,), PoolingUrl, (PoolingReply,), _pooling, OpenAIError, to_error),
+    "/score": _SCORE,
+    "/v1/score": _SCORE,
+}
+"""vLLM's forms by path; `/classify` is SGLang's, too."""
+
+
+def _samples(body: ClassifyBody) -> ScoreRequest:
+    if isinstance(body.input, UnsetType) == isinstance(body.messages, UnsetType):
+        has = "neither input nor messages" if isinstance(body.input, UnsetType) else "input and messages"
+        raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {ClassifyBody.example}")
+    if not isinstance(body.input, UnsetType):
+        return _with_options(to_samples(body.input, "input"), body)
+    assert not isinstance(body.messages, UnsetType)
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens is true beside messages, whose template writes them; leave it out")
+    return _with_options(of_conversation(check_conversation(body.messages, "messages")), body)
+
+
+def _with_options(request: ScoreRequest, body: PoolingOptions) -> ScoreRequest:
+    request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
+    request.priority = -(body.priority or 0)  # vLLM's lower numbers go first
+    max_tokens = body.truncate_prompt_tokens
+    if max_tokens is not None:
+        if max_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens is 0; send 1 or more, or -1 for the model's own")
+        # vLLM loads the tokenizers of pooling models so that they keep the beginning.
+        request.truncation = Truncation(None if max_tokens == -1 else max_tokens, body.truncation_side or "right")
+    return request
+
+
+def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
+    """One prompt, or as many as there are responses, and the responses."""
+    present = [names for names in _PAIRS if all(getattr(body, name) is not None for name in names)]
+    if len(present) != 1:
+        ways = ", ".join(" and ".join(names) for names in _PAIRS)
+        raise InvalidRequest(f"the body has {'several' if present else 'none'} of these pairs; send one of {ways}")
+    first, second = present[0]
+    prompts, responses = _side(getattr(body, first)), _side(getattr(body, second))
+    if len(prompts) not in (1, len(responses)):
+        raise InvalidRequest(
+            f"{first} has {len(prompts)} entries, {second} {len(responses)}; send one {first}, or one for each"
+        )
+    return prompts, responses
+
+
+def _side(value: str | Parts | list[str | Parts]) -> list[str]:
+    entries = value if isinstance(value, list) else [value]
+    return [entry if isinstance(entry, str) else _joined_parts(entry) for entry in entries]
+
+
+def _joined_parts(parts: Parts) -> str:
+    return "\n".join(part if isinstance(part, str) else part.text for part in parts.content)
+
+
+def _use_activation(body: PoolingOptions) -> bool | None:
+    wanted = (body.use_activation, body.softmax, body.activation)
+    return next((value for value in wanted if value is not None), None)
+
+
+def _activation(body: PoolingOptions) -> Activation | None:
+    return "fitting" if _use_activation(body) else None
+
+
+def _encoder(body: PoolingBody) -> Callable[[np.ndarray], Any]:
+    """What writes numbers: as lists, or their bytes as base64."""
+    dtype = ">f4" if body.endianness == "big" else "<f4"
+    return (
+        (lambda numbers: in_base64(numbers, dtype)) if body.encoding_format == "base64" else (lambda numbers: numbers)
+    )
+
+
+def _has_tokens(info: ModelInfo) -> bool:
+    """Whether the model gives numbers for single tokens or steps."""
+    return bool({"values", "step_rewards"} & {*info.outputs})
+
+
+def _token_numbers(score: Score, activation: Activation | None) -> np.ndarray:
+    """Float32 `[K, 2]` of the steps' probabilities of being wrong and right, else `[T, 1]` of the tokens' values."""
+    if score.steps is not None:
+        return np.stack([1 - score.steps, score.steps], axis=1)
+    assert score.values is not None
+    return activated(score.values.reshape(-1, 1), activation)
+
+
+def _head(reply_id: str, reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
+    """What the three replies have beside their rows."""
+    usage = count_tokens(reply, PoolingUsage)
+    return {"id": reply_id, "created": int(time.time()), "model": info.name, "usage": usage}
