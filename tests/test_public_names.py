@@ -1,4 +1,4 @@
-"""The public names, and what importing them costs."""
+"""The public names, and which modules importing them loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import environment
 ERRORS = [name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)]
 
 
-def test_public_names_are_these() -> None:
+def test_the_public_names() -> None:
     assert {*guerdon.__all__} - {*ERRORS} == {
         "AsyncCriticClient",
         "AsyncRewardClient",

@@ -1,4 +1,4 @@
-"""NeMo-Aligner's server classes: settings that no batch can have, and arrays that cannot be written."""
+"""NeMo-Aligner's server classes: invalid batch settings, and read-only arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAKE: list[Callable[..., Any]] = [reward.make, critic.make]
 
 @pytest.fixture
 def warned() -> Iterator[list[warnings.WarningMessage]]:
-    """What is warned of, in all threads and each time."""
+    """Records all warnings, of all threads and also repeated ones."""
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -45,21 +45,21 @@ def warned() -> Iterator[list[warnings.WarningMessage]]:
         ("strip_sequence_length_to_multiple", -8),
     ],
 )
-def test_settings_that_no_batch_can_have_are_refused(make: Callable[..., Any], name: str, value: float) -> None:
+def test_invalid_batch_settings_are_refused(make: Callable[..., Any], name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}") as refused:
         make(**{name: value})
     assert refused.value.help.startswith("give ")
 
 
 @pytest.mark.parametrize("make", MAKE)
-def test_the_least_settings_are_taken(make: Callable[..., Any]) -> None:
+def test_the_smallest_settings_are_accepted(make: Callable[..., Any]) -> None:
     make(max_queue_delay_microseconds=0, strip_sequence_length_to_multiple=1)
     make(max_queue_delay_microseconds=0.5, strip_sequence_length_to_multiple=None)
 
 
 @pytest.mark.parametrize("module", [tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
 @pytest.mark.parametrize("make", MAKE)
-def test_rows_of_a_request_are_no_cause_for_a_warning(
+def test_rows_of_a_request_cause_no_warning(
     make: Callable[..., Any], module: Any, warned: list[warnings.WarningMessage]
 ) -> None:
     server, config = make(), ServerConfig(port=0, grpc_port=0)
@@ -74,7 +74,7 @@ def test_rows_of_a_request_are_no_cause_for_a_warning(
     assert not [warning for warning in warned if "not writable" in str(warning.message)]
 
 
-def test_arrays_that_cannot_be_written_are_no_cause_either(warned: list[warnings.WarningMessage]) -> None:
+def test_read_only_arrays_cause_no_warning(warned: list[warnings.WarningMessage]) -> None:
     tokens, lengths = np.full((2, 5), 7), np.full((2, 1), 5)
     tokens.flags.writeable = lengths.flags.writeable = False
     _, values = critic.make().run_inference({"inputs": tokens, "sequence_length": lengths})

@@ -1,6 +1,6 @@
 """guerdon: reward models and trainable critics for RLHF, served, and their clients.
 
-The public names are loaded when they are first used, so that a client needs neither torch nor transformers.
+Public names are imported on first use, so that clients need neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {  # all others are errors
+_MODULES = {  # all others are in guerdon.errors
     "AsyncCriticClient": "guerdon.client",
     "AsyncRewardClient": "guerdon.client",
     "CriticClient": "guerdon.client",
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
         from guerdon.engine.host_threads import limit_spinning
 
         limit_spinning()
-    value = globals()[name] = getattr(importlib.import_module(_HOME.get(name, "guerdon.errors")), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "guerdon.errors")), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m guerdon` is the same as the `guerdon` command."""
+"""Runs the `guerdon` command as `python -m guerdon`."""
 
 import sys
 
