@@ -6,8 +6,8 @@ import torch
 
 from guerdon import assembly
 from guerdon.server import runtime
-from guerdon.server.critic.checkpoints import Checkpoints
-from guerdon.server.critic.journal import Journal
+from guerdon.server.critic.checkpoint_folder import CheckpointFolder
+from guerdon.server.critic.store import Journal
 from guerdon.settings.config import ServerConfig
 from guerdon.training.critic_trainer import CriticTrainer
 from guerdon.training.optimiser import Optimiser
@@ -20,7 +20,7 @@ POINTS: Points = {
     "between training and the answer": (CriticTrainer, "train", False),
     "before a save": (CriticTrainer, "save", True),
     "amid a save": (CriticTrainer, "save", False),
-    "at the end of a save": (Checkpoints, "commit", False),
+    "at the end of a save": (CheckpointFolder, "commit", False),
     "between a save and the journal's pruning": (Journal, "forget", True),
 }
 

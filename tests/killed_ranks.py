@@ -55,8 +55,8 @@ def _install() -> None:
     from guerdon.core import Signal
     from guerdon.distributed.pulse import Pulse
     from guerdon.distributed.worker import Worker
-    from guerdon.server.critic.checkpoints import Checkpoints
-    from guerdon.server.critic.journal import Journal
+    from guerdon.server.critic.checkpoint_folder import CheckpointFolder
+    from guerdon.server.critic.store import Journal
 
     phases = {Signal.FORWARD: "forward", Signal.TRAIN: "train", Signal.SAVE: "save", Signal.LOAD: "load"}
     executing = ""
@@ -100,7 +100,7 @@ def _install() -> None:
         (Worker, "execute", execute),
         (Pulse, "tick", tick),
         (Journal, "append", append),
-        (Checkpoints, "commit", commit),
+        (CheckpointFolder, "commit", commit),
     ):
         setattr(owner, name, _wrapped(getattr(owner, name), replacement))
 

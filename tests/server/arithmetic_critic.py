@@ -20,7 +20,7 @@ from guerdon.core import Message, ModelInfo, Score, Sequence, TrainReport, Train
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed
-from guerdon.server.critic.critic import Critic
+from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 

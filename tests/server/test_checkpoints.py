@@ -1,4 +1,4 @@
-"""Checkpoints on a real disk: whole or not at all, damaged later, kept by count and by a metric."""
+"""CheckpointFolder on a real disk: whole or not at all, damaged later, kept by count and by a metric."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from guerdon.errors import InvalidRequest, StartError
-from guerdon.server.critic.checkpoints import Checkpoints, DamagedCheckpoint
+from guerdon.server.critic.checkpoint_folder import CheckpointFolder, DamagedCheckpoint
 from processes import by_itself
 
 
-def save(checkpoints: Checkpoints, step: int, content: bytes = b"weights", **metrics: float) -> str:
+def save(checkpoints: CheckpointFolder, step: int, content: bytes = b"weights", **metrics: float) -> str:
     aside = checkpoints.begin()
     (aside / "part").mkdir()
     (aside / "part" / "model.bin").write_bytes(content)
@@ -35,8 +35,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_found_again_as_it_was_made(tmp_path: Path) -> None:
-    assert save(Checkpoints(tmp_path, keep=2), 7, loss=0.25) == "checkpoint-000001-step-7"
-    found = Checkpoints(tmp_path, keep=2).newest_whole()
+    assert save(CheckpointFolder(tmp_path, keep=2), 7, loss=0.25) == "checkpoint-000001-step-7"
+    found = CheckpointFolder(tmp_path, keep=2).newest_whole()
     assert found is not None
     assert (found.info.number, found.info.step, found.info.weights_version) == (1, 7, "1+7")
     assert (found.info.metrics, found.position, found.answers()) == ({"loss": 0.25}, 70, b"{}")
@@ -44,19 +44,19 @@ def test_a_checkpoint_is_found_again_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_the_newest_and_the_best_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, best="explained_variance")
+    checkpoints = CheckpointFolder(tmp_path, keep=2, best="explained_variance")
     for step, variance in enumerate((0.1, 0.9, 0.2, 0.3, 0.4), 1):
         save(checkpoints, step, explained_variance=variance)
     kept = ["checkpoint-000002-step-2", "checkpoint-000004-step-4", "checkpoint-000005-step-5"]
     assert names(tmp_path) == kept == [info.name for info in checkpoints.infos()]
     assert checkpoints.oldest_position() == 40  # of the newest two: the best one is not gone on from
-    again = Checkpoints(tmp_path, keep=1, best="explained_variance", mode="min")
+    again = CheckpointFolder(tmp_path, keep=1, best="explained_variance", mode="min")
     assert save(again, 6) == "checkpoint-000006-step-6"
     assert names(tmp_path) == ["checkpoint-000004-step-4", "checkpoint-000006-step-6"]
 
 
 def test_the_journal_reaches_back_to_the_model_until_there_are_enough(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     assert checkpoints.oldest_position() == 0
     save(checkpoints, 1)
     assert checkpoints.oldest_position() == 0
@@ -65,7 +65,7 @@ def test_the_journal_reaches_back_to_the_model_until_there_are_enough(tmp_path: 
 
 
 def test_a_checkpoint_that_is_gone_back_to_is_spared(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
     spared = save(checkpoints, 1)
     aside = checkpoints.begin()
     facts = {"step": 2, "weights_version": "1", "metrics": {}, "position": 20, "answers": b"", "settings": {}}
@@ -109,21 +109,21 @@ def change_position(folder: Path) -> None:
 def test_a_damaged_newest_one_is_put_aside_loudly_and_the_one_before_taken(
     tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     save(checkpoints, 1)
     newest = save(checkpoints, 2)
     damage(tmp_path / newest)
     with caplog.at_level(logging.ERROR):
-        again = Checkpoints(tmp_path, keep=2)
+        again = CheckpointFolder(tmp_path, keep=2)
         found = again.newest_whole()
     assert found is not None and found.info.step == 1
     assert again.has_damaged and "IS DAMAGED" in caplog.text and newest in caplog.text
     assert names(tmp_path) == ["checkpoint-000001-step-1", f"damaged-{newest}"]
-    assert save(Checkpoints(tmp_path, keep=2), 3) == "checkpoint-000003-step-3"  # its number is not used again
+    assert save(CheckpointFolder(tmp_path, keep=2), 3) == "checkpoint-000003-step-3"  # its number is not used again
 
 
 def test_one_that_is_asked_for_is_verified(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     with pytest.raises(InvalidRequest, match="there are: none yet"):
         checkpoints.whole(None)
     first, second = save(checkpoints, 1), save(checkpoints, 2)
@@ -137,11 +137,11 @@ def test_one_that_is_asked_for_is_verified(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_unfinished_is_removed_at_start(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     save(checkpoints, 1)
     aside = checkpoints.begin()
     (aside / "model.bin").write_bytes(b"half")
-    again = Checkpoints(tmp_path, keep=2)
+    again = CheckpointFolder(tmp_path, keep=2)
     assert names(tmp_path) == ["checkpoint-000001-step-1"]
     assert again.begin().name == aside.name
 
@@ -149,12 +149,12 @@ def test_what_a_crash_left_unfinished_is_removed_at_start(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="cannot keep checkpoints"):
-        Checkpoints(tmp_path / "file" / "folder", keep=1)
+        CheckpointFolder(tmp_path / "file" / "folder", keep=1)
 
 
 @by_itself
 def test_a_manifest_that_the_disk_cannot_take_leaves_the_older_ones(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     save(checkpoints, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

@@ -170,7 +170,7 @@ async def test_a_request_without_an_id_gets_one_of_its_own() -> None:
 
 
 async def test_only_so_many_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guerdon.server.critic.answers.MOST", 3)
+    monkeypatch.setattr("guerdon.server.critic.store.MOST_OUTCOMES", 3)
     async with running(tmp_path) as service:
         for i in range(5):
             await train(service, request(f"{i}", i))

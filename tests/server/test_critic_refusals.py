@@ -434,7 +434,7 @@ async def test_a_disk_that_fails_is_said(tmp_path: Path, said: list[str], monkey
         raise OSError(28, "No space left on device")
 
     async with running(tmp_path) as service:
-        monkeypatch.setattr("guerdon.server.critic.journal.write_new", full)
+        monkeypatch.setattr("guerdon.server.critic.store.write_new", full)
         with pytest.raises(StorageFailed):
             await train(service, request("a", 1))
         assert said == [said[0]] and said[0].startswith("train a: StorageFailed: the journal cannot take it")

@@ -247,7 +247,7 @@ def test_nobody_is_answered_before_the_mark_is_on_the_disk(tmp_path: Path, monke
         with monkeypatch.context() as patch:
 
             def train_and_break(*more: Any) -> TrainReport:
-                patch.setattr("guerdon.server.critic.journal.sync", broken)
+                patch.setattr("guerdon.server.critic.store.sync", broken)
                 return trains(*more)
 
             critic.trainer.train = train_and_break  # type: ignore[method-assign]

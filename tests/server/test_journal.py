@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from guerdon.errors import StartError, StorageFailed
-from guerdon.server.critic.journal import Journal, digest_of
+from guerdon.server.critic.records import digest_of
+from guerdon.server.critic.store import Journal
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import request
 from written_by_0_1.make import CRITIC
@@ -126,7 +127,7 @@ def test_what_was_withdrawn_is_gone_and_makes_no_gap(tmp_path: Path, journal: Jo
 
 def test_a_request_that_broke_off_says_how_much_of_it_stands(tmp_path: Path, journal: Journal) -> None:
     _, b = fill(journal, "a", "b")
-    journal.stop_at(b, 2)
+    journal.mark_done(b, num_steps=2)
     assert [(r.position, r.num_steps) for r in journal.records(0)] == [(1, None), (2, 2)]
     fill(journal, "c")
     assert [(r.position, r.num_steps, r.previous) for r in journal.records(1)] == [(2, 2, 1), (3, None, 2)]

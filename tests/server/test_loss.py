@@ -24,7 +24,7 @@ from guerdon.distributed.ranks import ALONE
 from guerdon.distributed.worker import Worker
 from guerdon.errors import RanksLost, StorageFailed
 from guerdon.server import status
-from guerdon.server.critic.critic import Critic
+from guerdon.server.critic.controller import Critic
 from guerdon.server.runtime import RunningServer, serve
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, ArithmeticTrainer, after, request
@@ -95,7 +95,7 @@ def test_a_train_that_was_done_before_is_answered(tmp_path: Path) -> None:
     is_done, show = threading.Event(), Critic._show
 
     def slowly(critic: Critic) -> None:
-        if critic._history.num_unsaved:
+        if critic.store.num_unsaved:
             is_done.set()
         time.sleep(0.5)
         show(critic)

@@ -57,7 +57,7 @@ def _serve(config: ServerConfig) -> None:
         num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
         console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
         if critic and service.critic is not None:
-            console.say(console.describe_stopped(critic, service.critic.now()))
+            console.say(console.describe_stopped(critic, service.critic.state()))
 
 
 def _device(config: ServerConfig) -> str:

@@ -17,8 +17,7 @@ from guerdon.server.batching.halving import Group
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 from guerdon.server.catalog import Catalog, Served, batch_limits
-from guerdon.server.critic.critic import Coming, Critic
-from guerdon.server.critic.critic import Result as CriticAnswer
+from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.watch import Watch
@@ -63,7 +62,7 @@ class Service:
         self._timeout_s = config.request_timeout_s
         self._asyncio: asyncio.AbstractEventLoop | None = None
         operations = () if critic is None else critic.infos
-        self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.lane)
+        self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.scorer_name)
 
         def own_limits(model: ModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)
@@ -102,7 +101,7 @@ class Service:
             )
         if name in self.catalog.sums:
             return await self._score_sum(self.catalog.sums[name], request, client)
-        entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.lane == name
+        entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.scorer_name == name
         if is_critics and (fault := self.critic.fault) is not None:  # type: ignore[union-attr]
             raise fault
         tracing.tell(sequences=len(request))
@@ -163,7 +162,9 @@ class Service:
             self.catalog.entry(component).loaded()
             self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
 
-    async def call(self, name: str, request: TrainRequest | ControlRequest | Coming, client: str = "") -> CriticAnswer:
+    async def call(
+        self, name: str, request: TrainRequest | ControlRequest | UnreadRequest, client: str = ""
+    ) -> OperationResult:
         """Does a critic's operation; raises what `Critic.call` raises."""
         assert self.critic is not None
         tracing.tell(model=name)

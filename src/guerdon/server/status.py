@@ -25,7 +25,11 @@ def is_ready(service: Service, name: str | None = None) -> bool:
     critic = service.critic
     if not service.ready:
         return False
-    if critic is not None and critic.fault is not None and name in (None, critic.lane, *service.catalog.operations):
+    if (
+        critic is not None
+        and critic.fault is not None
+        and name in (None, critic.scorer_name, *service.catalog.operations)
+    ):
         return False
     return name is None or service.catalog.is_loaded(name)
 

@@ -18,7 +18,7 @@ from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.batching.halving import Group
 from guerdon.server.batching.scheduler import Limits
-from guerdon.server.critic.critic import Critic
+from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig
 from guerdon.training.user_critic import UserCritic
@@ -223,7 +223,7 @@ class _Operations(Critic):
         """Has the user's callback save; raises ServerFault where the weights are in a state that nobody knows."""
         self._check_sound()
         group.lead(Command(Signal.SAVE, self.name))
-        self._history.num_unsaved = 0
+        self.store.num_unsaved = 0
         self._show()
 
 

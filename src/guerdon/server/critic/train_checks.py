@@ -8,7 +8,7 @@ import numpy as np
 
 from guerdon.core import ModelInfo, TrainRequest
 from guerdon.errors import InvalidRequest
-from guerdon.server.critic.journal import digest_of
+from guerdon.server.critic.records import digest_of
 
 MAX_ID_LENGTH = 200
 MAX_METRICS = 64

@@ -234,7 +234,7 @@ class Visit(Place):
         if isinstance(error, GuerdonError | asyncio.CancelledError) and not self._is_read:
             operation = service.catalog.operations.get(self._asked_name)
             if operation is not None and service.critic is not None:
-                service.critic.refused(operation.operation, error)
+                service.critic.count_refused(operation.operation, error)
         service.metrics.request_done(self.label, time.monotonic() - self._started, kind)
 
 

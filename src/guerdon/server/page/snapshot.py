@@ -11,7 +11,7 @@ import numpy as np
 
 from guerdon.core import ModelInfo
 from guerdon.server.catalog import Catalog
-from guerdon.server.critic.critic import Critic
+from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
 from guerdon.server.page import drift, traffic
 from guerdon.server.page.asked import Asked

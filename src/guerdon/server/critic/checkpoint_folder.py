@@ -42,7 +42,7 @@ class Checkpoint:
         return (self.folder / _ANSWERS).read_bytes()
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints in `folder`: the newest `keep` of them, and the one that is best by the metric `best`.
 
     The constructor removes what a crash left unfinished; no other server may work in the folder. Raises StartError

@@ -1,0 +1,456 @@
+"""A critic that learns while it serves: its operations are checked, journalled, done and answered, one at a time.
+
+A train request is on the disk before it is applied, and its outcome is kept by its id: once acknowledged it is never
+lost and never applied twice. A critic's state is in three objects: this controller has what is queued and whether the
+weights are sound, the store what survives a crash, the progress what viewers see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from guerdon.core import (
+    CheckpointInfo,
+    Command,
+    ControlRequest,
+    CriticState,
+    ModelInfo,
+    Operation,
+    OperationInfo,
+    Signal,
+    TrainReport,
+    TrainRequest,
+)
+from guerdon.errors import (
+    Cancelled,
+    CheckpointError,
+    DeadlineExceeded,
+    GuerdonError,
+    InvalidRequest,
+    Offloaded,
+    RanksLost,
+    ServerFault,
+    StorageFailed,
+    TrainFailed,
+)
+from guerdon.server.batching.halving import Group
+from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.orders import Order, Reservation, log_unsuccessful
+from guerdon.server.critic import train_checks
+from guerdon.server.critic.store import Store, TrainOutcome, reused_id
+from guerdon.server.metrics import Metrics
+from guerdon.server.reading import off_loop
+from guerdon.settings.config import CriticConfig
+
+log = logging.getLogger(__name__)
+
+MOST_POINTS = 2000
+MEASURES = ("loss", "explained_variance", "clip_fraction", "grad_norm", "learning_rate")
+
+_DROPPABLE = (Operation.STATE, Operation.VALIDATE, Operation.SAVE, Operation.LOAD)
+"""Dropped if its client disconnects, or stops waiting, before it begins."""
+
+OperationResult = TrainReport | CheckpointInfo | CriticState | None
+
+
+class Learner(Protocol):
+    """What the critic needs of its worker's trainer; `state` is as in `distributed.worker.Trainer`.
+
+    `run_token` becomes part of the weights' versions after the first step.
+    """
+
+    info: ModelInfo
+    run_token: str
+
+    def state(self) -> dict[str, Any]: ...
+
+
+class UnreadRequest(Protocol):
+    """A request that has been received and is not decoded yet; it is read once."""
+
+    async def read(self) -> TrainRequest | ControlRequest: ...
+
+    def release(self) -> None:
+        """Gives back the memory that it counts for: from now on it only waits for another request's answer."""
+
+
+class Critic:
+    """The operations of one critic; `operations` are those that it offers, as `infos`.
+
+    With `config.checkpoint_dir` it is durable: call `restore` first and `close` last. Methods that take the group run
+    on the loop's thread. Raises StartError if the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        trainer: Learner,
+        metrics: Metrics | None = None,
+        *,
+        operations: Sequence[Operation] = tuple(Operation),
+    ) -> None:
+        self.name = config.name
+        self.scorer_name = trainer.info.name
+        """The model that serves this critic's values; its scores and the operations share one queue."""
+        self.infos = [OperationInfo(f"{config.name}_{operation}", operation, config.name) for operation in operations]
+        self.metrics = metrics or Metrics()
+        self.progress = CriticProgress(config.name, self.metrics)
+        self.store = Store(config, trainer.info)
+        self._trainer = trainer
+        if not self.store.is_durable:  # the same step of another start has other weights
+            trainer.run_token = uuid.uuid4().hex[:8]
+        self._save_every = config.save_every
+        self._is_offloaded = False
+        self._fault = ""
+        self._era = 0  # counts loads: the same id after one is another request
+        self._pending: dict[tuple[int, str], tuple[str, Order]] = {}  # (era, id) -> (digest, order)
+
+    @property
+    def fault(self) -> ServerFault | None:
+        """A new error if the state of the weights is unknown, so that nothing can be asked any more; else None."""
+        return ServerFault(self._fault) if self._fault else None
+
+    def restore(self, group: Group) -> None:
+        """Brings a durable critic to its state before it stopped or was killed."""
+        self.store.restore(group.lead)
+        self._look_for_fault()
+        self._show()
+        self._save_if_due(group)
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        self.store.close()
+
+    def give_up(self, loss: RanksLost) -> None:
+        """Withdraws the unfinished request because nothing can be done any more; thread-safe.
+
+        If the disk keeps the request, so that the next start does it, its clients get StorageFailed.
+        """
+        try:
+            self.store.give_up(loss)
+        except StorageFailed as e:
+            log.error("%s", e)
+            for _, order in [*self._pending.values()]:
+                order.fail(e)
+
+    # -------------------------------------------------------------------------- on the event loop: one request
+
+    async def call(
+        self, operation: Operation, asked: TrainRequest | ControlRequest | UnreadRequest, loop: Loop, client: str = ""
+    ) -> OperationResult:
+        """Does an operation in the turn of this call, however long its request takes to decode and check.
+
+        An accepted train, offload or onload is done even if the client disconnects. Raises InvalidRequest, Overloaded,
+        Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded after the request's `timeout_s`.
+        """
+        place = Reservation(client)
+        try:
+            loop.order(self.scorer_name, place)
+        except GuerdonError as e:
+            self.count_refused(operation, e)
+            raise
+        era = self._era
+        self._era += operation is Operation.LOAD
+        what, timeout_s = str(operation), None
+        try:
+            request = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
+            timeout_s = request.timeout_s
+            if isinstance(request, ControlRequest):
+                order, is_known = Order(self._work(operation, request), client=client, name=what), False
+                loop.fill(self.scorer_name, place, order)
+            else:
+                request.id = request.id or uuid.uuid4().hex
+                what = f"{operation} {request.id}"
+                digest = await off_loop(
+                    functools.partial(train_checks.checked, request, self._trainer.info), request.tokens.nbytes
+                )
+                order, is_known = self._enqueue_rows(operation, request, digest, era, loop, place)
+        except BaseException as e:
+            loop.drop(self.scorer_name, place)
+            if isinstance(e, GuerdonError | asyncio.CancelledError):
+                self.count_refused(operation, e, what)
+            raise
+        del request  # frees its arrays if the same request waits already
+        if is_known:
+            loop.drop(self.scorer_name, place)
+            if not isinstance(asked, TrainRequest | ControlRequest):
+                asked.release()
+            self.metrics.add("guerdon_train_requests", 1, self.name, "known")
+        return await self._outcome_of(order, operation, what, timeout_s, loop, is_known=is_known)
+
+    def count_refused(self, operation: Operation, error: BaseException, what: str = "") -> None:
+        """Logs and counts an operation that was refused before it was queued."""
+        if isinstance(error, asyncio.CancelledError):
+            error = Cancelled("the client left before it was read")
+        log_unsuccessful(what or str(operation), error)
+        if operation is Operation.TRAIN:
+            self.metrics.add("guerdon_train_requests", 1, self.name, type(error).__name__)
+
+    def _enqueue_rows(
+        self, operation: Operation, request: TrainRequest, digest: str, era: int, loop: Loop, place: Reservation
+    ) -> tuple[Order, bool]:
+        """Queues a checked train or validate in its place; returns its order and False.
+
+        If the same train request waits or runs already, returns that one's order and True.
+        """
+        key = (era, request.id)
+        if operation is Operation.TRAIN and (pending := self._pending.get(key)) is not None:
+            if pending[0] != digest:
+                raise reused_id(request.id)
+            return pending[1], True
+        is_train = operation is Operation.TRAIN
+        order = Order(
+            functools.partial(self._train, request, digest) if is_train else functools.partial(self._validate, request),
+            client=place.client,
+            num_sequences=len(request),
+            num_tokens=request.tokens.size,
+            then=self._save_if_due if is_train else None,
+            name=f"{operation} {request.id}",
+        )
+        loop.fill(self.scorer_name, place, order)
+        if is_train:
+            self._pending[key] = (digest, order)
+            order.outcome.add_done_callback(lambda _: self._pending.pop(key, None))
+        return order, False
+
+    async def _outcome_of(
+        self, order: Order, operation: Operation, what: str, timeout_s: float | None, loop: Loop, *, is_known: bool
+    ) -> Any:
+        """Waits for an order's outcome; `is_known` says that another call queued it.
+
+        Raises what the order raises, and DeadlineExceeded after `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(order.outcome)
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if operation in _DROPPABLE and loop.drop(self.scorer_name, order):
+                log_unsuccessful(what, Cancelled("the client left before it began; it is dropped"))
+            raise
+        except GuerdonError as e:
+            if is_known:
+                log_unsuccessful(what, e)
+            raise
+        late = f"{operation} takes longer than {timeout_s:g} s"
+        if operation in _DROPPABLE and loop.drop(self.scorer_name, order):
+            error = DeadlineExceeded(f"{late}: it had not begun, and is dropped")
+        else:
+            again = f"; ask again with train_id {what.split(' ', 1)[1]!r}" if operation is Operation.TRAIN else ""
+            error = DeadlineExceeded(f"{late}, and goes on{again}")
+        log_unsuccessful(what, error)
+        raise error
+
+    # -------------------------------------------------------------------------- on the loop's thread: one order
+
+    def _train(self, request: TrainRequest, digest: str, group: Group) -> TrainReport:
+        counted = ServerFault.__name__
+        try:
+            if (known := self.store.outcome(request.id)) is not None:
+                counted = "known" if known.digest == digest else InvalidRequest.__name__
+                return known.report_for(request.id, digest)
+            self._check_present("train")
+            started = time.monotonic()
+            position = self.store.accept(request, digest)
+            journalled = time.monotonic()
+            if self.store.is_durable:
+                self.metrics.observe("guerdon_journal_seconds", journalled - started, self.name)
+            try:
+                with self._withdrawing(position):
+                    report = group.lead(Command(Signal.TRAIN, self.name, train=request))
+            except TrainFailed as e:
+                self._look_for_fault()
+                with self._showing():
+                    self.store.finish(request, position, TrainOutcome(digest, None, str(e), e.num_steps))
+                raise
+            assert isinstance(report, TrainReport)
+            self.metrics.observe("guerdon_train_seconds", time.monotonic() - journalled, self.name)
+            self.progress.count(report)
+            with self._showing():
+                self.store.finish(request, position, TrainOutcome(digest, report))
+            counted = "ok"
+            return report
+        except GuerdonError as e:
+            counted = counted if counted == "known" else type(e).__name__
+            raise
+        finally:
+            self.metrics.add("guerdon_train_requests", 1, self.name, counted)
+
+    def _validate(self, request: TrainRequest, group: Group) -> TrainReport:
+        self._check_present("validate")
+        report = group.lead(Command(Signal.VALIDATE, self.name, train=request))
+        assert isinstance(report, TrainReport)
+        return report
+
+    def _work(self, operation: Operation, request: ControlRequest) -> Callable[[Group], OperationResult]:
+        works: dict[Operation, Callable[[ControlRequest, Group], OperationResult]] = {
+            Operation.SAVE: self.save,
+            Operation.LOAD: self._load,
+            Operation.OFFLOAD: self._offload,
+            Operation.ONLOAD: self._onload,
+            Operation.STATE: lambda request, group: self.state(),
+        }
+        return functools.partial(works[operation], request)
+
+    def save(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
+        """Saves a checkpoint with the metrics of the last train request and those that are given."""
+        self._check_sound()
+        train_checks.check_metrics(asked.metrics)
+        measured = {name: value for name, value in self.store.measured.items() if math.isfinite(value)}
+        started = time.monotonic()
+        facts = {"step": self._trainer.state()["step"], "weights_version": self._trainer.info.weights_version}
+        info = self.store.save(group.lead, facts, measured | asked.metrics)
+        self.metrics.observe("guerdon_checkpoint_seconds", time.monotonic() - started, self.name)
+        self._show()
+        return info
+
+    def _save_if_due(self, group: Group) -> None:
+        """Saves, after a train request was answered, if `save_every` of them came since the last checkpoint."""
+        if self._save_every is None or self.store.num_unsaved < self._save_every or self._fault:
+            return
+        try:
+            self.save(ControlRequest(Operation.SAVE), group)
+        except StorageFailed as e:
+            log.error("%s; it is tried again after the next train request", e)
+
+    def _load(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
+        self._check_present("load")
+        source = self.store.checkpoint(asked.checkpoint)
+        position = self.store.accept(source.info.name)
+        try:
+            with self._withdrawing(position):
+                group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
+        except CheckpointError as e:
+            raise InvalidRequest(f"{e}; {e.help}") from e
+        self.store.returned_to(source)
+        self._show()
+        try:
+            return self.save(ControlRequest(Operation.SAVE, metrics=source.info.metrics), group)
+        except StorageFailed as e:
+            log.warning("%s; until one is, a restart goes back to %s by the journal", e, source.info.name)
+            return source.info
+
+    def _offload(self, asked: ControlRequest, group: Group) -> None:
+        self._check_sound()
+        self._is_offloaded = True  # already now: a failure half way leaves only a part on the device
+        self._show()
+        group.lead(Command(Signal.OFFLOAD, self.name))
+
+    def _onload(self, asked: ControlRequest, group: Group) -> None:
+        self._check_sound()
+        group.lead(Command(Signal.ONLOAD, self.name))
+        self._is_offloaded = False
+        self._show()
+
+    def state(self) -> CriticState:
+        """Returns what the critic is now; only while nothing else is done with it."""
+        facts = self._trainer.state()
+        return CriticState(
+            step=facts["step"],
+            weights_version=self._trainer.info.weights_version,
+            learning_rate=facts["learning_rate"],
+            is_offloaded=self._is_offloaded,
+            is_durable=self.store.is_durable,
+            num_unsaved=self.store.num_unsaved,
+            num_parameters=facts["num_parameters"],
+            num_trainable=facts["num_trainable"],
+            checkpoints=self.store.checkpoints(),
+        )
+
+    # ------------------------------------------------------------------------------- whether the weights are sound
+
+    def _check_sound(self) -> None:
+        if self._fault:
+            raise ServerFault(self._fault)
+
+    def _check_present(self, what: str) -> None:
+        self._check_sound()
+        if self._is_offloaded:
+            raise Offloaded(f"{self.name} is offloaded: {what} is refused until `onload`")
+
+    @contextlib.contextmanager
+    def _withdrawing(self, position: int) -> Iterator[None]:
+        """Withdraws an accepted record if the command fails with nothing changed, or nobody knows what changed.
+
+        Raises StorageFailed instead if the disk keeps the record.
+        """
+        try:
+            yield
+        except TrainFailed:  # says how much of it stands
+            raise
+        except GuerdonError:
+            self._look_for_fault()
+            self.store.withdraw(position)
+            raise
+        except BaseException as e:
+            fault = self._broken_by(e)
+            self.store.withdraw(position)
+            raise fault from e
+
+    def _broken_by(self, error: BaseException) -> ServerFault:
+        """Marks the critic as broken: after any error but a GuerdonError nobody knows how far the trainer came."""
+        back = "; it comes back as it was before this" if self.store.is_durable else ""
+        self._fault = f"{self.name} has broken down: {type(error).__name__}: {error}; restart it{back}"
+        log.critical("%s", self._fault, exc_info=error)
+        self._show()
+        return ServerFault(self._fault)
+
+    def _look_for_fault(self) -> None:
+        """Takes over, after an error, what the trainer says of spoilt weights."""
+        if broken := self._trainer.state().get("broken"):
+            self._fault = broken
+            log.critical("%s: %s", self.name, broken)
+            self._show()
+
+    @contextlib.contextmanager
+    def _showing(self) -> Iterator[None]:
+        """Shows the state at the end, even if the body raises."""
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
+        self.progress.show(self.state(), self.store.measured, bool(self._fault))
+
+
+class CriticProgress:
+    """Shows a critic's state and its last train reports to metrics and the page; thread-safe."""
+
+    def __init__(self, name: str, metrics: Metrics) -> None:
+        self.state: CriticState | None = None
+        self._name, self._metrics = name, metrics
+        self._points: deque[tuple[float, ...]] = deque(maxlen=MOST_POINTS)
+
+    def count(self, report: TrainReport) -> None:
+        """Counts a finished train request and keeps what it measured."""
+        self._metrics.add("guerdon_train_tokens", report.num_tokens, self._name)
+        self._metrics.add("guerdon_train_steps", report.num_steps, self._name, "done")
+        self._metrics.add("guerdon_train_steps", report.num_skipped, self._name, "skipped")
+        self._points.append((report.step, time.monotonic(), *(getattr(report, name) for name in MEASURES)))
+
+    def show(self, state: CriticState, measured: Mapping[str, float], has_fault: bool) -> None:
+        """Sets the current state and the last measurements."""
+        self.state = state
+        shown = {"step": state.step, "unsaved": state.num_unsaved, "offloaded": state.is_offloaded, "fault": has_fault}
+        for name, value in {**measured, **shown}.items():
+            self._metrics.set(f"guerdon_critic_{name}", value, self._name)
+
+    def reports(self, epoch: float) -> dict[str, list[float]]:
+        """Returns the step, the time and the MEASURES of each of the last MOST_POINTS reports, by name.
+
+        Times are seconds after `epoch`, the start of the monotonic clock.
+        """
+        points = [(step, epoch + at, *measured) for step, at, *measured in self._points.copy()]
+        columns = zip(*points, strict=True) if points else [()] * (2 + len(MEASURES))
+        return {name: list(column) for name, column in zip(("step", "time", *MEASURES), columns, strict=True)}

@@ -1,0 +1,158 @@
+"""One journal record as a file: a train request, or a client's return to a checkpoint.
+
+A head with its own checksum gives the length of the safetensors payload behind it, so that a file that was cut can be
+told from one in which a bit flipped. Records of guerdon 0.1, safetensors files without that head, are read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.numpy import load as unpack
+from safetensors.numpy import save as pack
+
+from guerdon.core import TrainRequest
+
+NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
+"""Matches a record's file name: the position, and how many global batches of a request that broke off stand."""
+_TENSORS = ("tokens", "returns", "prev_values", "mask")
+
+_HEAD = struct.Struct("<Q8sQ")
+"""The number of bytes of head that follow, the format, the payload's length. Guerdon 0.1 takes the first number for the
+length of safetensors' header, finds none, and refuses to start instead of dropping the record as one that was cut."""
+_MAGIC = b"GUERDON2"
+_CHECKSUM_BYTES = 16
+_PAYLOAD = _HEAD.size + _CHECKSUM_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One step of the critic's history: `request` was trained on, or `checkpoint` was loaded.
+
+    `previous` is the position of the record before it, 0 if there is none. If a request broke off, `num_steps` of its
+    global batches stand; None means all. `is_done` says that it is known to be finished, and so may have been
+    answered. `settings` are those it was done under.
+    """
+
+    position: int
+    previous: int
+    settings: dict[str, Any]
+    digest: str
+    request: TrainRequest | None = None
+    checkpoint: str | None = None
+    num_steps: int | None = None
+    is_done: bool = False
+
+
+def digest_of(request: TrainRequest) -> str:
+    """Returns a digest of what the request asks for; the id is not in it."""
+    digest = hashlib.sha256()
+    for name in _TENSORS:
+        array = np.ascontiguousarray(getattr(request, name))
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+def encode_record(meta: dict[str, Any], content: TrainRequest | str, digest: str) -> bytes:
+    """Returns the file of a train request with its digest, or of a return to the named checkpoint."""
+    tensors: dict[str, np.ndarray] = {}
+    if isinstance(content, TrainRequest):
+        meta |= {"id": content.id, "digest": digest}
+        tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in _TENSORS}
+    else:
+        meta |= {"checkpoint": content}
+    text = orjson.dumps(meta).decode()
+    payload = pack(tensors, {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    head = _HEAD.pack(_CHECKSUM_BYTES + _HEAD.size - 8, _MAGIC, len(payload))
+    return head + _checksum(head) + payload
+
+
+def decode_record(path: Path) -> Record:
+    """Reads a record; raises OSError, and SafetensorError, ValueError, KeyError or TypeError if it is damaged."""
+    payload = _payload(path.read_bytes())
+    meta = _meta(payload)
+    num_steps = NAME.fullmatch(path.name)[2]  # type: ignore[index]
+    record = Record(
+        meta["position"],
+        meta["previous"],
+        meta["settings"],
+        meta.get("digest", ""),
+        checkpoint=meta.get("checkpoint"),
+        num_steps=None if num_steps is None else int(num_steps),
+        is_done=num_steps is not None or path.stem.endswith("-done"),
+    )
+    tensors = unpack(payload)
+    if record.checkpoint is None:
+        tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
+        record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask)
+        if digest_of(record.request) != record.digest:
+            raise ValueError("its tensors are not those that were written")
+    return record
+
+
+def read_checkpoint(path: Path) -> str:
+    """Returns the checkpoint that a record returns to, without reading tensors."""
+    name: str = _meta(_payload(path.read_bytes()))["checkpoint"]
+    return name
+
+
+def is_cut(path: Path) -> bool:
+    """Whether the file is shorter than its own head says, and that head is intact."""
+    data = path.read_bytes()
+    if not _is_of_0_1(data):
+        try:
+            return len(data) < _PAYLOAD or len(data) < _PAYLOAD + _payload_bytes(data)
+        except ValueError:
+            return False
+    try:
+        # 0.1 has no checksum of the length, but the header behind it shows where it ends.
+        header, end = json.JSONDecoder().raw_decode(data[8:].decode("latin-1"))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        begin = 8 + -(-end // 8) * 8
+        return len(data) < begin + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except json.JSONDecodeError:
+        return len(data) < 8 + int.from_bytes(data[:8], "little")
+    except (KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def _checksum(head: bytes) -> bytes:
+    return hashlib.blake2b(head, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _payload_bytes(data: bytes) -> int:
+    head, checksum = data[: _HEAD.size], data[_HEAD.size : _PAYLOAD]
+    if _checksum(head) != checksum:
+        raise ValueError("its length is not what was written")
+    length: int = _HEAD.unpack(head)[2]
+    return length
+
+
+def _payload(data: bytes) -> bytes:
+    """Returns the safetensors payload; raises ValueError if the head before it is damaged."""
+    if _is_of_0_1(data):
+        return data
+    if len(data) != _PAYLOAD + _payload_bytes(data):
+        raise ValueError("its length is another than was written")
+    return data[_PAYLOAD:]
+
+
+def _is_of_0_1(data: bytes) -> bool:
+    return data[8:9] == b"{"
+
+
+def _meta(payload: bytes) -> dict[str, Any]:
+    length = int.from_bytes(payload[:8], "little")
+    header = orjson.loads(payload[8 : 8 + length])["__metadata__"]
+    if hashlib.sha256(header["record"].encode()).hexdigest() != header["sha256"]:
+        raise ValueError("its head is not what was written")
+    return orjson.loads(header["record"])
