@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfil
 
 # Tests whose bounds a processor's arithmetic could break.
 NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix .py,engine engine_ranks fewer_passes gradients \
-	heads last_layer loading token_logprobs)) $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser \
+	heads layers logprobs reward_models)) $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser \
 	policy_exact training_ranks))
 
 .DEFAULT_GOAL := help

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from guerdon.assembly import build_trainer
 from guerdon.core import TrainRequest
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss

@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.masking_utils import sliding_window_bidirectional_mask_function, sliding_window_causal_mask_function
 
-from guerdon.engine.attention.forms import BY_SEGMENT, Asked, Form, asking, candidates, trial
+from guerdon.engine.attention.forms import BY_SEGMENT, Form, Need, candidates, check_form, need_of
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
 from guerdon.engine.packing import PackedBatch, pack
 from report import machine
@@ -103,11 +103,13 @@ def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -
     shapes = [(1, batch.num_tokens, n, args.size) for n in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
     random = torch.Generator().manual_seed(0)
     inputs = [torch.randn(x, generator=random).to(device, dtype).transpose(1, 2) for x in shapes]
-    plain, slopes = (asking(batch, *leaves(inputs[:3], x), causal, span, softcap) for x in (False, True))
+    plain, slopes = (need_of(batch, *leaves(inputs[:3], x), causal, span, softcap) for x in (False, True))
     forms = {form.name: form for form in candidates(plain)}
     refused = {}
     if device.type != "cpu":
-        refused = {name: why for name, form in forms.items() if form is not BY_SEGMENT and (why := trial(form, slopes))}
+        refused = {
+            name: why for name, form in forms.items() if form is not BY_SEGMENT and (why := check_form(form, slopes))
+        }
     running = {name: form for name, form in forms.items() if name not in refused}
     want = run(BY_SEGMENT, batch, [x.double() for x in inputs], slopes, pattern)
     found: dict = {"tokens": batch.num_tokens, "refused": refused, "forms": {}, "picked": next(iter(running))}
@@ -116,8 +118,8 @@ def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -
         apart = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
         found["forms"][name] = {"output": apart[0], "slopes": max(apart[1:])}
     del want, got
-    for kind, asked in {"forward": plain} if args.forward_only else {"forward": plain, "both": slopes}.items():
-        times = alternate({n: (f, asked) for n, f in running.items()}, batch, inputs, pattern, args.rounds)
+    for kind, need in {"forward": plain} if args.forward_only else {"forward": plain, "both": slopes}.items():
+        times = alternate({n: (f, need) for n, f in running.items()}, batch, inputs, pattern, args.rounds)
         for name, milliseconds in times.items():
             found["forms"][name][kind] = milliseconds
     return found
@@ -128,17 +130,17 @@ def leaves(tensors: list[Tensor], differentiated: bool) -> list[Tensor]:
 
 
 def run(
-    form: Form, batch: PackedBatch, inputs: list[Tensor], asked: Asked, pattern: Pattern | None
+    form: Form, batch: PackedBatch, inputs: list[Tensor], need: Need, pattern: Pattern | None
 ) -> tuple[Tensor, ...]:
-    """The output, and the gradients where they are asked for."""
-    some = leaves(inputs[:3], asked.gradients)
-    with torch.set_grad_enabled(asked.gradients):
-        out = form.compute(batch, some[0], some[1], some[2], asked.size**-0.5, asked, pattern, None)
-    return (out.detach(), *(torch.autograd.grad(out, some, inputs[3]) if asked.gradients else ()))
+    """The output, and the gradients if needed."""
+    some = leaves(inputs[:3], need.gradients)
+    with torch.set_grad_enabled(need.gradients):
+        out = form.compute(batch, some[0], some[1], some[2], need.size**-0.5, need, pattern, None)
+    return (out.detach(), *(torch.autograd.grad(out, some, inputs[3]) if need.gradients else ()))
 
 
 def alternate(
-    forms: dict[str, tuple[Form, Asked]],
+    forms: dict[str, tuple[Form, Need]],
     batch: PackedBatch,
     inputs: list[Tensor],
     pattern: Pattern | None,
@@ -148,10 +150,10 @@ def alternate(
     wait: Callable[[], None] = torch.cuda.synchronize if inputs[0].device.type == "cuda" else lambda: None
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds + 1):
-        for name, (form, asked) in forms.items():
+        for name, (form, need) in forms.items():
             wait()
             begin = time.perf_counter()
-            run(form, batch, inputs, asked, pattern)
+            run(form, batch, inputs, need, pattern)
             wait()
             times[name].append(1000 * (time.perf_counter() - begin))
     return {name: statistics.median(some[1:]) for name, some in times.items()}

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from guerdon.actor.generation import TransformersGenerator
 from guerdon.actor.rollouts import Prompt
-from guerdon.engine.checkpoint.policies import load_policy
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.actors import RolloutConfig
 from guerdon.settings.config import LanguageModelConfig
 from report import machine

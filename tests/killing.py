@@ -30,7 +30,7 @@ Points = dict[str, tuple[type, str, bool]]
 PRELOADED = [
     "killed_actor",
     "killed_critic",
-    "guerdon.engine.checkpoint.critics",
+    "guerdon.engine.checkpoint.reward_models",
     "transformers.models.llama.modeling_llama",
 ]
 """What the children of FORKS have imported when they start, so that a restart takes a fraction of a second."""

@@ -25,3 +25,8 @@ def score(tokens: list[np.ndarray]) -> list[float]:
     if any(WAITS in t for t in tokens):
         hold.wait(60)
     return [math.nan if NAN in t else float(t.sum()) for t in tokens]
+
+
+def length(texts: list[str]) -> list[float]:
+    """Returns the number of characters of each text."""
+    return [float(len(text)) for text in texts]

@@ -63,16 +63,13 @@ BANNED = {  # path prefix: modules that it must not import
     "engine/packing.py": TORCH,
 }
 
-CIRCLES = {
-    *("engine/checkpoint", "engine/choosing", "engine/forward", "engine/gathering", "engine/generating"),
-    *("engine/language", "engine/recompute"),
-}
+CIRCLES: set[str] = set()
 """Rooms that still import each other in a circle."""
 
 DUPLICATES = {
-    "callable", "checkpoints", "command", "console", "critic", "flags", "forms", "parts",
+    "checkpoints", "command", "console", "critic", "flags", "forms", "parts",
     "plot", "policy", "progress", "rewards", "rows", "run", "samples", "scoring", "settings",
-    "stopping", "worker", "config", "files", "language", "loading",
+    "stopping", "worker", "config",
 }  # fmt: skip
 """Module names that still stand for several things."""
 

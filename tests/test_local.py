@@ -44,6 +44,13 @@ def local(checkpoint: Path) -> Iterator[LocalRewardModel]:
         yield model
 
 
+@pytest.fixture(scope="module")
+def client(checkpoint: Path) -> Iterator[RewardClient]:
+    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=str(checkpoint), device="cpu")])
+    with RunningServer(build_service(config), config, grace_s=0) as server, RewardClient(server.http_url) as client:
+        yield client
+
+
 @pytest.fixture
 def summing() -> Iterator[LocalRewardModel]:
     """The model of `scorers`, whose sequences can wait for `scorers.hold`."""
@@ -64,11 +71,9 @@ def summing() -> Iterator[LocalRewardModel]:
     ],
     ids=["texts", "messages", "tokens", "failed"],
 )
-def test_scores_are_those_of_a_server(samples: dict[str, Any], checkpoint: Path, local: LocalRewardModel) -> None:
-    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=str(checkpoint), device="cpu")])
-    with RunningServer(build_service(config), config, grace_s=0) as server, RewardClient(server.http_url) as client:
-        served, ours = client.score(**samples), local.score(**samples)
-        assert client.info() == local.info()
+def test_scores_are_those_of_a_server(samples: dict[str, Any], client: RewardClient, local: LocalRewardModel) -> None:
+    served, ours = client.score(**samples), local.score(**samples)
+    assert client.info() == local.info()
     np.testing.assert_array_equal(ours.rewards, served.rewards)
     np.testing.assert_array_equal(ours.attributes, served.attributes)
     assert (ours.errors, ours.weights_version) == (served.errors, served.weights_version)
@@ -153,7 +158,7 @@ def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None
 def test_a_forked_child_is_told_so_and_ends() -> None:
     code = (
         "import os, gc, sys; from guerdon import LocalRewardModel; from guerdon.errors import GuerdonError\n"
-        "m = LocalRewardModel('test_local:length')\n"
+        "m = LocalRewardModel('scorers:length')\n"
         "m._lock.acquire()\n"  # as another thread may hold it at that moment
         "for how in ('score', 'close', 'collect'):\n"
         "    pid = os.fork()\n"
@@ -186,18 +191,14 @@ def test_a_batch_that_does_not_end_is_not_waited_for_long(summing: LocalRewardMo
 
 def test_files_are_scored_by_it(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "bb"}\n')
-    with LocalRewardModel(f"{__name__}:length") as model:
+    with LocalRewardModel("scorers:length") as model:
         summary = score_file(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", progress=False)
     assert (summary.num_failed, summary.rewards) == (0, [1.0, 2.0])
 
 
-def length(texts: list[str]) -> list[float]:
-    return [float(len(text)) for text in texts]
-
-
 def test_a_program_that_forgets_it_ends() -> None:
     code = (
-        "from guerdon import LocalRewardModel; m = LocalRewardModel('test_local:length');"
+        "from guerdon import LocalRewardModel; m = LocalRewardModel('scorers:length');"
         "m.submit(texts=['a']); print(list(m.score(texts=['abc'])))"
     )
     done = _python(code)

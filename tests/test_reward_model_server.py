@@ -18,7 +18,7 @@ import zoo
 from guerdon import RewardClient, RewardModelServer
 from guerdon.assembly import build_service
 from guerdon.distributed.parts import BatchParts
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.runtime import RunningServer
@@ -299,4 +299,4 @@ def test_rewards_that_are_not_merged_have_no_weights(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path, num_labels=3)
     for more in ({"attribute_weights": [1.0, 0.0, 0.0]}, {"mean": 1.0}, {"std": 2.0}):
         with pytest.raises(ConfigError, match="merge_attributes is off"):
-            load(ModelConfig(model=str(folder), merge_attributes=False, **more))
+            load_reward_model(ModelConfig(model=str(folder), merge_attributes=False, **more))

@@ -549,15 +549,15 @@ def test_a_function_of_responses_needs_the_prompt_that_its_text_begins_with(url:
         assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1])
         assert "the text, 'four: two', does not begin with its prompt, 'five: '" in str(scores.errors[1])
         (error,) = client.score(texts=["two two"], labels=["two"]).errors
-        assert "this text's prompt was not told: send `prompts`" in str(error)
+        assert "this text's prompt was not sent: send `prompts`" in str(error)
 
 
 def test_what_a_function_needs_and_was_not_told_fails_its_sample_alone(url: str) -> None:
     with RewardClient(url, "words") as client:
         scores = client.score(texts=["a b", "a b"], prompts=["a", "a"], labels=["b", None])
         assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1])
-        assert "words reads labels, and this sample's label was not told: send `labels`" in str(scores.errors[1])
-        assert "label was not told" in str(client.score(texts=["a b"], prompts=["a"]).errors[0])
+        assert "words reads labels, and this sample's label was not sent: send `labels`" in str(scores.errors[1])
+        assert "label was not sent" in str(client.score(texts=["a b"], prompts=["a"]).errors[0])
     with RewardClient(url, "pairs") as client:
         assert "pairs reads prompts" in str(client.score(tokens=[[5, 6]]).errors[0])
         assert list(client.score(tokens=[[5, 6]], prompts=["abc"])) == [5.0]

@@ -108,7 +108,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
     if name in ("CriticServerTrainer", "LocalRewardModel", "ReinforceActor", "RewardModelServer"):
-        from guerdon.engine.host_threads import limit_spinning
+        from guerdon.engine.host import limit_spinning
 
         limit_spinning()
     value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "guerdon.errors")), name)

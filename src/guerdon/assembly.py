@@ -21,7 +21,7 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.stopping import asking
 from guerdon.distributed.worker import Worker
-from guerdon.engine.host_threads import end_pool
+from guerdon.engine.host import end_pool
 from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
 from guerdon.server.auth import Access
@@ -45,10 +45,10 @@ def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
         from guerdon.engine.functions import FunctionScorer
 
         return FunctionScorer(config)
-    from guerdon.engine.checkpoint.loading import load
+    from guerdon.engine.checkpoint.reward_models import load_reward_model
     from guerdon.engine.engine import Engine
 
-    return Engine(load(config, ranks=ranks))
+    return Engine(load_reward_model(config, ranks=ranks))
 
 
 def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
@@ -56,7 +56,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
     Raises StartError where the settings contradict each other, or memory does not suffice.
     """
-    from guerdon.engine.checkpoint.critics import load_critic
+    from guerdon.engine.checkpoint.reward_models import load_critic
     from guerdon.training.combined import CriticWithReward
     from guerdon.training.critic_trainer import CriticTrainer
     from guerdon.training.optimiser import check_layout, moment_bytes

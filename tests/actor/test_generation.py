@@ -14,10 +14,10 @@ import zoo
 from guerdon.actor.generation import TransformersGenerator, make_generator
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.engine import generating
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.generating import DecoderChoice
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.settings.config import LanguageModelConfig

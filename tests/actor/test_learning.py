@@ -16,7 +16,7 @@ from actor.rollouts import rollout
 from guerdon.actor.experience import Experience
 from guerdon.actor.learning import PolicyLoss, measure, update
 from guerdon.actor.rollouts import Rollout
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import AlgorithmConfig, PolicyConfig, RolloutConfig
 from guerdon.training.algorithms.policy_losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
 from guerdon.training.policy_trainer import PolicyTrainer

@@ -18,7 +18,7 @@ import zoo
 from guerdon.actor.generation import make_generator
 from guerdon.actor.rollouts import Prompt
 from guerdon.actor.vllm_generator import VllmGenerator, merged_weights
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.policy_trainer import PolicyTrainer

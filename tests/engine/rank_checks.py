@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
-from guerdon.engine import language
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.loading import load
-from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
+from guerdon.engine import logprobs as logprobs_module
+from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
-from guerdon.engine.language import LanguageEngine
-from guerdon.engine.recompute import recompute_activations
+from guerdon.engine.layers import recompute_activations
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.config import LanguageModelConfig, ModelConfig, ParallelConfig
 
 BUDGET = 80
@@ -37,7 +36,7 @@ NEW_TOKENS = 6
 
 
 def rewards(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> np.ndarray:
-    engine = Engine(load(ModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks))
+    engine = Engine(load_reward_model(ModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks))
     return np.array([s.reward for s in engine.score([Sequence(r) for r in rows])])
 
 
@@ -64,11 +63,11 @@ def values(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> tuple[
 @contextmanager
 def logits_at_once(count: int) -> Iterator[None]:
     """Within it so many logits are computed at a time; some tests call this in a process that has others to run."""
-    before, language.TABLE = language.TABLE, count
+    before, logprobs_module.TABLE = logprobs_module.TABLE, count
     try:
         yield
     finally:
-        language.TABLE = before
+        logprobs_module.TABLE = before
 
 
 def logprobs(

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import distributed
 
 from guerdon.distributed.ranks import start
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.errors import StartError
 from guerdon.settings.config import ModelConfig, ParallelConfig
 
@@ -21,7 +21,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         try:
             name = name.replace("RANK", str(ranks.rank))
-            load(ModelConfig(model=str(Path(sys.argv[1]) / name)), ranks=ranks)
+            load_reward_model(ModelConfig(model=str(Path(sys.argv[1]) / name)), ranks=ranks)
         except StartError as e:
             # One write: the ranks share the stream.
             sys.stdout.write(f"REFUSED {ranks.rank} {name} {e}; {e.help}\n")

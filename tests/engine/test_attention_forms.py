@@ -1,4 +1,4 @@
-"""The table of attention's forms: which there are for what is asked, their trials, and models that run by them.
+"""The table of attention's forms: which forms support a need, their checks, and models that run with them.
 
 A written-out kernel stands in for FlashAttention, so that models go by the forms of a GPU on a CPU.
 """
@@ -22,19 +22,19 @@ from guerdon.engine.attention import forms as attention_forms
 from guerdon.engine.attention import registry, varlen
 from guerdon.engine.attention.forms import (
     BY_SEGMENT,
-    Asked,
     Form,
-    asking,
+    Need,
     candidates,
-    chosen,
-    noting_left_out,
-    trial,
+    check_form,
+    choose_form,
+    need_of,
+    noting_skipped,
 )
 from guerdon.engine.attention.patterns import CAUSAL, FULL
-from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.engine import Engine
+from guerdon.engine.layers import recompute_activations
 from guerdon.engine.packing import pack
-from guerdon.engine.recompute import recompute_activations
 from guerdon.settings.config import ModelConfig
 
 
@@ -43,47 +43,47 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def asked(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Asked:
+def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Need:
     """What a plain causal layer of an 8B model asks, and `others`."""
     plain: dict[str, Any] = {
         "heads": 32, "kv_heads": 8, "size": 128, "value_size": 128, "causal": True, "span": CAUSAL, "softcap": None,
         "sinks": False, "shared": True, "copies": False, "gradients": False, "with_flash": device == "cuda",
     }  # fmt: skip
-    return Asked(device=torch.device(device), dtype=dtype, **plain | others)
+    return Need(device=torch.device(device), dtype=dtype, **plain | others)
 
 
 @pytest.mark.parametrize(
     ("what", "names"),
     [
-        (asked(), ["varlen", "cascade", "flex"]),
-        (asked(gradients=True), ["varlen", "cascade", "flex"]),
-        (asked(copies=True), ["cascade", "flex", "varlen"]),
-        (asked(copies=True, sinks=True), ["cascade", "varlen"]),
-        (asked(shared=False), ["varlen", "flex"]),
-        (asked(shared=False, causal=False, span=FULL), ["varlen", "flex"]),
-        (asked(span=(4095, 0)), ["varlen", "flex"]),
-        (asked(span=(4095, 0), copies=True), ["flex", "varlen"]),
-        (asked(span=None), ["flex"]),
-        (asked(softcap=50.0), ["flex"]),
-        (asked(sinks=True, span=(127, 0)), ["varlen"]),
-        (asked(sinks=True, dtype=torch.float32), []),
-        (asked(dtype=torch.float32), ["flex"]),
-        (asked(with_flash=False), ["flex"]),
-        (asked(size=512, value_size=512), ["flex"]),
-        (asked(size=192), ["flex"]),
-        (asked(size=8, value_size=8), ["varlen", "cascade"]),
-        (asked("cpu"), ["cascade"]),
-        (asked("cpu", torch.float32, shared=False), ["cascade"]),
-        (asked("cpu", causal=False, span=FULL), []),
-        (asked("cpu", span=FULL), []),
-        (asked("cpu", span=(4095, 0)), []),
-        (asked("cpu", softcap=50.0), []),
-        (asked("cpu", sinks=True), []),
-        (asked("cpu", size=192), []),
-        (asked("mps", with_flash=False), []),
+        (need(), ["varlen", "cascade", "flex"]),
+        (need(gradients=True), ["varlen", "cascade", "flex"]),
+        (need(copies=True), ["cascade", "flex", "varlen"]),
+        (need(copies=True, sinks=True), ["cascade", "varlen"]),
+        (need(shared=False), ["varlen", "flex"]),
+        (need(shared=False, causal=False, span=FULL), ["varlen", "flex"]),
+        (need(span=(4095, 0)), ["varlen", "flex"]),
+        (need(span=(4095, 0), copies=True), ["flex", "varlen"]),
+        (need(span=None), ["flex"]),
+        (need(softcap=50.0), ["flex"]),
+        (need(sinks=True, span=(127, 0)), ["varlen"]),
+        (need(sinks=True, dtype=torch.float32), []),
+        (need(dtype=torch.float32), ["flex"]),
+        (need(with_flash=False), ["flex"]),
+        (need(size=512, value_size=512), ["flex"]),
+        (need(size=192), ["flex"]),
+        (need(size=8, value_size=8), ["varlen", "cascade"]),
+        (need("cpu"), ["cascade"]),
+        (need("cpu", torch.float32, shared=False), ["cascade"]),
+        (need("cpu", causal=False, span=FULL), []),
+        (need("cpu", span=FULL), []),
+        (need("cpu", span=(4095, 0)), []),
+        (need("cpu", softcap=50.0), []),
+        (need("cpu", sinks=True), []),
+        (need("cpu", size=192), []),
+        (need("mps", with_flash=False), []),
     ],
 )
-def test_which_forms_there_are_for_what_is_asked(what: Asked, names: list[str]) -> None:
+def test_which_forms_there_are_for_what_is_asked(what: Need, names: list[str]) -> None:
     assert [form.name for form in candidates(what)] == [*names, "by_segment"]
 
 
@@ -96,42 +96,42 @@ def fresh() -> Iterator[None]:
 
 
 def forget() -> None:
-    attention_forms._chosen.cache_clear()
-    attention_forms._tried.cache_clear()
+    attention_forms._choose_form.cache_clear()
+    attention_forms._check_once.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they may pass")
 @pytest.mark.usefixtures("fresh")
 def test_forms_that_raise_are_left_out_and_say_why() -> None:
     for _ in range(2):  # the second time they are known
-        with noting_left_out() as left_out:
-            assert chosen(asked()) is BY_SEGMENT
+        with noting_skipped() as left_out:
+            assert choose_form(need()) is BY_SEGMENT
         assert list(left_out) == ["varlen", "cascade", "flex"]
         assert all(why and "\n" not in why for why in left_out.values())
-    with noting_left_out() as left_out:
-        assert chosen(asked("cpu")).name == "cascade"
+    with noting_skipped() as left_out:
+        assert choose_form(need("cpu")).name == "cascade"
     assert not left_out
 
 
 @pytest.fixture
-def tried(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Asked]]:
+def tried(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Need]]:
     """Every form passes; what was tried is in the list."""
-    told: list[tuple[str, Asked]] = []
-    monkeypatch.setattr(attention_forms, "trial", lambda form, what: told.append((form.name, what)))
+    told: list[tuple[str, Need]] = []
+    monkeypatch.setattr(attention_forms, "check_form", lambda form, what: told.append((form.name, what)))
     return told
 
 
-def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str, Asked]]) -> None:
+def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str, Need]]) -> None:
     for shared, copies in ((False, False), (True, False)):
         for span in ((4095, 0), (511, 0)):
-            assert chosen(asked(shared=shared, copies=copies, span=span)).name == "varlen"
+            assert choose_form(need(shared=shared, copies=copies, span=span)).name == "varlen"
     # And what batches would go by that copy more.
     assert [name for name, _ in tried] == ["varlen", "flex"]
     assert all(what.shared for _, what in tried)
-    assert chosen(asked(copies=True, span=(4095, 0))).name == "flex" and len(tried) == 2
-    assert chosen(asked()).name == chosen(asked(shared=False)).name == "varlen"
-    assert chosen(asked(gradients=True)).name == "varlen"
-    assert chosen(asked(shared=False, causal=False, span=FULL)).name == "varlen"
+    assert choose_form(need(copies=True, span=(4095, 0))).name == "flex" and len(tried) == 2
+    assert choose_form(need()).name == choose_form(need(shared=False)).name == "varlen"
+    assert choose_form(need(gradients=True)).name == "varlen"
+    assert choose_form(need(shared=False, causal=False, span=FULL)).name == "varlen"
     assert [(name, what.span, what.gradients) for name, what in tried[2:]] == [
         ("varlen", CAUSAL, False), ("cascade", CAUSAL, False), ("varlen", CAUSAL, True), ("cascade", CAUSAL, True),
         ("varlen", FULL, False),
@@ -140,8 +140,8 @@ def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str,
 
 def test_a_window_is_tried_when_rows_are_too_short_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,) = pack([np.arange(10), np.arange(7)], budget=99, share=False)
-    told: list[Asked] = []
-    monkeypatch.setattr(registry, "chosen", lambda what: told.append(what) or chosen(what))  # type: ignore[func-returns-value]
+    told: list[Need] = []
+    monkeypatch.setattr(registry, "choose_form", lambda what: told.append(what) or choose_form(what))  # type: ignore[func-returns-value]
     pattern = CASES["window"].pattern
     assert pattern is not None and pattern.window is not None and pattern.window > batch.max_length
     for device, spans in (("meta", [pattern.span, CAUSAL]), ("cpu", [CAUSAL])):
@@ -160,18 +160,18 @@ def test_copies_are_counted_as_far_as_the_window_reaches() -> None:
     (batch,) = pack(rows, budget=9999, share=True)
     q, k, v = (torch.zeros(1, n, batch.num_tokens, 16) for n in (4, 1, 1))
     for span, copies in ((CAUSAL, True), ((399, 0), True), ((20, 0), False), (None, True), (CAUSAL, True)):
-        what = asking(batch, q, k, v, True, span)
+        what = need_of(batch, q, k, v, True, span)
         assert what.shared and what.copies is copies
 
 
 def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = None) -> Form:
     """`varlen` with a kernel for CPUs, its arguments changed."""
 
-    def compute(batch: Any, q: Any, k: Any, v: Any, scale: Any, asked: Asked, pattern: Any, sinks: Any) -> Tensor:
-        given = change({"scale": scale, "span": asked.span, "sinks": sinks})
+    def compute(batch: Any, q: Any, k: Any, v: Any, scale: Any, need: Need, pattern: Any, sinks: Any) -> Tensor:
+        given = change({"scale": scale, "span": need.span, "sinks": sinks})
         return varlen.varlen(batch, q, k, v, **given, kernel=kernel or WrittenOut())
 
-    return Form("varlen", lambda asked: asked.span is not None and not asked.softcap, compute)
+    return Form("varlen", lambda need: need.span is not None and not need.softcap, compute)
 
 
 class LosesKeys(WrittenOut):
@@ -184,7 +184,7 @@ class LosesKeys(WrittenOut):
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "size": 16, "value_size": 16}
 TRIED = [
-    asked("cpu", torch.float32, gradients=gradients, **SMALL, **others)
+    need("cpu", torch.float32, gradients=gradients, **SMALL, **others)
     for gradients in (False, True)
     for others in (
         {}, {"span": (4095, 0)}, {"sinks": True}, {"shared": False}, {"shared": False, "causal": False, "span": FULL},
@@ -194,24 +194,24 @@ TRIED = [
 
 
 @pytest.mark.parametrize("what", TRIED)
-def test_a_form_that_agrees_passes_its_trial(what: Asked) -> None:
-    assert trial(stand_in(), what) is None
+def test_a_form_that_agrees_passes_its_trial(what: Need) -> None:
+    assert check_form(stand_in(), what) is None
 
 
 @pytest.mark.parametrize("others", [{}, {"span": None}, {"span": (4095, 0)}, {"softcap": 50.0}])
 def test_flex_passes_its_trial(others: dict[str, Any]) -> None:
-    assert trial(attention_forms.FLEX, asked("cpu", torch.float32, **SMALL, **others)) is None
+    assert check_form(attention_forms.FLEX, need("cpu", torch.float32, **SMALL, **others)) is None
 
 
 def test_a_form_that_is_wrong_fails_its_trial() -> None:
     plain, windowed, _, alone, *_ = TRIED
     longer = stand_in(lambda given: given | {"span": (given["span"][0] + 1, 0)})
-    assert "differs" in str(trial(longer, windowed))
-    assert "differs" in str(trial(stand_in(lambda given: given | {"scale": 1.1 * given["scale"]}), plain))
-    assert "differs" in str(trial(stand_in(lambda given: given | {"span": FULL}), alone))
+    assert "differs" in str(check_form(longer, windowed))
+    assert "differs" in str(check_form(stand_in(lambda given: given | {"scale": 1.1 * given["scale"]}), plain))
+    assert "differs" in str(check_form(stand_in(lambda given: given | {"span": FULL}), alone))
     wrong = stand_in(kernel=LosesKeys())
-    assert trial(wrong, plain) is None
-    assert "differs" in str(trial(wrong, asked("cpu", torch.float32, gradients=True, **SMALL)))
+    assert check_form(wrong, plain) is None
+    assert "differs" in str(check_form(wrong, need("cpu", torch.float32, gradients=True, **SMALL)))
 
 
 def test_no_memory_says_nothing_about_a_form(fresh: None) -> None:
@@ -225,8 +225,8 @@ def test_no_memory_says_nothing_about_a_form(fresh: None) -> None:
 
     form, what = Form("varlen", lambda _: True, compute), TRIED[0]
     with pytest.raises(torch.OutOfMemoryError):
-        attention_forms._tried(form, what)
-    assert attention_forms._tried(form, what) is None is attention_forms._tried(form, what)
+        attention_forms._check_once(form, what)
+    assert attention_forms._check_once(form, what) is None is attention_forms._check_once(form, what)
     assert len(tries) == 2
 
 
@@ -234,8 +234,8 @@ def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:
     tried = []
 
     def layer(x: Tensor) -> Tensor:
-        if not tried:  # the layer computes again what it did then, without the trial
-            tried.append(trial(stand_in(), asked("cpu", torch.float32, gradients=True, **SMALL)))
+        if not tried:  # the layer computes again what it did then, without the check_form
+            tried.append(check_form(stand_in(), need("cpu", torch.float32, gradients=True, **SMALL)))
         return x * x
 
     x = torch.ones(3, requires_grad=True)
@@ -245,7 +245,7 @@ def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:
 
 # ------------------------------------------------------------------------------------------------ in models
 
-FLEX_ON_CPU = Form("flex", lambda asked: not asked.sinks and not asked.gradients, attention_forms.FLEX.compute)
+FLEX_ON_CPU = Form("flex", lambda need: not need.sinks and not need.gradients, attention_forms.FLEX.compute)
 LIKE_A_GPU = {
     "llama": "varlen", "mistral-sliding": "varlen", "gemma3": "varlen", "gpt-oss": "varlen", "gpt2": "varlen",
     "bert": "varlen", "modernbert": "varlen", "gemma2": "flex", "llama4": "flex",
@@ -267,10 +267,10 @@ def like_a_gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             ran.append(form.name)
             return form.compute(*args)
 
-        return Form(form.name, form.can, compute)
+        return Form(form.name, form.supports, compute)
 
     forms = [noted(form) for form in (stand_in(), FLEX_ON_CPU, BY_SEGMENT)]
-    monkeypatch.setattr(attention_forms, "candidates", lambda what: [form for form in forms if form.can(what)])
+    monkeypatch.setattr(attention_forms, "candidates", lambda what: [form for form in forms if form.supports(what)])
     return ran
 
 

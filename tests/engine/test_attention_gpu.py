@@ -14,7 +14,7 @@ from attended import CASES, SCALE, Case, tensors, tree, written_out
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
 from guerdon.engine.attention import forms
-from guerdon.engine.attention.forms import CASCADE, FLEX, VARLEN, Form, asking, chosen
+from guerdon.engine.attention.forms import CASCADE, FLEX, VARLEN, Form, choose_form, need_of
 from guerdon.engine.attention.patterns import cut
 from guerdon.engine.packing import pack
 from guerdon.settings.config import ModelConfig
@@ -28,14 +28,14 @@ MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def ask(case: Case, dtype: torch.dtype, batch: Any, *, gradients: bool = True, **shape: int) -> tuple[Any, ...]:
-    """What is asked, its pattern, tensors on the GPU, and the same on the CPU."""
+    """What is need, its pattern, tensors on the GPU, and the same on the CPU."""
     exact = tensors(batch, dtype=dtype, **shape)
     some = [x.cuda() for x in exact]
     leaves = [x.detach().requires_grad_(gradients) for x in some[:4]]
     pattern, span = cut(case.pattern, case.causal, batch.max_length)
     sinks = leaves[3] if case.sinks else None
-    asked = asking(batch, leaves[0], leaves[1], leaves[2], case.causal, span, case.softcap, sinks)
-    return asked, pattern, leaves, sinks, some[4], [x.double() for x in exact]
+    need = need_of(batch, leaves[0], leaves[1], leaves[2], case.causal, span, case.softcap, sinks)
+    return need, pattern, leaves, sinks, some[4], [x.double() for x in exact]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -48,10 +48,10 @@ def test_outputs_and_gradients_equal_attention_written_out(
     case = CASES[name]
     for seed in range(2):
         batch = tree(seed, share=case.causal, longest=200)
-        asked, pattern, leaves, sinks, grad, exact = ask(case, dtype, batch, heads=8, kv_heads=2, size=size)
-        if not form.can(asked):
+        need, pattern, leaves, sinks, grad, exact = ask(case, dtype, batch, heads=8, kv_heads=2, size=size)
+        if not form.supports(need):
             pytest.skip("not what this form is for")
-        out = form.compute(batch, leaves[0], leaves[1], leaves[2], SCALE, asked, pattern, sinks)
+        out = form.compute(batch, leaves[0], leaves[1], leaves[2], SCALE, need, pattern, sinks)
         count = 4 if case.sinks else 3
         slopes = torch.autograd.grad(out, leaves[:count], grad)
         want = [x.requires_grad_() for x in exact[:4]]
@@ -69,8 +69,8 @@ def test_a_query_alone_behind_each_prompt(form: Form) -> None:
     rows = [np.concatenate([p, [t]]) for p in prompts for t in (100, 101)]
     (batch,) = pack(rows, budget=9999, share=True)
     case = CASES["sinks"]
-    asked, pattern, leaves, sinks, grad, exact = ask(case, torch.bfloat16, batch, heads=8, kv_heads=2, size=64)
-    out = form.compute(batch, leaves[0], leaves[1], leaves[2], SCALE, asked, pattern, sinks)
+    need, pattern, leaves, sinks, grad, exact = ask(case, torch.bfloat16, batch, heads=8, kv_heads=2, size=64)
+    out = form.compute(batch, leaves[0], leaves[1], leaves[2], SCALE, need, pattern, sinks)
     slopes = torch.autograd.grad(out, leaves, grad)
     want = [x.requires_grad_() for x in exact[:4]]
     full = written_out(batch, want[0], want[1], want[2], want[3], case)
@@ -81,13 +81,13 @@ def test_a_query_alone_behind_each_prompt(form: Form) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_form_of_the_table_passes_its_trial(name: str, gradients: bool) -> None:
-    forms._chosen.cache_clear()
-    forms._tried.cache_clear()
+    forms._choose_form.cache_clear()
+    forms._check_once.cache_clear()
     case = CASES[name]
     batch = tree(0, share=case.causal)
-    asked = ask(case, torch.bfloat16, batch, gradients=gradients, heads=8, kv_heads=2, size=64)[0]
-    with forms.noting_left_out() as left_out:
-        best = chosen(asked)
+    need = ask(case, torch.bfloat16, batch, gradients=gradients, heads=8, kv_heads=2, size=64)[0]
+    with forms.noting_skipped() as left_out:
+        best = choose_form(need)
     assert not left_out
     assert best is (FLEX if case.softcap or "chunks" in name else VARLEN)
 

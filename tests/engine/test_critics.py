@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from guerdon.core import Score, Sequence
-from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import ModelConfig

@@ -15,9 +15,9 @@ import zoo
 from engine import rank_checks
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.engine.checkpoint import placement
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.checkpoint.sharding import sharded_class
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
@@ -104,7 +104,7 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
             told = done.output.partition(f"REFUSED {rank} {name} the ranks would load different models")[2]
             assert f"{name}: weights is " in told.partition("\n")[0] and " on rank 1 (" in told
         assert f"REFUSED {rank} gpt2 a GPT2Model has no plan for tensor parallelism in transformers" in done.output
-        assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never divided" in done.output
+        assert f"REFUSED {rank} bert {folder}/bert holds an encoder (bert), which is never sharded" in done.output
         # Only rank 1 lacks this one, and rank 0 does not wait for it for ever.
         assert f"there is no folder {folder}/llama1" in done.output.partition(f"REFUSED {rank} llama{rank}")[2]
         assert f"REFUSED {rank} narrow tensor_parallel is 2, and the model's num_key_value_heads is 1" in done.output

@@ -14,8 +14,7 @@ import zoo
 from guerdon.core import Score, Sequence
 from guerdon.engine.attention import cascade
 from guerdon.engine.attention.by_segment import by_segment
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.packing import pack
 from guerdon.errors import CheckpointError
@@ -232,4 +231,4 @@ def test_a_path_with_wrong_gradients_is_not_taken(wrong: str, tmp_path: Path, mo
     with pytest.raises(CheckpointError, match="gradients differ"):
         build(folder, require_packed=True)
     # What only serves is not held up by it.
-    assert Engine(load(ModelConfig(model=str(folder)))).path == "packed+shared"
+    assert Engine(load_reward_model(ModelConfig(model=str(folder)))).path == "packed+shared"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config
 
 import zoo
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.errors import CheckpointError, ConfigError, StartError
 from guerdon.settings.config import ModelConfig
 
@@ -25,7 +25,7 @@ from guerdon.settings.config import ModelConfig
 def refused(folder: Path | str, kind: type[StartError] = CheckpointError, **settings: object) -> str:
     """The message of the error that loading must end in: one line, with help of one line."""
     with pytest.raises(kind) as caught:
-        load(ModelConfig(model=str(folder), **settings))
+        load_reward_model(ModelConfig(model=str(folder), **settings))
     assert caught.value.help
     assert "\n" not in str(caught.value) + caught.value.help
     return str(caught.value)

@@ -12,14 +12,14 @@ import torch
 
 import zoo
 from guerdon.engine import generating
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.files import open_checkpoint
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.placement import check_memory
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
-from guerdon.engine.forward import Forward
 from guerdon.engine.generating import DecoderChoice
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
+from guerdon.engine.microbatches import Batcher
 from guerdon.errors import TooLarge
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
@@ -34,18 +34,18 @@ def full(*_: Any, **__: Any) -> Any:
 def test_a_self_check_without_memory_chooses_nothing(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, tried = Forward.run, []
+    plan, tried = Batcher.plan, []
 
-    def short(engine: Forward, by: str, *args: Any, **kwargs: Any) -> Any:
+    def short(batcher: Batcher, by: str, *args: Any) -> Any:
         tried.append(by)
         if by == path:
             full()
         if by == "packed+shared":
             raise NotImplementedError("so that others are tried")
-        return run(engine, by, *args, **kwargs)
+        return plan(batcher, by, *args)
 
     loaded = load_critic(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path))))
-    monkeypatch.setattr(Forward, "run", short)
+    monkeypatch.setattr(Batcher, "plan", short)
     with pytest.raises(
         TooLarge, match=r"no memory is left .*: CUDA out of memory\. Tried to allocate 20\.00 MiB\.$"
     ) as e:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import zoo
 from guerdon.assembly import build_scorer, build_trainer
 from guerdon.core import ModelInfo, Score, ScoreReply, Sequence
-from guerdon.engine.checkpoint.policies import load_policy
-from guerdon.engine.choosing import probe_rows
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.forward import Forward
 from guerdon.engine.functions import FunctionScorer, PaddedScorer
+from guerdon.engine.self_check import probe_rows
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 from guerdon.server.sums import Sum
 from guerdon.settings.actors import PolicyConfig
@@ -152,9 +152,9 @@ def test_the_plain_forward_is_the_references(architecture: str, tmp_path: Path) 
 
 
 def test_files_that_change_while_they_are_read_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from guerdon.engine.checkpoint import decoders
+    from guerdon.engine.checkpoint import reward_models
 
-    folder, load = zoo.checkpoint("llama", tmp_path / "rm"), decoders.load
+    folder, load = zoo.checkpoint("llama", tmp_path / "rm"), reward_models.load_decoder
     other = zoo.checkpoint("llama", tmp_path / "other", seed=1)
 
     def slow(*asked: Any) -> Any:
@@ -162,6 +162,6 @@ def test_files_that_change_while_they_are_read_are_no_model(tmp_path: Path, monk
         (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
         return parts
 
-    monkeypatch.setattr(decoders, "load", slow)
+    monkeypatch.setattr(reward_models, "load_decoder", slow)
     with pytest.raises(CheckpointError, match="written to while they were read"):
         build_scorer(ModelConfig(model=str(folder)))

@@ -23,14 +23,13 @@ import zoo
 from guerdon.actor.sampling import Sampler
 from guerdon.core import Sequence
 from guerdon.engine import engine as engine_module
-from guerdon.engine import forward
+from guerdon.engine import self_check
 from guerdon.engine.attention import flex, forms, registry
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.loading import load
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import CachedDecoder
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.actors import RolloutConfig
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
@@ -41,7 +40,7 @@ COPIES = ("_to_copy", "copy_")
 class OneDevice(TorchDispatchMode):
     """Raises where CUDA would for tensors of two devices, or would have the host wait for a copy.
 
-    The host never waits for what `transfers` copies, and a number by itself may come from the host.
+    The host never waits for what `to_device` copies, and a number by itself may come from the host.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,13 +50,13 @@ class OneDevice(TorchDispatchMode):
         if name in COPIES:
             tensors += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         found = {x.device.type for x in tensors if x.dim() or x.device == GPU or name in COPIES}
-        assert len(found) <= 1 or (name in COPIES and _is_in_transfers()), f"{func} on {found}"
+        assert len(found) <= 1 or (name in COPIES and _is_copied_at_once()), f"{func} on {found}"
         return out
 
 
-def _is_in_transfers() -> bool:
+def _is_copied_at_once() -> bool:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith("engine/transfers.py"):
+    while frame is not None and frame.f_code.co_name != "to_device":
         frame = frame.f_back
     return frame is not None
 
@@ -74,26 +73,28 @@ def as_compiled(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tens
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Asked]]]:
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Need]]]:
     """Forms are those of a GPU, and all pass their trials; what was tried is in the list. Models run packed.
 
     A self-check could compare nothing, nor scores be made of what has no data.
     """
-    told: list[tuple[str, forms.Asked]] = []
+    told: list[tuple[str, forms.Need]] = []
     registry.register()
-    flexes = dataclasses.replace(forms.FLEX, can=lambda asked: asked.size >= 16 and not asked.sinks)
+    flexes = dataclasses.replace(forms.FLEX, supports=lambda need: need.size >= 16 and not need.sinks)
     monkeypatch.setattr(forms, "FLEX", flexes)
     monkeypatch.setattr(flex, "_compiled", lambda: as_compiled)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # which knows no such device
     monkeypatch.setattr(forms, "_with_flash", lambda device: device == GPU)
-    monkeypatch.setattr(forms, "_tried", lambda form, kind: told.append((form.name, kind)))
+    monkeypatch.setattr(forms, "_check_once", lambda form, kind: told.append((form.name, kind)))
     monkeypatch.setattr(
-        forward, "choose", lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted")
+        self_check,
+        "_best_path",
+        lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted"),
     )
     monkeypatch.setattr(engine_module, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))
-    forms._chosen.cache_clear()
+    forms._choose_form.cache_clear()
     yield told
-    forms._chosen.cache_clear()
+    forms._choose_form.cache_clear()
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def sequences() -> list[Sequence]:
 @pytest.mark.usefixtures("tried")
 def test_scores_wait_once(name: str, kind: str, config: dict, tmp_path: Path, waits: list[torch.Size]) -> None:
     folder = zoo.checkpoint(name, tmp_path / name, kind, **config)
-    engine = Engine(there(load(ModelConfig(model=str(folder), dtype="bfloat16", max_batch_tokens=150))))
+    engine = Engine(there(load_reward_model(ModelConfig(model=str(folder), dtype="bfloat16", max_batch_tokens=150))))
     waits.clear()
     with OneDevice():
         (result, *_) = engine.score(sequences())
@@ -201,11 +202,11 @@ def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("waits")
 def test_no_form_is_first_tried_while_serving(
-    name: str, wanted: set[str], tmp_path: Path, tried: list[tuple[str, forms.Asked]]
+    name: str, wanted: set[str], tmp_path: Path, tried: list[tuple[str, forms.Need]]
 ) -> None:
     window = {"sliding_window": 100} if name == "mistral-sliding" else {}
     folder = zoo.checkpoint(name, tmp_path, head_dim=16, **window)
-    engine = Engine(there(load(ModelConfig(model=str(folder), dtype="bfloat16"))))
+    engine = Engine(there(load_reward_model(ModelConfig(model=str(folder), dtype="bfloat16"))))
     at_start = list(tried)
     assert {form for form, _ in at_start} == wanted
     # One token; more than any row had at the start; and copies of many times the batch.

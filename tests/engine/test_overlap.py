@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from guerdon.assembly import build_scorer
 from guerdon.core import Score, Sequence
-from guerdon.engine import forward
+from guerdon.engine import microbatches
 from guerdon.engine.engine import Engine
-from guerdon.engine.transfers import all_to_device, to_device
+from guerdon.engine.microbatches import all_to_device, to_device
 from guerdon.settings.config import ModelConfig
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -76,18 +76,18 @@ def test_the_next_micro_batch_is_planned_before_this_ones_states_are_handed_out(
 ) -> None:
     engine = build(zoo.checkpoint("llama", tmp_path / "llama"))
     told: list[str] = []
-    pack, sent, run = forward.pack, forward.all_to_device, engine.run_trunk
+    pack, sent, run = microbatches.pack, microbatches.all_to_device, engine.run_trunk
 
     def packed(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for batch in pack(*args, **kwargs):
             told.append("packed")
             yield batch
 
-    monkeypatch.setattr(forward, "pack", packed)
-    monkeypatch.setattr(forward, "all_to_device", lambda *args: told.append("sent") or sent(*args))
+    monkeypatch.setattr(microbatches, "pack", packed)
+    monkeypatch.setattr(microbatches, "all_to_device", lambda *args: told.append("sent") or sent(*args))
     engine.run_trunk = lambda **inputs: told.append("run") or run(**inputs)  # type: ignore[func-returns-value]
     with engine.no_gradients():
-        told.extend("read" for _ in engine.layouts([s.tokens for s in sequences()]))
+        told.extend("read" for _ in engine.run(engine.plan([s.tokens for s in sequences()])))
     count = told.count("run")
     assert count > 2
     prepared = ["packed", "sent"]
@@ -100,15 +100,15 @@ def test_states_that_were_read_are_gone_when_the_next_are_computed(tmp_path: Pat
     run = engine.run_trunk
 
     def running(**inputs: Any) -> Any:
-        assert all(states() is None for states in seen)
+        assert all(gone() is None for gone in seen)
         return run(**inputs)
 
     engine.run_trunk = running
     with engine.no_gradients():
-        layouts = engine.layouts([s.tokens for s in sequences()])
-        while (layout := next(layouts, None)) is not None:
-            seen.append(weakref.ref(layout.hidden))
-            del layout
+        all_states = engine.run(engine.plan([s.tokens for s in sequences()]))
+        while (states := next(all_states, None)) is not None:
+            seen.append(weakref.ref(states.hidden))
+            del states
     assert len(seen) > 2
 
 

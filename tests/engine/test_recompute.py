@@ -12,9 +12,9 @@ import torch
 
 import zoo
 from guerdon.core import Sequence
-from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.engine import Engine
-from guerdon.engine.recompute import recompute_activations
+from guerdon.engine.layers import recompute_activations
 from guerdon.settings.config import ModelConfig
 
 ARCHITECTURES = ("llama", "gemma2", "gpt2", "opt", "mixtral", "mamba")

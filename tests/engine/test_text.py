@@ -198,11 +198,16 @@ def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-LONG = "the ring</s> of the über reader 12 " * 8000
-"""280,000 characters: several of `cuts.PIECE`."""
+LONG = "the ring</s> of the über reader 12 " * 1000
+"""35,000 characters: several pieces."""
 
 
-CUTS = [("left", 2), ("left", 40_000), ("right", 40_000), ("right", 10**6), (None, 0)]
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of the limits for long texts."""
+    monkeypatch.setattr(cuts, "PIECE", cuts.PIECE // 8)
+    monkeypatch.setattr(text_module, "_MOST_AT_ONCE", text_module._MOST_AT_ONCE // 8)
+    monkeypatch.setattr(text_module, "_TRIMMED", text_module._TRIMMED // 8)
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +225,8 @@ def around(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
 
 
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("text", [LONG, "<s>" + LONG, LONG[:-1] + "x" * 100_000])
-@pytest.mark.parametrize(
-    ("side", "most"), [("left", 2), ("left", 40_000), ("right", 40_000), ("right", 10**6), (None, 0)]
-)
+@pytest.mark.parametrize("text", [LONG, "<s>" + LONG, LONG[:-1] + "x" * 12_000])
+@pytest.mark.parametrize(("side", "most"), [("left", 2), ("left", 5000), ("right", 5000), ("right", 10**6), (None, 0)])
 def test_a_long_text_has_the_tokens_that_transformers_gives_it(
     around: TextEncoder, adds: bool, text: str, side: Side | None, most: int
 ) -> None:
@@ -276,11 +279,11 @@ def test_nothing_but_a_stretch_that_cannot_be_cut_is_tokenised_at_once(
     encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = read_characters(encoder, monkeypatch)
-    texts = [LONG, *["the ring"] * 20_000, "x" * (1 << 20), "x" * (1 << 20) + "x"]
+    texts = [LONG, *["the ring"] * 2500, "x" * (1 << 17), "x" * (1 << 17) + "x"]
     rows = encoder.encode(texts)
     assert isinstance(rows[-1], InvalidRequest) and "send a shorter text" in str(rows[-1])
     assert not any(isinstance(row, InvalidRequest) for row in rows[:-1])
-    assert sorted(seen)[-1] == 1 << 20 and sorted(seen)[-2] < cuts.PIECE + 100
+    assert sorted(seen)[-1] == 1 << 17 and sorted(seen)[-2] < cuts.PIECE + 100
 
 
 def test_memory_goes_back_to_the_system_after_the_longest_texts_alone(
@@ -296,8 +299,8 @@ def test_memory_goes_back_to_the_system_after_the_longest_texts_alone(
 
 def test_a_slow_tokenizer_takes_a_text_up_to_the_most() -> None:
     slow = TextEncoder(ByT5Tokenizer())
-    fits, refused = slow.encode(["x " * 40_000, "x " * 600_000])
-    assert len(fits) == 80_000 and isinstance(refused, InvalidRequest)
+    fits, refused = slow.encode(["x " * 5000, "x " * 75_000])
+    assert len(fits) == 10_000 and isinstance(refused, InvalidRequest)
 
 
 def test_long_conversations_are_read_in_steps(encoder: TextEncoder) -> None:

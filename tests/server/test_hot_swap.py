@@ -204,7 +204,7 @@ def one_bad_token(root: Path) -> str:
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "absent": (lambda _: "nowhere", "no folder 'nowhere'"),
     "no checkpoint": (lambda root: (root / "empty").mkdir(exist_ok=True) or "empty", "no config.json"),
-    "cut short": (cut_short, "cut short"),
+    "cut short": (cut_short, "truncated"),
     "NaN weights": (lambda root: broken(root, "nan", fill("score.weight", float("nan"))), "scores nothing"),
     "NaN trunk": (lambda root: broken(root, "trunk", fill("model.norm.weight", float("nan"))), "scores nothing"),
     "some fail": (one_bad_token, "random sequences fail"),

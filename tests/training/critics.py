@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from guerdon.core import Score, Sequence
-from guerdon.engine.checkpoint.critics import load_critic
+from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig
 from guerdon.training.critic_trainer import CriticTrainer
 

@@ -24,9 +24,8 @@ import zoo
 from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.shards import shards
-from guerdon.engine.checkpoint.critics import load_critic
-from guerdon.engine.checkpoint.loading import load
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError, ServerFault, StorageFailed, TrainFailed
 from guerdon.settings.actors import PolicyConfig
@@ -226,7 +225,7 @@ def fsdp_modules(engine: Engine) -> list[Any]:
 
 def swap(critic_folder: Path, ranks: Ranks) -> None:
     """Where one rank cannot bring a model, or one alone has nothing for it, all go the same way."""
-    load_reward = functools.partial(load, ModelConfig(model=str(critic_folder)), ranks=ranks)
+    load_reward = functools.partial(load_reward_model, ModelConfig(model=str(critic_folder)), ranks=ranks)
     both = CriticWithReward(critic(critic_folder, ranks), lambda: Engine(load_reward()), "swap", ranks)
     engines = {"critic": both._critic.engine, "reward model": both._reward}
 

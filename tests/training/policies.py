@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import zoo
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.training.policy_trainer import PolicyTrainer
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zoo
 from guerdon.core import TrainRequest
-from guerdon.engine import language
+from guerdon.engine import logprobs
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 
 PROMPT, RESPONSE, PER_PROMPT = 24, 40, 4
@@ -82,7 +82,7 @@ def test_logits_beyond_the_table_are_not_held(tmp_path: Path, monkeypatch: pytes
     """The table bounds them, however many tokens a budget lets in."""
     folder = zoo.language_model("llama", tmp_path, vocab_size=16 * zoo.VOCAB_SIZE)
     whole = policy_peak(folder, 8, 8 * GROUP)
-    monkeypatch.setattr(language, "TABLE", RESPONSE * 16 * zoo.VOCAB_SIZE)
+    monkeypatch.setattr(logprobs, "TABLE", RESPONSE * 16 * zoo.VOCAB_SIZE)
     logits = 4 * 16 * zoo.VOCAB_SIZE * RESPONSE * PER_PROMPT * 8
     assert whole > 2 * logits
     assert policy_peak(folder, 8, 8 * GROUP) < whole - 1.5 * logits

@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import zoo
 from guerdon.core import TrainRequest
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import CriticConfig, LearningConfig, ModelConfig
@@ -94,7 +94,9 @@ def test_the_folder_is_a_checkpoint_that_is_served(name: str, tmp_path: Path) ->
     trainer.train(request(ROWS))
     kept = saved(trainer, tmp_path / "kept")
     want = values(trainer, ROWS)
-    np.testing.assert_array_equal(values(Engine(load(ModelConfig(model=str(kept), max_batch_tokens=150))), ROWS), want)
+    np.testing.assert_array_equal(
+        values(Engine(load_reward_model(ModelConfig(model=str(kept), max_batch_tokens=150))), ROWS), want
+    )
     again = build(kept)
     np.testing.assert_array_equal(values(again, ROWS), want)
     assert again.state()["step"] == 0

@@ -15,7 +15,7 @@ from plain import request
 import zoo
 from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.functions import FunctionScorer
 from guerdon.errors import ConfigError, Offloaded, SampleFailed, ServerFault, TrainFailed
@@ -53,7 +53,7 @@ def make(tmp_path: Path, memory: Memory, **reward: Any) -> tuple[CriticWithRewar
 
     def load_reward() -> Engine:
         moves.append("+reward")
-        return Watched(load(ModelConfig(model=str(folder))), "reward", moves)
+        return Watched(load_reward_model(ModelConfig(model=str(folder))), "reward", moves)
 
     return CriticWithReward(critic, load_reward, memory), critic, folder, moves
 
@@ -255,7 +255,7 @@ def test_a_sample_fails_where_either_fails_on_it(tmp_path: Path) -> None:
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     critic = build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "critic")))
     folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "reward"))
-    load_reward = lambda: Engine(load(ModelConfig(model=str(folder))))  # noqa: E731
+    load_reward = lambda: Engine(load_reward_model(ModelConfig(model=str(folder))))  # noqa: E731
     assert CriticWithReward(critic, load_reward).info.takes_text
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(

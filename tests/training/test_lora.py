@@ -16,7 +16,7 @@ from plain import PlainCritic, request
 from safetensors.torch import load_file
 
 import zoo
-from guerdon.engine.checkpoint.loading import load
+from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 from guerdon.training.lora import is_adapter
@@ -119,7 +119,7 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
         want = np.concatenate([plain.values(row).numpy() for row in ROWS])
     np.testing.assert_allclose(values(trainer, ROWS), want, atol=1e-4 * want.std())
     with pytest.raises(CheckpointError, match="only an adapter"):
-        load(ModelConfig(model=str(kept)))
+        load_reward_model(ModelConfig(model=str(kept)))
 
 
 @pytest.mark.parametrize(("name", "model"), [("mamba", "MambaModel"), ("llama4", "Llama4TextModel")])

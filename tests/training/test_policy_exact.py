@@ -11,7 +11,7 @@ import torch
 from policies import PlainPolicy, at_responses, build, caught_gradients, rollouts
 
 import zoo
-from guerdon.engine import language
+from guerdon.engine import logprobs
 from guerdon.training.algorithms.advantages import estimate_advantages
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 from guerdon.training.policy_trainer import Loss, PolicyTrainer
@@ -174,7 +174,7 @@ def test_logits_in_parts_are_the_same_and_computed_again(
     sizes: list[int] = []
     head = trainer.engine.head
     monkeypatch.setattr(trainer.engine, "head", lambda hidden: (sizes.append(len(hidden)), head(hidden))[1])
-    monkeypatch.setattr(language, "TABLE", 7 * zoo.VOCAB_SIZE)
+    monkeypatch.setattr(logprobs, "TABLE", 7 * zoo.VOCAB_SIZE)
     got = trainer.logprobs(ROWS, PROMPTS, 0.7, with_entropies=True)
     torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got.entropies, want.entropies, rtol=1e-6, atol=1e-6)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
-from guerdon.engine import choosing
+from guerdon.engine import self_check
 from guerdon.engine.checkpoint import placement
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import CheckpointError, ServerFault
 from guerdon.settings.actors import PolicyConfig
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
@@ -224,7 +224,7 @@ def test_without_a_reference_the_model_is_loaded_once(folder: Path) -> None:
 
 
 def test_the_reference_runs_by_the_policys_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "GRADIENT_TOLERANCE", {torch.float32: -1.0})  # as if gradients were others
+    monkeypatch.setattr(self_check, "GRADIENT_TOLERANCE", {torch.float32: -1.0})  # as if gradients were others
     trainer = build(folder)
     assert trainer.engine.path == "single"
     assert torch.equal(trainer.reference_logprobs(ROWS, PROMPTS), trainer.logprobs(ROWS, PROMPTS).logprobs)

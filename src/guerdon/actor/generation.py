@@ -14,9 +14,9 @@ from torch import Tensor, distributed
 from guerdon.actor.rollouts import Prompt, Rollout, response_text
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.policies import LoadedPolicy
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.generating import Decoder, DecoderChoice
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import RolloutConfig
 from guerdon.training.policy_trainer import PolicyTrainer

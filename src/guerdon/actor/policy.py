@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from guerdon.engine.checkpoint.policies import LoadedPolicy
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.training.policy_trainer import Logprobs, Loss, StepReport
 
 

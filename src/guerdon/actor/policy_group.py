@@ -19,7 +19,7 @@ from guerdon.actor.worker import Generate, GoOn, Load, Measure, MoveOptimizer, O
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
+from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import moment_bytes

@@ -14,8 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, room_of
 from guerdon.actor.rollouts import Prompt, Rollout, response_text
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.placement import dtype_name
-from guerdon.engine.checkpoint.policies import LoadedPolicy
 from guerdon.errors import ConfigError, install_command
 from guerdon.settings.actors import RolloutConfig
 

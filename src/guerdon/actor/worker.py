@@ -18,8 +18,7 @@ from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.core import Command
 from guerdon.distributed.ranks import Ranks
 from guerdon.distributed.shards import shards
-from guerdon.engine.checkpoint.policies import load_policy
-from guerdon.engine.checkpoint.sharding import alike
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import check_layout, moment_bytes
 from guerdon.training.policy_trainer import Logprobs, Loss, PolicyTrainer
@@ -165,7 +164,7 @@ class PolicyWorker:
     def _open(self, command: Open) -> None:
         config, ranks = command.policy, self._ranks
         # All of it, for the others talk to each other throughout, and would wait for one that failed.
-        with alike(ranks):
+        with ranks.alike():
             check_layout(config, ranks)
             loaded = load_policy(config, moment_bytes=moment_bytes(config), ranks=ranks)
             self.trainer = PolicyTrainer(loaded, config, seed=command.seed, ranks=ranks)

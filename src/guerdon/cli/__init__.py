@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from guerdon.cli import console
 from guerdon.cli.subcommands import make_parser
-from guerdon.engine.host_threads import limit_spinning
+from guerdon.engine.host import limit_spinning
 from guerdon.errors import Exit, GuerdonError, StartError
 
 __all__ = ["main", "make_parser"]

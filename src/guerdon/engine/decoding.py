@@ -1,12 +1,12 @@
-"""Attention of single new tokens over all that came before, of which the prompt's part is stored once for its rows.
+"""Decode-step attention over a KV cache that stores each prompt once for all its rows; for CPUs.
 
 Legend: B rows that are generated at once, n those of one prompt, G prompts, H query heads, K key/value heads,
-R = H / K, D head size, P tokens of the longest of some prompts, S tokens that were generated since.
+R = H / K, D head size, P tokens of the longest prompt of a block, S tokens generated since.
 
-The rows of one prompt lie side by side, so that their queries are multiplied with the prompt's keys as one matrix, and
-the prompt's keys are read once for all of them. Rows that began together have generated the same number of tokens,
-which therefore need neither padding nor masks. Plain products and one softmax take less time for so few queries than
-the fused kernels do, and know every mask.
+The rows of one prompt are adjacent, so that their queries are multiplied with the prompt's keys as one matrix, and the
+prompt's keys are read once for all of them. Rows that began together have generated the same number of tokens, which
+therefore need neither padding nor masks. For so few queries plain products and one softmax are faster than the fused
+kernels, and support every mask.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 from guerdon.engine.packing import PackedBatch
 
 FIRST_CAPACITY = 32
-"""Tokens that a cohort first has room for; the room doubles as it fills."""
+"""Initial capacity of a cohort in tokens; it doubles when it is full."""
 PADDING, MORE_PADDING = 1.25, 32
-"""Prompts share a block as long as the longest is at most so many times the shortest, and so many tokens more."""
+"""Prompts share a block if the longest has at most PADDING times the shortest's tokens, plus MORE_PADDING."""
 
 Allows = Callable[..., Tensor]
-"""A mask function of transformers: (batch, head, query position, key position) to whether the key is seen."""
+"""A mask function of transformers: (batch, head, query position, key position) to whether the key is visible."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Prompts of like length beside each other: their lengths and numbers of rows, int64 `[G]`, of which none is 0.
+    """Adjacent prompts of similar length: their lengths and numbers of rows, int64 `[G]`, none of them 0.
 
-    Its rows are those from `start` on. Of each layer it has the keys and values `[K,G,P,D]`, 0 beyond a prompt.
+    Its rows begin at `start`. `stored` has each layer's keys and values `[K,G,P,D]`, 0 beyond a prompt.
     """
 
     start: int
@@ -48,7 +48,7 @@ class Block:
         self._places: tuple[Tensor, Tensor] | None = None
         most = int(self.counts.max())
         if (self.counts < most).any():
-            # Prompts with fewer rows than others are as if they had as many: any row will do in the others' place.
+            # Pad prompts with fewer rows than others by repeating any row.
             places = np.concatenate([g * most + np.arange(n) for g, n in enumerate(self.counts)])
             rows = np.zeros(most * len(self.counts), dtype=np.int64)
             rows[places] = np.arange(len(places))
@@ -57,20 +57,20 @@ class Block:
         self.padding = torch.from_numpy(padded.repeat(self.counts, 0))[:, None] if padded.any() else None
 
     def by_prompt(self, table: Tensor) -> Tensor:
-        """Of a cohort's table `[K,B,R,*]` the block's rows as matrices `[KG,nR,*]`."""
+        """Returns the block's rows of a cohort's table `[K,B,R,*]` as matrices `[KG,nR,*]`."""
         own = table[:, self.start : self.stop]
         if self._places is not None:
             own = own[:, self._places[0]]
         return own.reshape(len(table) * len(self.counts), -1, table.shape[-1])
 
     def by_row(self, matrices: Tensor, repeats: int) -> Tensor:
-        """The way back, to `[K,rows,R,*]`."""
+        """Reverses `by_prompt`: returns `[K,rows,R,*]`."""
         num_kv = len(matrices) // len(self.counts)
         table = matrices.view(num_kv, -1, repeats, matrices.shape[-1])
         return table if self._places is None else table[:, self._places[1]]
 
     def keep(self, rows: np.ndarray, start: int) -> Block | None:
-        """The block with its rows of these numbers, ascending, from `start` on; None where there is none."""
+        """Returns the block with only the rows of these numbers, ascending, from `start` on; None if there are none."""
         counts = np.bincount(np.repeat(np.arange(len(self.counts)), self.counts)[rows], minlength=len(self.counts))
         chosen = np.flatnonzero(counts)
         if not len(chosen):
@@ -86,7 +86,7 @@ class Block:
 
 @dataclass(eq=False)
 class Cohort:
-    """Rows that began together; of each layer the keys and values `[K,B,capacity,D]` of `num_tokens` since."""
+    """Rows that began together; `stored` has each layer's keys and values `[K,B,capacity,D]` of `num_tokens` since."""
 
     blocks: list[Block]
     num_tokens: int = 0
@@ -98,11 +98,11 @@ class Cohort:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of each row its prompt's length, int64 `[B]`."""
+        """Each row's prompt length, int64 `[B]`."""
         return np.concatenate([np.repeat(block.lengths, block.counts) for block in self.blocks])
 
     def keep(self, rows: np.ndarray) -> None:
-        """Leaves only the rows of these numbers, ascending int64, of which there is at least one."""
+        """Keeps only the rows of these numbers, ascending int64, at least one."""
         kept: list[Block] = []
         for block in self.blocks:
             own = rows[(rows >= block.start) & (rows < block.stop)] - block.start
@@ -115,10 +115,10 @@ class Cohort:
 
 
 class Decoding:
-    """What attention reads while rows grow by a token a forward, or while their prompts are computed; on a CPU.
+    """The KV cache that attention reads in decode steps and writes in prefill; on a CPU.
 
-    A forward is one row `[1,B]` of the newest tokens of all rows, cohort by cohort, or while `prompts` is set one of
-    these, a packed batch.
+    A decode step's forward is one row `[1,B]` of all rows' newest tokens, cohort by cohort. While `prompts` is set, the
+    forward is a prefill of that packed batch.
     """
 
     def __init__(self) -> None:
@@ -128,11 +128,11 @@ class Decoding:
 
     @property
     def positions(self) -> np.ndarray:
-        """Of each row the position of the token that is computed next, int64 `[B]`."""
+        """The position of each row's next token, int64 `[B]`."""
         return np.concatenate([cohort.lengths + cohort.num_tokens for cohort in self.cohorts])
 
     def begin(self, lengths: list[int], counts: list[int]) -> None:
-        """A new cohort of prompts of these lengths, with so many rows for each; `prompts` are to be stored next."""
+        """Begins a cohort of prompts of these lengths, with so many rows each; then set `prompts` to store them."""
         blocks: list[Block] = []
         first = 0
         for i in range(len(lengths)):
@@ -144,7 +144,7 @@ class Decoding:
         self.cohorts.append(Cohort(blocks))
 
     def store(self, layer: Any, key: Tensor, value: Tensor) -> None:
-        """Keeps the keys and values `[1,K,T,D]` of `prompts`, whose rows are the newest cohort's prompts."""
+        """Stores the keys and values `[1,K,T,D]` of `prompts`, whose rows are the newest cohort's prompts."""
         assert self.prompts is not None
         places = [(block, g) for block in self.cohorts[-1].blocks for g in range(len(block.lengths))]
         for row, spans in zip(self.prompts.rows, self.prompts.spans, strict=True):
@@ -159,13 +159,13 @@ class Decoding:
                     filled += b - a
 
     def advance(self) -> None:
-        """Every row has one token more, which the next forward computes."""
+        """Adds one token to each row, which the next forward computes."""
         self._masks.clear()
         for cohort in self.cohorts:
             cohort.num_tokens += 1
 
     def keep(self, rows: np.ndarray) -> None:
-        """Leaves only the rows of these numbers, ascending int64 over all cohorts."""
+        """Keeps only the rows of these numbers, ascending int64 over all cohorts."""
         start, kept = 0, []
         for cohort in self.cohorts:
             stop = start + cohort.num_rows
@@ -187,7 +187,7 @@ class Decoding:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention `[1,H,B,D]` of query `[1,H,B,D]` on all that is stored, now also key and value `[1,K,B,D]`."""
+        """Stores key and value `[1,K,B,D]`; returns attention `[1,H,B,D]` of query `[1,H,B,D]` over the cache."""
         num_kv, rows, size = key.shape[1:]
         query = (query[0] * scale).view(num_kv, -1, rows, size).transpose(1, 2)
         out, start = [], 0
@@ -201,7 +201,7 @@ class Decoding:
         return whole.transpose(1, 2).reshape(1, -1, rows, value.shape[-1])
 
     def _mask(self, cohort: Cohort, allows: Allows) -> list[Tensor]:
-        """Of each block which keys are hidden, bool `[rows,1,S+P]`; made once a forward for all layers of a pattern."""
+        """Returns each block's masked keys, bool `[rows,1,S+P]`, cached for all layers of one pattern."""
         known = self._masks.get((id(cohort), id(allows)))
         if known is None:
             zero, new = torch.zeros((), dtype=torch.long), cohort.num_tokens
@@ -214,13 +214,13 @@ class Decoding:
                 if block.padding is not None:
                     hidden[..., new:] |= block.padding
                 masks.append(hidden)
-            # The function is kept, so that no other can get its id.
+            # Keep a reference to the function, so that no other object can get its id.
             known = self._masks[id(cohort), id(allows)] = allows, masks
         return known[1]
 
 
 def _append(cohort: Cohort, layer: Any, key: Tensor, value: Tensor) -> None:
-    """Stores the newest token's keys and values `[K,B,D]` as the last of the cohort."""
+    """Appends the newest token's keys and values `[K,B,D]` to the cohort."""
     stored = cohort.stored.get(layer)
     filled = cohort.num_tokens - 1
     if stored is None or stored[0].shape[2] == filled:
@@ -237,7 +237,7 @@ def _append(cohort: Cohort, layer: Any, key: Tensor, value: Tensor) -> None:
 def _attend(
     cohort: Cohort, layer: Any, query: Tensor, masks: list[Tensor] | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention `[K,B,R,D]` of one cohort, query `[K,B,R,D]` scaled and contiguous."""
+    """Returns attention `[K,B,R,D]` of one cohort; query `[K,B,R,D]` is scaled and contiguous."""
     num_kv, rows, repeats, _ = query.shape
     new, longest = cohort.num_tokens, max(block.width for block in cohort.blocks)
     keys, values = (table[:, :, :new] for table in cohort.stored[layer])
@@ -265,7 +265,7 @@ def _attend(
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights `[K,B,R,L]`, summed in float32; sinks `[H]` take a share that goes nowhere."""
+    """Returns weights `[K,B,R,L]`, softmax in float32; sinks `[H]` add a logit with a value of zero."""
     if sinks is None:
         return torch.softmax(logits, -1, dtype=torch.float32).to(logits.dtype)
     column = sinks.reshape(logits.shape[0], 1, -1, 1).expand(*logits.shape[:3], 1).to(logits.dtype)

@@ -6,21 +6,17 @@ Legend: T tokens, H hidden size, A attributes, B sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from guerdon.core import Score, Sequence
-from guerdon.engine.checkpoint.loading import LoadedModel
-from guerdon.engine.checkpoint.sharding import alike
-from guerdon.engine.choosing import probe_rows
-from guerdon.engine.forward import Forward, Layout
+from guerdon.engine.checkpoint.reward_models import LoadedModel
+from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.heads import to_scores
-from guerdon.engine.packing import PackedBatch
-from guerdon.errors import CheckpointError, ConfigError, SampleFailed
-
-_NOT_FINITE = "its weights are broken, or too large for its dtype: try --dtype float32, or an earlier checkpoint"
+from guerdon.engine.microbatches import MicroBatch
+from guerdon.engine.self_check import check_finite, choose_path
+from guerdon.errors import ConfigError, SampleFailed
 
 
 class Engine(Forward):
@@ -29,7 +25,8 @@ class Engine(Forward):
     takes_all = False
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Raises ConfigError where truncation does not go with the head, and as `Forward`."""
+        """Raises ConfigError if the head does not allow truncation, CheckpointError as `choose_path`
+        and if no probe has a finite score."""
         self.head, self.encoder = loaded.head, loaded.encoder
         if self.head.per_token and loaded.config.truncation != "error":
             raise ConfigError(
@@ -37,128 +34,120 @@ class Engine(Forward):
                 "leave --truncation out: cut sequences would shift the positions that clients count",
             )
         super().__init__(loaded)
-        with alike(self.ranks):
-            failed = self._failed_probes()
-            if failed and len(failed) == len(self._probes()):
-                raise CheckpointError(f"{loaded.info.name} scores nothing: {failed[0]}", _NOT_FINITE)
+        choose_path(self, loaded)
+        check_finite(self, self.score, every=False)
 
     def check_scores(self) -> None:
-        """Raises CheckpointError where not every one of the self-check's sequences has a finite score.
+        """Collective; raises CheckpointError unless every probe has a finite score.
 
-        A model may be served that fails on some; one that takes another's place while it serves has to do better.
+        A model may be served if some of them fail. One that replaces another while it serves must do better.
         """
-        with alike(self.ranks):
-            if failed := self._failed_probes():
-                count = len(self._probes())
-                raise CheckpointError(f"{len(failed)} of {count} random sequences fail: {failed[0]}", _NOT_FINITE)
+        check_finite(self, self.score, every=True)
 
-    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """One result a sequence, in order; sequences with equal tokens are computed once.
+    def score(self, sequences: list[Sequence], *, path: str | None = None) -> list[Score | SampleFailed]:
+        """Returns one result for each sequence, in order; equal tokens are computed once.
 
-        Ranks in step call it at the same time, those without sequences, too.
+        Collective if `ranks.in_step`. `path` replaces the chosen path; its attention must be in use.
         """
-        with self.no_gradients():
-            return self._score(sequences, self.path)
-
-    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """As `score`, by the model as transformers runs it, one sequence at a time: what every path is held against."""
-        with self.no_gradients(), self.plain_attention():
-            return self._score(sequences, "single")
-
-    def _probes(self) -> list[Sequence]:
-        """The self-check's sequences, with a step at the end of each."""
-        info = self.info
-        rows = probe_rows(info.vocab_size, info.max_length, self.pad_token_id)
-        return [Sequence(row, steps=np.array([len(row) - 1])) for row in rows]
-
-    def _failed_probes(self) -> list[SampleFailed]:
-        return [result for result in self.score(self._probes()) if isinstance(result, SampleFailed)]
-
-    def _score(self, sequences: list[Sequence], path: str) -> list[Score | SampleFailed]:
-        slots: dict[bytes, int] = {}
-        rows: list[np.ndarray] = []
-        limits: list[int | None] = []
-        where = []
-        for s in sequences:
-            slot = slots.setdefault(s.tokens.tobytes(), len(rows))
-            if slot == len(rows):
-                rows.append(s.tokens)
-                limits.append(s.prompt_length)
-            where.append(slot)
-        per_token = self.head.per_token
+        rows, limits, slots = _deduplicate(sequences)
         outputs: list[torch.Tensor] = []
-        places: list[Any] = [None] * len(rows)  # where in all outputs a row has its own: index, or those of its tokens
-        size = 0
-        for layout in self.layouts(rows, limits, path=path):
-            for i, row in enumerate(layout.rows):
-                places[row] = size + (layout.gather(i) if per_token else i)
-            if layout.rows:
-                outputs.append(self.head(layout.hidden if per_token else self.pool(layout, rows)))
-                size += len(outputs[-1])
+        own = [np.empty(0, dtype=np.int64)] * len(rows)  # each row's indices into all outputs: one, or one a token
+        num_outputs = 0
+        with self.no_gradients():
+            for states in self.run(self.plan(rows, limits, path=path)):
+                if not states.rows:
+                    continue
+                for i, row in enumerate(states.rows):
+                    own[row] = num_outputs + (states.gather(i) if self.head.per_token else np.array([i]))
+                outputs.append(self.head(states.hidden if self.head.per_token else self.pool(states, rows)))
+                num_outputs += len(outputs[-1])
         if not sequences:
             return []
-        own = [places[slot] for slot in where]
-        at = torch.from_numpy(np.concatenate(own) if per_token else np.array(own))
-        # Nothing before this has waited for the device.
-        logits = torch.cat(outputs).cpu()[at]
+        # Nothing before this line waits for the device.
+        logits = torch.cat(outputs).cpu()[torch.from_numpy(np.concatenate([own[slot] for slot in slots]))]
         return to_scores(self.head, logits, sequences)
 
-    def values(self, rows: list[np.ndarray]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-        """Micro-batch by micro-batch: row numbers, and for each of them its values, float32 `[T_i]` on the device.
+    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
+        with self.plain_attention():
+            return self.score(sequences, path="single")
 
-        They are those that `score` gives for a model of one value a token, with the graph attached where gradients
-        are enabled; call backward before the next micro-batch is taken, for only one fits the token budget. Ranks in
-        step make fillers at the end, with no numbers and values of which nothing counts, but backward must be called.
+    def values(self, rows: list[np.ndarray]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+        """Yields row numbers and their values, float32 `[T_i]` on the device, for each micro-batch.
+
+        They equal those of `score` for a model with one value for each token, with the graph attached if gradients are
+        enabled. Call backward before taking the next micro-batch: only one fits into the token budget. If
+        `ranks.in_step`, fillers at the end have no row numbers and meaningless values; call backward for them, too.
         """
         assert self.head.per_token and self.head.num_outputs == 1
-        for layout in self.layouts(rows):
-            table = self.head.merged(self.head(layout.hidden))
-            if not layout.rows:
+        for states in self.run(self.plan(rows)):
+            table = self.head.merged(self.head(states.hidden))
+            if not states.rows:
                 yield [], [table]
                 continue
-            yield layout.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in layout.spans]
+            yield states.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in states.spans]
+
+    def pool(self, states: HiddenStates, rows: list[np.ndarray]) -> torch.Tensor:
+        """Returns the hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
+        if self.head.pooling == "mean":
+            own = (torch.cat([states.hidden[a:b] for a, b in spans]) for spans in states.spans)
+            return torch.stack([hidden.float().mean(0) for hidden in own])
+        return states.hidden[self.index(self._reward_indices(states, rows)) if states.read is None else states.read]
+
+    def readable(self, states: HiddenStates, rows: list[np.ndarray]) -> list[torch.Tensor]:
+        """Returns each row's hidden states that its reward or values are made from."""
+        if self._reads_one_state():
+            return list(self.pool(states, rows)[:, None])
+        return super().readable(states, rows)
+
+    def _reads_one_state(self) -> bool:
+        return not self.head.per_token and self.head.pooling != "mean"
+
+    def read_indices(self, batch: MicroBatch, rows: list[np.ndarray]) -> np.ndarray | None:
+        """Returns the indices of the states that rewards are read from; None if values or a mean need all of them."""
+        return self._reward_indices(batch, rows) if self._reads_one_state() else None
+
+    def _reward_indices(self, states: HiddenStates | MicroBatch, rows: list[np.ndarray]) -> np.ndarray:
+        """Returns the index of the hidden state that each sequence's reward is read from."""
+        own = [rows[row] for row in states.rows]
+        read = states.last.copy()
+        for i, position in enumerate(self.head.positions(own).tolist()):
+            if position != len(own[i]) - 1:
+                read[i] = states.gather(i)[position]
+        return read
+
+    # ------------------------------------------------------------------------------------- where the weights are
 
     def offload(self) -> None:
         """Moves the weights to the host's memory; nothing may be computed until `onload`."""
-        self._gathering.reset()
+        self._fsdp.reset()
         self.trunk.to("cpu")
         self.head.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def onload(self) -> None:
+        """Moves the weights back to the device; if it raises, some may be there until `offload`."""
+        self.trunk.to(self.device)
+        self.head.to(self.device)
+
     def discard(self) -> None:
-        """Gives up the weights, whoever else knows of this; nothing can be computed any more."""
+        """Frees the weights, whoever else holds a reference; nothing can be computed any more."""
         for module in (*self.trunk.modules(), *self.head.modules()):
             module._parameters.clear()
             module._buffers.clear()
 
-    def onload(self) -> None:
-        """Moves the weights back to the device; where that raises, some may be there, until `offload`."""
-        self.trunk.to(self.device)
-        self.head.to(self.device)
 
-    def pool(self, layout: Layout, rows: list[np.ndarray]) -> torch.Tensor:
-        """The hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
-        if self.head.pooling == "mean":
-            own = (torch.cat([layout.hidden[a:b] for a, b in spans]) for spans in layout.spans)
-            return torch.stack([hidden.float().mean(0) for hidden in own])
-        return layout.hidden[self.index(self._places(layout, rows)) if layout.read is None else layout.read]
-
-    def readable(self, layout: Layout, rows: list[np.ndarray]) -> list[torch.Tensor]:
-        """Of each row the hidden states that its reward or values are made from."""
-        if self.head.per_token or self.head.pooling == "mean":
-            return super().readable(layout, rows)
-        return list(self.pool(layout, rows)[:, None])
-
-    def _read(self, batch: PackedBatch, rows: list[np.ndarray]) -> np.ndarray | None:
-        one_state_each = not self.head.per_token and self.head.pooling != "mean"
-        return self._places(batch, rows) if one_state_each else None
-
-    def _places(self, layout: Layout | PackedBatch, rows: list[np.ndarray]) -> np.ndarray:
-        """Index of the one token whose hidden state each sequence's reward is read from."""
-        own = [rows[row] for row in layout.rows]
-        read = layout.last.copy()
-        for i, position in enumerate(self.head.positions(own).tolist()):
-            if position != len(own[i]) - 1:
-                read[i] = layout.gather(i)[position]
-        return read
+def _deduplicate(sequences: list[Sequence]) -> tuple[list[np.ndarray], list[int | None], list[int]]:
+    """Returns the distinct rows of tokens, the first prompt length of each, and each sequence's index among them."""
+    slots: dict[bytes, int] = {}
+    rows: list[np.ndarray] = []
+    limits: list[int | None] = []
+    where = []
+    for s in sequences:
+        slot = slots.setdefault(s.tokens.tobytes(), len(rows))
+        if slot == len(rows):
+            rows.append(s.tokens)
+            limits.append(s.prompt_length)
+        where.append(slot)
+    return rows, limits, where

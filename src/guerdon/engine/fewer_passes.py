@@ -1,10 +1,10 @@
 """Norms, rotary embeddings and gated feed-forwards in fewer passes over memory; for CPUs.
 
-transformers writes them as chains of operators, each of which reads and writes all of a batch's states. Here the same
-is computed in about half as many passes: in place where nothing is differentiated, and with the same rounding else.
+transformers writes them as chains of operators, each of which reads and writes all of a batch's states. The functions
+here need about half as many passes, in place if no gradients are taken, with the same rounding in both cases.
 
-A module is known by its code: many architectures have Llama's, word for word. Whether that still computes what stands
-here is tried on Llama's own modules; where it does not, and for all other code, transformers' own stays.
+Modules are recognised by their code: many architectures have Llama's, word for word. A check on Llama's own modules
+shows whether the replacements still compute the same; if not, and for all other code, transformers' own stays in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama as known
 
 _ROTARY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-5
-"""Largest accepted difference from transformers' own in float32, relative to the largest output."""
+"""Largest accepted difference from transformers' code in float32, relative to the largest output."""
 
 
 class FewerPasses:
@@ -33,7 +33,7 @@ class FewerPasses:
         self._forwards = [(module, MethodType(made, module)) for module, made in _made_for(trunk)]
 
     def use(self, on: bool) -> None:
-        """Gives the modules their replacements, or takes them back."""
+        """Installs or removes the modules' replacements."""
         for module, forward in self._forwards:
             module.__dict__.pop("forward", None)
             if on:
@@ -41,7 +41,7 @@ class FewerPasses:
 
 
 def norm(self: Any, states: Tensor) -> Tensor:
-    """Llama's RMSNorm, in float32 whatever the states are."""
+    """Llama's RMSNorm, computed in float32 for states of any dtype."""
     square = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32).square()
     factor = torch.rsqrt(square / states.shape[-1] + self.variance_epsilon)
     return _product((states * factor).to(states.dtype), self.weight)
@@ -70,15 +70,15 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _product(mine: Tensor, other: Tensor) -> Tensor:
-    """Their product, written over the first where autograd does not need it."""
+    """Returns the product, in place of the first factor if autograd does not need it."""
     return mine * other if torch.is_grad_enabled() else mine.mul_(other)
 
 
 def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Modules of the trunk, and for each a function that computes the same."""
+    """Yields modules of the trunk, each with a function that computes the same."""
     for module in trunk.modules():
         own = module.__dict__.get("forward", type(module).forward)
-        if getattr(own, "__func__", None) in _OURS:  # another Forward runs the same trunk
+        if getattr(own, "__func__", None) in _OURS:  # another Forward has already replaced it
             own = type(module).forward
         if _same_code(own, known.LlamaRMSNorm.forward) and _norms_agree():
             yield module, norm
@@ -94,7 +94,7 @@ _OURS: set[Any] = {norm, gated}
 
 @functools.cache
 def _with_rotated(forward: FunctionType) -> FunctionType:
-    """The same function, but for the rotary embedding that it finds by its name."""
+    """Returns the function with our rotary embedding among its globals."""
     globals_ = {**forward.__globals__, _ROTARY: rotated}
     made = FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
@@ -103,7 +103,7 @@ def _with_rotated(forward: FunctionType) -> FunctionType:
 
 
 def _rotates_as_known(forward: Any) -> bool:
-    """Whether it calls Llama's rotary embedding, by its usual name."""
+    """Whether the function calls Llama's rotary embedding, by its usual name."""
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return False
     rotary = forward.__globals__.get(_ROTARY)
@@ -113,7 +113,7 @@ def _rotates_as_known(forward: Any) -> bool:
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """Whether both are functions, plainly written ones, of the same code; what they say of themselves may differ."""
+    """Whether both are plain functions with the same code; docstrings and other strings may differ."""
     if not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
         return False
     a, b = one.__code__, other.__code__
@@ -134,7 +134,7 @@ def _norms_agree() -> bool:
 
 @functools.cache
 def _gated_agree() -> bool:
-    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and the numbers that follow are a run's
+    with torch.random.fork_rng(devices=[]):  # initialising it must not advance the run's random state
         module = known.LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=16, mlp_bias=True))
     for parameter in module.parameters():
         parameter.data = _numbers(*parameter.shape)

@@ -1,4 +1,4 @@
-"""Scorers that are a user's own function: `module:function` over texts or ids, and NeMo-Aligner's padded `infer_fn`."""
+"""Scorers that call a user's function: `module:function` over texts or ids, and NeMo-Aligner's padded `infer_fn`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from guerdon.settings.config import ModelConfig
 log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 65_536
-"""Default budget for a function whose cost is unknown."""
+"""Default token budget of a function, whose cost is unknown."""
 
 _READS = "`texts` or `responses` (lists of strings) or `tokens` (a list of int64 arrays)"
 
-_TOLD = {"prompts": "prompt", "labels": "label"}
-"""The parameters that a function may have beside its first, and where a sequence has what they get."""
+_EXTRA = {"prompts": "prompt", "labels": "label"}
+"""Optional parameters of a function, and the attribute of a sequence that they get."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -43,7 +43,7 @@ _OF_CHECKPOINTS = {
     ),
     **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
 }
-"""Settings that would do nothing to a function, and what to do instead."""
+"""Settings that do not apply to a function, and what to do instead."""
 
 _OF_TOKENS = dict.fromkeys(("max_length", "truncation"), "leave it out there: the function gets texts, however long")
 
@@ -52,18 +52,20 @@ class FunctionScorer:
     """`module:function`: returns one number for each of its `texts`, `responses` or `tokens`.
 
     The name of its first parameter says what it takes: `texts: list[str]`; `responses: list[str]`, the texts without
-    the prompts that clients told, or the assistant's message that ends each conversation; `tokens: list[int64 array]`.
-    Where it has parameters named `prompts` or `labels`, it gets what clients told of each sample: `list[str]`, and any
-    JSON value. One without a default is required, and a sample of which it was not told fails; with a default there is
-    None in its place.
+    the prompts that clients send, or the assistant's last message of each conversation; `tokens: list[int64 array]`.
+    Parameters named `prompts` (`list[str]`) and `labels` (any JSON values) get what clients send with each sample. If
+    one has no default, samples without it fail; else they get None.
     """
 
     encoder = None
     takes_all = False
 
     def __init__(self, config: ModelConfig) -> None:
-        """Imports the function; raises CheckpointError where that fails or it cannot be called with its parameters, and
-        ConfigError for a setting that a function cannot have."""
+        """Imports the function.
+
+        Raises CheckpointError if that fails or its parameters are not supported, ConfigError for a setting that does
+        not apply to functions.
+        """
         _refuse(config, _OF_CHECKPOINTS, "a function")
         self._function = _import(config.model)
         if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
@@ -78,10 +80,14 @@ class FunctionScorer:
         if takes != "tokens":
             _refuse(config, _OF_TOKENS, "a function of texts")
         self._takes = takes
-        self._told = [name for name in _TOLD if name in parameters]
-        self._required = [name for name in self._told if parameters[name].default is inspect.Parameter.empty]
+        self._extra = [name for name in _EXTRA if name in parameters]
+        self._required = [name for name in self._extra if parameters[name].default is inspect.Parameter.empty]
         for name, parameter in parameters.items():
-            if name not in (takes, *self._told) and parameter.kind in _BY_NAME and parameter.default is parameter.empty:
+            if (
+                name not in (takes, *self._extra)
+                and parameter.kind in _BY_NAME
+                and parameter.default is parameter.empty
+            ):
                 raise CheckpointError(
                     f"{config.model} has a parameter {name}, for which there is nothing",
                     f"give it a default; beside {_READS} a function may have `prompts` and `labels`",
@@ -94,35 +100,35 @@ class FunctionScorer:
             takes_text=takes != "tokens",
             takes_messages=takes == "responses",
             takes_tokens=takes == "tokens",
-            takes_prompts=takes == "responses" or "prompts" in self._told,
-            takes_labels="labels" in self._told,
+            takes_prompts=takes == "responses" or "prompts" in self._extra,
+            takes_labels="labels" in self._extra,
             path="function",
             why=config.model,
             source=config.model,
         )
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """False: how far the function has got is not known."""
+        """Returns False: the progress of a function is unknown."""
         return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | InvalidRequest | SampleFailed]:
-        """One result a sequence, in order; the function is called with those that have all that it reads."""
+        """Returns one result for each sequence, in order; calls the function with those that have all it reads."""
         read = [self._read(s) for s in sequences]
         fine = [i for i, sample in enumerate(read) if not isinstance(sample, InvalidRequest)]
-        told = {name: [getattr(sequences[i], _TOLD[name]) for i in fine] for name in self._told}
+        extra = {name: [getattr(sequences[i], _EXTRA[name]) for i in fine] for name in self._extra}
         results = read
         if fine:
-            scores = _as_scores(self._function([read[i] for i in fine], **told), len(fine), self.info.name)
+            scores = _as_scores(self._function([read[i] for i in fine], **extra), len(fine), self.info.name)
             for i, score in zip(fine, scores, strict=True):
                 results[i] = score
         return results
 
     def _read(self, sequence: Sequence) -> Any:
-        """What the function gets of the sample, or what is missing for it."""
+        """Returns what the function gets of the sample, or an error if something is missing."""
         for name in self._required:
-            if getattr(sequence, _TOLD[name]) is None:
+            if getattr(sequence, _EXTRA[name]) is None:
                 return InvalidRequest(
-                    f"{self.info.name} reads {name}, and this sample's {_TOLD[name]} was not told: send `{name}` "
+                    f"{self.info.name} reads {name}, and this sample's {_EXTRA[name]} was not sent: send `{name}` "
                     "beside the samples, as the page of the trainer or the protocol says"
                 )
         if self._takes == "tokens":
@@ -133,7 +139,7 @@ class FunctionScorer:
             return text
         if prompt is None:
             return InvalidRequest(
-                f"{self.info.name} reads responses, and this text's prompt was not told: send `prompts` beside the "
+                f"{self.info.name} reads responses, and this text's prompt was not sent: send `prompts` beside the "
                 "texts, or messages"
             )
         if not text.startswith(prompt):
@@ -148,7 +154,7 @@ class PaddedScorer:
     """NeMo-Aligner's `infer_fn(inputs=(tokens, lengths))` over right-padded batches of torch tensors.
 
     `tokens` and `lengths` are those of `pad_batch`; it returns rewards `[B]`, `[B,1]` or, as a regression model,
-    `[B,A]`, whose mean is the reward. Those of rows that only fill up are dropped.
+    `[B,A]`, whose mean is the reward. Results of padding rows are dropped.
     """
 
     def __init__(
@@ -161,11 +167,11 @@ class PaddedScorer:
         strip_to_multiple: int | None = None,
         takes_all: bool = True,
     ) -> None:
-        """With `takes_all` every rank is given all samples; `parts` says which rows of them the function computes here.
+        """With `takes_all` every rank gets all samples; `parts` says which rows the function computes on this rank.
 
-        The function is called by one thread at a time.
+        Only one thread at a time calls the function.
         """
-        # Imported here and not above: a FunctionScorer needs no torch. Not in `score`: it takes a second.
+        # Import here, because a FunctionScorer needs no torch, and not in `score`, because it takes a second.
         self._torch = importlib.import_module("torch")
         self._infer_fn = infer_fn
         self._forward_batch_size = forward_batch_size
@@ -178,15 +184,15 @@ class PaddedScorer:
         self._lock = threading.Lock()
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """False: how far the function has got is not known."""
+        """Returns False: the progress of a function is unknown."""
         return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """One result a sequence, in order; collective if `parts` splits batches over ranks."""
+        """Returns one result for each sequence, in order; collective if `parts` splits batches over ranks."""
         return self._score(sequences, self.parts)
 
     def score_here(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """As `score`, with every row computed by this process."""
+        """Scores like `score`, but computes every row in this process."""
         return self._score(sequences, WHOLE)
 
     def _score(self, sequences: list[Sequence], parts: BatchParts) -> list[Score | SampleFailed]:
@@ -214,7 +220,7 @@ class PaddedScorer:
 
 
 class FunctionEncoder:
-    """NeMo-Aligner's `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` as the service calls it."""
+    """Adapts NeMo-Aligner's `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` to the service."""
 
     def __init__(self, tokenize_func: Callable[..., Any]) -> None:
         self._tokenize = tokenize_func
@@ -223,7 +229,7 @@ class FunctionEncoder:
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> list[np.ndarray | InvalidRequest]:
-        """The ids of each text, int64 `[T]`; which special tokens it adds is the function's own affair."""
+        """Returns the ids of each text, int64 `[T]`; the function decides which special tokens it adds."""
         if add_special_tokens:
             refusal = "add_special_tokens: this server's own tokenize_func decides what is added; leave it out"
             return [InvalidRequest(refusal) for _ in texts]
@@ -231,7 +237,7 @@ class FunctionEncoder:
         return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
 
     def padded(self, sentences: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The ids `[B,T]` and lengths `[B]` of sentences, an array of bytes or str."""
+        """Returns the ids `[B,T]` and lengths `[B]` of sentences, an array of bytes or str."""
         given = np.asarray(sentences, dtype=object).reshape(-1)
         return self._run([x if isinstance(x, str) else bytes(x).decode() for x in given])
 
@@ -242,11 +248,11 @@ class FunctionEncoder:
 
 
 def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int, num_parts: int = 1) -> tuple[Any, Any]:
-    """Torch tensors `tokens` int64 `[B,T]`, right-padded with 0, and `lengths` int64 `[B]`.
+    """Returns torch tensors `tokens` int64 `[B,T]`, right-padded with 0, and `lengths` int64 `[B]`.
 
-    T is the longest of the batch, rounded up to `multiple`, but no wider than its widest row was sent. The batch gets
-    rows of one token until it splits into `num_parts` equal parts, and if these are larger than `forward_batch_size`,
-    until each is a multiple of it, as NeMo-Aligner's pipeline wants it.
+    T is the longest length, rounded up to `multiple`, but at most the width of the widest row that was sent. Padding
+    rows of one token make the batch divisible into `num_parts` equal parts; if these are larger than
+    `forward_batch_size`, each becomes a multiple of it, as NeMo-Aligner's pipeline requires.
     """
     torch = importlib.import_module("torch")
     most = forward_batch_size * num_parts
@@ -255,16 +261,16 @@ def pad_batch(sequences: list[Sequence], forward_batch_size: int, multiple: int,
     longest = max(len(s.tokens) for s in sequences)
     sent = max(max(s.width or 0, len(s.tokens)) for s in sequences)
     tokens = torch.zeros((count, min(math.ceil(longest / multiple) * multiple, sent)), dtype=torch.long)
-    # A padding row of length 0 would make a head that reads the last token index -1.
+    # With length 0 a head that reads the last token would read index -1.
     lengths = torch.ones(count, dtype=torch.long)
     for i, s in enumerate(sequences):
-        tokens.numpy()[i, : len(s.tokens)] = s.tokens  # torch warns of arrays that cannot be written
+        tokens.numpy()[i, : len(s.tokens)] = s.tokens  # torch.from_numpy would warn about read-only arrays
         lengths[i] = len(s.tokens)
     return tokens, lengths
 
 
 def check_batching(max_queue_delay_microseconds: float, strip_sequence_length_to_multiple: int | None) -> None:
-    """Raises ConfigError for a delay or a multiple that no batch can have."""
+    """Raises ConfigError if the delay or the multiple is out of range."""
     if not 0 <= max_queue_delay_microseconds < math.inf:
         raise ConfigError(
             f"max_queue_delay_microseconds is {max_queue_delay_microseconds}", "give 0, or how long a batch may wait"
@@ -277,11 +283,11 @@ def check_batching(max_queue_delay_microseconds: float, strip_sequence_length_to
 
 
 def _as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
-    with np.errstate(over="ignore"):  # what comes of it is told of the sample
+    with np.errstate(over="ignore"):  # becomes the sample's error
         rewards = np.asarray(values, dtype=np.float32)
     if rewards.ndim == 0 or rewards.size != count:
         returned = "a single number" if rewards.ndim == 0 else f"{rewards.size} rewards"
-        returned = f"the function returned {returned} for {count} samples; return a list of one a sample"
+        returned = f"the function returned {returned} for {count} samples; return a list with one number for each"
         return _refused(returned, count, name)
     return [
         Score(float(r)) if math.isfinite(r) else SampleFailed(f"the function returned {float(r)} for this sample")
@@ -301,17 +307,17 @@ def _with_attributes(table: np.ndarray) -> list[Score | SampleFailed]:
 
 
 def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]:
-    """Every sample fails: raised, it would be called again with fewer, and might give numbers of another meaning."""
+    """Fails every sample: an exception would cause retries with fewer, which may return other numbers."""
     log.error("%s: %s", name, returned)
     return [SampleFailed(returned) for _ in range(count)]
 
 
 def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
-    """Raises ConfigError for the first of the settings in `instead` that is not left at its default."""
+    """Raises ConfigError for the first setting in `instead` that is not at its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, what in instead.items():
         if (value := getattr(config, name)) != defaults[name]:
-            raise ConfigError(f"{name} is {value}, and {config.model} is {kind}, to which that does nothing", what)
+            raise ConfigError(f"{name} is {value}, but {config.model} is {kind}, to which it does not apply", what)
 
 
 def _is_deferred(function: Any) -> bool:
@@ -327,11 +333,11 @@ def _shown(text: str) -> str:
 
 def _import(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
-    # The console script does not look into the working directory, where a user's own module lies.
+    # A console script's sys.path lacks the working directory, where the user's module is.
     sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    # Whatever the user's module raises while it is imported.
+    # The user's module may raise anything when it is imported.
     except Exception as e:
         raise CheckpointError(
             f"cannot import {name}: {type(e).__name__}: {e}", "give module:function, importable from here"

@@ -1,10 +1,10 @@
-"""A causal language model as a function from the tokens so far to the logits of the next: two ways, and the choice.
+"""Token-by-token generation with a KV cache: prefill, decode steps, and the choice between two decoders.
 
 Legend: B rows that are generated at once, V logits of a token.
 
-`PackedDecoder` stores each prompt once for all its rows and needs no padding; it is the packed forward, a token at a
-time, for CPUs. `CachedDecoder` is what transformers does itself: a cache with a row for each response, and prompts
-padded on the left.
+`PackedDecoder` stores each prompt's keys and values once for all its rows and needs no padding: the packed forward, a
+token at a time, for CPUs. `CachedDecoder` uses transformers' own cache, with a row for each response and prompts padded
+on the left.
 """
 
 from __future__ import annotations
@@ -20,47 +20,48 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from guerdon.engine.attention import registry
-from guerdon.engine.checkpoint.policies import LoadedPolicy
-from guerdon.engine.choosing import TOLERANCE, trying
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.decoding import Decoding
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.engine.packing import pack
+from guerdon.engine.self_check import TOLERANCE, checking
 from guerdon.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Rows that grow by a token a step, in the order in which they began.
+    """Rows that grow by one token in each decode step, in the order in which they began.
 
-    All calls go inside of `running()`. `joins` tells whether prompts may begin while others are under way.
+    Make all other calls inside `running()`. `joins` says whether prompts may begin while other rows are under way, as
+    in continuous batching.
     """
 
     joins: bool
 
     def running(self) -> AbstractContextManager[None]:
-        """Sets the model up for the other calls, and back."""
+        """Sets the model up for the other calls inside the context."""
 
     def together(self, lengths: list[int]) -> int:
-        """How many of the first of prompts of these lengths may begin at once, and fit in memory so; at least 1."""
+        """Returns how many of the first prompts of these lengths may begin at once; at least 1."""
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
-        """So many new rows for each prompt, and the logits `[B,V]` of the first token of each of them."""
+        """Prefills the prompts, with so many new rows each; returns the logits `[B,V]` of the rows' first tokens."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Appends a token to every row, int64 `[B]` on the model's device; the logits `[B,V]` of the next."""
+        """Appends a token to each row, int64 `[B]` on the model's device; returns the next token's logits `[B,V]`."""
 
     def keep(self, rows: np.ndarray) -> None:
-        """Leaves only the rows of these numbers, ascending int64."""
+        """Keeps only the rows of these numbers, ascending int64."""
 
 
 class PackedDecoder:
-    """By the packed attention, over a cache that stores a prompt once."""
+    """Decodes with the packed attention, over a cache that stores each prompt once."""
 
     joins = True
 
     def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
-        """Raises NotImplementedError where the model cannot run so."""
+        """Raises NotImplementedError if the model cannot run packed or its states depend on what shares a batch."""
         if not engine.path.startswith("packed"):
             raise NotImplementedError("its forward does not run packed")
         if engine.depends_on_length or engine.bounds_tokens:
@@ -100,7 +101,7 @@ class PackedDecoder:
         device = self._engine.device
         return {
             "input_ids": torch.as_tensor(tokens, device=device)[None],
-            # With none, transformers takes restarting positions for packing of its own kind.
+            # Without a mask transformers takes positions that restart for its own kind of packing.
             "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool, device=device),
             "position_ids": self._engine.index(positions)[None],
             "use_cache": False,
@@ -108,15 +109,15 @@ class PackedDecoder:
 
 
 class CachedDecoder:
-    """By transformers' own cache and attention.
+    """Decodes with transformers' own cache and attention.
 
-    Where rotary frequencies go by the longest sequence in a forward, only rows of one length class run at once.
+    If rotary frequencies depend on the longest sequence in a forward, only rows of one length class run at once.
     """
 
     joins = False
 
     def __init__(self, policy: LoadedPolicy, engine: LanguageEngine, *, pads: bool) -> None:
-        """Without `pads` only prompts of one length run at once, as a recurrent state needs it."""
+        """Without `pads` only prompts of the same length run at once, as models with a recurrent state need it."""
         self._policy, self._engine, self._pads = policy, engine, pads
         accepted = inspect.signature(policy.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -139,7 +140,7 @@ class CachedDecoder:
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
         engine, longest = self._engine, max(map(len, prompts))
-        engine.forget_lengths()
+        engine.reset_lengths()
         tokens = np.full((len(prompts), longest), self._policy.pad_token_id)
         mask = np.zeros((len(prompts), longest), dtype=np.int64)
         for i, prompt in enumerate(prompts):
@@ -181,36 +182,36 @@ class CachedDecoder:
 
 
 def _within(positions: np.ndarray, max_length: int | None) -> np.ndarray:
-    """The positions, those beyond the longest sequence at its end: a model may have none there.
+    """Clips positions to the longest sequence: the model may have none beyond it.
 
-    Only rows that are done and have not left get so far, and nothing is read from these.
+    Only finished rows that were not dropped yet get there, and nobody reads their logits.
     """
     return positions if max_length is None else np.minimum(positions, max_length - 1)
 
 
 class DecoderChoice:
-    """Makes decoders of the best kind that agrees with the model's plain forward, tried once on a few short rows."""
+    """Makes decoders of the best kind that agrees with the plain forward, checked once on a few short rows."""
 
     def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
-        """Raises CheckpointError where none agrees. All ranks must call it at the same time, and choose the same."""
+        """Collective; all ranks choose the same kind. Raises CheckpointError if no kind agrees."""
         self._policy, self._engine = policy, engine
         rows = _probe_rows(policy)
-        with trying(engine.ranks), engine.gathered(), engine.no_gradients():
+        with checking(engine.ranks), engine.gathered(), engine.no_gradients():
             want = self._plainly(rows)
         reasons = []
         for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
             difference, refusal = 0.0, ""
-            with trying(engine.ranks):
+            with checking(engine.ranks):
                 try:
                     with engine.gathered(), engine.no_gradients():
                         difference = _difference(self.make(), rows, want, engine, alone=self.kind == "alone")
                 except torch.OutOfMemoryError:  # it says nothing about the decoder
                     raise
-                # Whatever a model raises that is called in a way it was not made for.
+                # A model may raise anything if it is called in a way that it does not support.
                 except Exception as e:
                     refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
-            told = engine.ranks.tell_all((difference, refusal))
-            difference, refusals = max(other for other, _ in told), [other for _, other in told if other]
+            found = engine.ranks.tell_all((difference, refusal))
+            difference, refusals = max(other for other, _ in found), [other for _, other in found if other]
             if refusals:
                 reasons.append(f"{self.kind}: {refusals[0]}")
                 continue
@@ -226,27 +227,27 @@ class DecoderChoice:
         )
 
     def make(self) -> Decoder:
-        """A decoder without rows."""
+        """Returns a decoder without rows."""
         if self.kind == "packed":
             return PackedDecoder(self._policy, self._engine)
         return CachedDecoder(self._policy, self._engine, pads=self.kind == "padded")
 
     def _plainly(self, rows: list[np.ndarray]) -> list[Tensor]:
-        """The logits `[T,V]` of each row by itself, as the model has them without a cache."""
+        """Returns the logits `[T,V]` of each row alone, without a cache."""
         made = []
         with self._engine.plain_attention():
             for row in rows:
-                self._engine.forget_lengths()
+                self._engine.reset_lengths()
                 made.append(self._policy.model(input_ids=self._engine.index(row)[None], use_cache=False).logits[0])
         return made
 
 
 PROBE_STEPS = 4
-"""Tokens of the rows of the probe behind their prompts."""
+"""Tokens after the prompt in each row of the probe."""
 
 
 def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
-    """Three rows, the first two with the same prompt, the last with a shorter one."""
+    """Returns three rows, two with the same prompt and one with a shorter one."""
     random = np.random.default_rng(0)
     length = min(24, (policy.max_length or 24) - PROBE_STEPS)
     ids = np.setdiff1d(np.arange(policy.vocab_size), [policy.pad_token_id, *policy.eos_token_ids])
@@ -257,10 +258,10 @@ def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
 def _difference(
     decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine, *, alone: bool
 ) -> float:
-    """How far the logits of any row and step are from those wanted, relative to their root mean square.
+    """Returns the largest difference of any row's and step's logits from those wanted, relative to their RMS.
 
-    The first row leaves on the way. The prompts begin at once, whatever the budget, but for a decoder that takes them
-    `alone`.
+    The first row is dropped on the way. All prompts begin at once, whatever the budget, unless the decoder takes only
+    one, `alone`.
     """
     prompts, counts = [row[:-PROBE_STEPS] for row in rows[1:]], [2, 1]
     if alone:

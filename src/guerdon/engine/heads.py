@@ -1,9 +1,13 @@
-"""From hidden states to scores: the float32 head, the pooling rule, attribute merge, standardisation, steps."""
+"""From hidden states to scores or logits: the float32 reward head with its rules, and a language model's output head.
+
+Legend: N hidden states, H hidden size, A attributes, T tokens, B sequences, V logits of a token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,20 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from guerdon.core import Score, Sequence
-from guerdon.engine.transfers import to_device
-from guerdon.errors import SampleFailed
+from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
+from guerdon.engine.microbatches import to_device
+from guerdon.errors import CheckpointError, SampleFailed
 
 Pooling = Literal["last", "last_non_pad", "first", "mean", "first_eos"]
 Reduction = Literal["min", "mean", "last", "product"]
 
+AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest accepted difference of an output head's logits from the whole model's, relative to their root mean square."""
+
 
 @dataclass(frozen=True)
 class StepRule:
-    """Where a process reward model's steps end, and how their rewards make the reward of the whole.
+    """Where a process reward model's steps end, and how the steps' rewards are reduced to one.
 
-    `separator_ids` are the tokens of the separator by itself, empty where the checkpoint has no tokenizer to tell
-    them: then every sequence must bring its positions, as it must where a tokenizer merges the separator with the
-    text before it.
+    `separator_ids` are the tokens of the separator alone, empty if the checkpoint has no tokenizer. Requests must send
+    step positions then, and also if the tokenizer merges the separator with the text before it.
     """
 
     separator: str
@@ -35,7 +42,7 @@ class StepRule:
         return f"{self.reduction} of the steps that end with {self.separator!r}, tokens {list(self.separator_ids)}"
 
     def positions(self, sequence: Sequence) -> np.ndarray:
-        """The sequence's own `steps`, else each separator's last token behind the prompt: int64 `[K]`."""
+        """Returns the sequence's own `steps`, else the last token of each separator after the prompt: int64 `[K]`."""
         if sequence.steps is not None:
             return sequence.steps
         width = len(self.separator_ids)
@@ -47,12 +54,12 @@ class StepRule:
 
 
 class Head(nn.Module):
-    """The scoring head: a float32 module applied to hidden states, and the rules that turn its outputs into scores.
+    """The scoring head: a float32 module for hidden states, and the rules that turn its outputs into scores.
 
-    `module` maps `[N, H]` to `[N, A]`. A `per_token` head is applied to every token, any other to the state that
-    `pooling` chooses; where `steps` is set its two outputs are the logits of a wrong and a right step. The reward is
-    the attributes' sum by `weights` (float64 `[A]`), less `mean`, divided by `std`; the same for per-token values.
-    Attributes stay as the head gives them, step rewards stay probabilities.
+    `module` maps `[N,H]` to `[N,A]`. A `per_token` head is applied to every token, any other to the state that
+    `pooling` chooses. If `steps` is set, the two outputs are the logits of a wrong and a right step. The reward is the
+    attributes' sum weighted by `weights` (float64 `[A]`), minus `mean`, divided by `std`; so are per-token values.
+    Attributes stay raw outputs, step rewards stay probabilities.
     """
 
     def __init__(
@@ -82,20 +89,20 @@ class Head(nn.Module):
         self.pad_token_id = pad_token_id
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Raw outputs float32 `[N, A]` for hidden states `[N, H]` of any dtype."""
+        """Returns raw outputs, float32 `[N,A]`, for hidden states `[N,H]` of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.module(hidden.float())
 
     def merged(self, outputs: Tensor) -> Tensor:
-        """Values float32 `[N]` of raw outputs `[N, A]`: merged and standardised as `to_scores` does, differentiable."""
+        """Merges and standardises raw outputs `[N,A]` as `to_scores` does; float32 `[N]`, differentiable."""
         weights = to_device(self.weights, outputs.device)
         return (((outputs.double() * weights).sum(1) - self.mean) / self.std).float()
 
     def positions(self, rows: list[np.ndarray]) -> np.ndarray:
         """Returns the index (int64 `[B]`) of the token in each row that its reward is read from; not for `mean`.
 
-        `last_non_pad` is the last token that is not `pad_token_id`, or the first token if all are, as in transformers.
-        `first_eos` is the first EOS, or the last token if there is none.
+        `last_non_pad` is the last token that is not `pad_token_id`, or the first token if all are pads, as in
+        transformers. `first_eos` is the first EOS, or the last token if there is none.
         """
         if self.pooling == "first":
             return np.zeros(len(rows), dtype=np.int64)
@@ -112,17 +119,17 @@ class Head(nn.Module):
 
     @property
     def rule(self) -> str:
-        """The rule by which the reward's token is chosen, for users; empty if steps make the reward."""
+        """The rule that chooses the reward's token, for users; empty if the reward comes from steps."""
         if self.steps is not None:
             return ""
         return f"last_non_pad (pad {self.pad_token_id})" if self.pooling == "last_non_pad" else self.pooling
 
 
 def to_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-    """One result a sequence, from the head's outputs on the host: `[B,A]`, or of a per-token head `[T,A]`, the tokens
-    of one sequence behind those of the one before.
+    """Returns one result for each sequence, from the head's outputs on the host.
 
-    A sample with a number that is not finite, or without a step to reward, is a SampleFailed; the others stand.
+    These are `[B,A]`, or `[T,A]` for a per-token head, one sequence's tokens after the other's. A sample whose numbers
+    are not finite, or that has no step to reward, becomes a SampleFailed; the others are not affected.
     """
     if not head.per_token:
         return _reward_scores(head, logits, sequences)
@@ -189,7 +196,7 @@ def _standardise(head: Head, rewards: np.ndarray) -> np.ndarray:
 
 
 def _fits(rewards: np.ndarray) -> np.ndarray:
-    """Which rewards, float64, are finite as the float32 that answers have."""
+    """Returns which rewards, float64, are finite as float32, the dtype of replies."""
     with np.errstate(over="ignore"):
         return np.isfinite(rewards.astype(np.float32))
 
@@ -210,3 +217,63 @@ def _no_steps(rule: StepRule) -> SampleFailed:
         f"no step to reward: the separator {rule.separator!r} (tokens {list(rule.separator_ids)}) does not occur "
         "behind the prompt, or is merged into another token; end each step with it, or send step_positions"
     )
+
+
+class OutputHead:
+    """Logits from hidden states by a language model's own code, with its scaling, soft caps, biases and tied weights.
+
+    It runs the model's forward with a stand-in for its trunk that returns the given states.
+    """
+
+    def __init__(self, model: Any, trunk: Any, folder: Path, fsdp: Fsdp = NOT_SHARDED) -> None:
+        """Raises CheckpointError if the logits differ from those of the whole model."""
+        self._model, self._trunk, self._fsdp = model, trunk, fsdp
+        self._name = next(name for name, child in model.named_children() if child is trunk)
+        self._output: Any = None
+        try:
+            with self._fsdp.no_gradients():
+                difference = self._difference()
+        # Models may raise anything if their forward reads more from the trunk than hidden states.
+        except Exception as e:
+            why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        else:
+            if difference <= AGREEMENT.get(model.dtype, 2e-2):
+                return
+            why = f"they differ by {difference:.1e}"
+        raise CheckpointError(
+            f"the logits of {folder}, a {type(model).__name__}, cannot be made from its last hidden states: {why}",
+            "choose a model of another architecture",
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns logits `[N,V]` in the model's dtype for hidden states `[N,H]`, differentiable."""
+        # Copy at each call: adapters may have replaced modules since. The copy shares modules and parameters.
+        model = self._fsdp.below_root(self._model)
+        model._modules = {**self._model._modules, self._name: self._stand_in(self._trunk)}
+        return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    def _stand_in(self, module: Any) -> Any:
+        passes = shallow_copy(module)
+        # OPT's model bypasses its trunk and calls the decoder in it.
+        children = {name: self._stand_in(child) for name, child in module.named_children() if name == "decoder"}
+        passes._modules = {**module._modules, **children}
+        passes.forward = lambda *_, inputs_embeds, **__: self._output(last_hidden_state=inputs_embeds)
+        return passes
+
+    def _difference(self) -> float:
+        """Returns the largest difference from the whole model's logits for a few tokens."""
+        seen: list[Any] = []
+        hook = self._trunk.register_forward_hook(lambda _, __, output: seen.append(output))
+        tokens = torch.arange(8, device=self._model.device)[None] % self._model.get_input_embeddings().num_embeddings
+        try:
+            want = self._model(input_ids=tokens, use_cache=False).logits[0]
+            if not seen:
+                seen.append(self._fsdp.through_root(self._trunk)(input_ids=tokens, use_cache=False))
+        finally:
+            hook.remove()
+        self._output = type(seen[0])
+        got = self(seen[0].last_hidden_state[0])
+        if got.shape != want.shape:
+            return float("inf")
+        worst = ((got - want).float().abs().max() / want.float().square().mean().sqrt()).item()
+        return worst if np.isfinite(worst) else float("inf")

@@ -1,9 +1,9 @@
-"""Sequences into packed batches: one row of tokens without padding, a shared beginning stored once.
+"""Packs sequences into batches: one row of tokens without padding, with each shared prefix stored once.
 
 A packed batch is a forest in depth-first order. A segment is a run of tokens that continues its ancestors:
-`[prompt, response 1, response 2, ...]` holds a prompt once, with the responses right behind it, so that the
-descendants of a segment are contiguous. Positions restart at every root and continue from parent to child.
-Without sharing every sequence is a root. All of it is numpy: nothing here knows a model or a device.
+`[prompt, response 1, response 2, ...]` has a prompt once, directly followed by its responses, so that the descendants
+of a segment are contiguous. Positions restart at every root and continue from parent to child. Without prefix sharing
+every sequence is a root. Everything here is numpy and knows no model or device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from guerdon.core import MIN_SHARED, common_prefix
 
 MAX_DEPTH = 8
-"""Levels of sharing; deeper nesting would cost more attention calls than it saves tokens."""
+"""Levels of shared prefixes; deeper nesting would cost more attention calls than it saves tokens."""
 
 Span = tuple[int, int]
 """Half-open range of token indices in a packed batch."""
 
 
 def indices(spans: tuple[Span, ...]) -> np.ndarray:
-    """The token indices (int64) in all of the spans, in order."""
+    """Returns the token indices (int64) in all spans, in order."""
     return np.concatenate([np.arange(a, b) for a, b in spans])
 
 
@@ -45,9 +45,8 @@ class Segment:
 class PackedBatch:
     """One row of tokens and what attention and heads need to read it.
 
-    `tokens` and `positions` are int64 `[T]`. `rows` are the callers' row numbers in packed order, `spans`
-    where each of those rows lies, `last` (int64 `[B]`) the index of each row's last token, `max_length` the
-    length of the longest row.
+    `tokens` and `positions` are int64 `[T]`. `rows` are the callers' row numbers in packed order, `spans` where each of
+    these rows lies, `last` (int64 `[B]`) the index of each row's last token, `max_length` the longest row's length.
     """
 
     tokens: np.ndarray
@@ -58,15 +57,15 @@ class PackedBatch:
     last: np.ndarray
     max_length: int
     cache: dict = field(default_factory=dict)
-    """Tensors that attention derives once from the segments and uses in every layer."""
+    """Tensors that attention derives once from the segments and reuses in every layer."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the forward computes."""
+        """Number of tokens that the forward computes."""
         return len(self.tokens)
 
     def gather(self, i: int) -> np.ndarray:
-        """Packed indices (int64 `[len]`) of the tokens of the i-th row in packed order."""
+        """Returns the packed indices (int64 `[len]`) of the tokens of the i-th row in packed order."""
         return indices(self.spans[i])
 
 
@@ -103,25 +102,25 @@ def pack(
 ) -> Iterator[PackedBatch]:
     """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
 
-    A row longer than the budget is a batch of its own, unless others share its beginning. With `share`, rows that
-    begin alike lie side by side and their common beginning is stored once; a group that a budget cuts in two stores
-    it once in each. What two rows share beyond the beginning of their whole group is counted as shared even where it
-    is too short to be stored so: a batch may pass the budget by less than MIN_SHARED tokens a row. `limits` bounds
-    what may be shared of each row (its prompt's length), None where it is unknown.
+    A row longer than the budget becomes a batch of its own, unless other rows share its prefix. With `share`, rows with
+    a common prefix are adjacent and the prefix is stored once; a group that exceeds the budget stores it once in each
+    of its batches. Tokens that two rows share beyond their group's prefix count as shared even if they are too few to
+    be stored once: a batch may exceed the budget by less than MIN_SHARED tokens a row. `limits` bounds how many tokens
+    of each row may be shared (its prompt's length), None if unknown.
     """
     order, shared = _sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
     for part in _cut(rows, order, shared, budget):
         builder = _Builder()
-        # A batch that begins inside a group has nothing before it to share with.
+        # The first row of a batch has nothing before it to share a prefix with.
         common = [0, *(shared[i] for i in part[1:])]
         _emit(builder, rows, [order[i] for i in part], common, 0, len(part), 0, ())
         yield builder.batch()
 
 
 def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -> tuple[list[int], list[int]]:
-    """Row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
+    """Returns row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
 
-    Big-endian bytes compare as the ids they hold, which makes Python's sort of bytes a sort of rows.
+    Big-endian bytes compare like the ids that they encode, so sorting bytes sorts rows.
     """
     keys = [r.astype(">u4").tobytes() for r in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -135,9 +134,9 @@ def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -
 
 
 def _cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int) -> Iterator[list[int]]:
-    """Runs of indices into `order`, each within the budget; a group is cut only where it must be.
+    """Yields runs of indices into `order`, each within the budget; cuts a group only if it must.
 
-    Of a beginning that is shared at most half a budget counts, so that a long prompt keeps its responses together.
+    A shared prefix counts at most half the budget, so that a long prompt keeps its responses together.
     """
 
     def cost(i: int, first: int) -> int:
@@ -177,7 +176,7 @@ def _emit(
     depth: int,
     ancestors: tuple[Span, ...],
 ) -> None:
-    """Stores the sorted rows `low..high`, whose first `depth` tokens are stored already as `ancestors`."""
+    """Stores the sorted rows `low..high`, whose first `depth` tokens are already stored as `ancestors`."""
     if high - low == 1 or len(ancestors) == MAX_DEPTH:
         for i in range(low, high):
             row, spans = rows[order[i]], ancestors

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import find_folder
-from guerdon.engine.checkpoint.loading import LoadedModel
 from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.reward_models import LoadedModel
+from guerdon.engine.checkpoint.stored import find_folder
 from guerdon.engine.engine import Engine
-from guerdon.engine.recompute import recompute_activations
+from guerdon.engine.layers import recompute_activations
 from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
 from guerdon.settings.config import LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
@@ -64,7 +64,7 @@ class CriticTrainer:
                 config.lora,
                 config.lora_alpha,
                 config.lora_targets,
-                no_gradients=loaded.gathering.no_gradients,
+                no_gradients=loaded.fsdp.no_gradients,
             )
             note = lora.describe_adapters(loaded.trunk, loaded.config.model)
             self._files = {"adapter_config.json": trainer_checkpoint.to_json(note)}
@@ -165,7 +165,7 @@ class CriticTrainer:
         except Exception as e:
             log.exception("train request %s broke off", request.id)
             failure = str(e) if self._ranks.size > 1 and isinstance(e, GuerdonError) else f"{type(e).__name__}: {e}"
-            self.engine.forget_broken()
+            self.engine.reset_after_error()
         finally:
             self._optimiser.free()
         if failure is None:

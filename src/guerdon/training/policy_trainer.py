@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
 from guerdon.engine.checkpoint.placement import dtype_name, gpu_bytes
-from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
-from guerdon.engine.language import LanguageEngine
-from guerdon.engine.recompute import recompute_activations
+from guerdon.engine.layers import recompute_activations
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import ServerFault
 from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
@@ -99,7 +99,7 @@ class PolicyTrainer:
         settings = {"architectures": [type(self.model).__name__]}
         self._files = trainer_checkpoint.model_files(loaded.folder, self.model.dtype, settings)
         if config.lora is not None:
-            targets, no_gradients = config.lora_targets, loaded.gathering.no_gradients
+            targets, no_gradients = config.lora_targets, loaded.fsdp.no_gradients
             lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, no_gradients)
             base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
             # With a config.json the folder of an adapter would pass for a whole model's.
@@ -284,7 +284,7 @@ class PolicyTrainer:
             count = round(float(self._ranks.total([float(own_count)])[0]))
         except BaseException:
             self._reset_gradients()
-            self.engine.forget_broken()
+            self.engine.reset_after_error()
             raise
         self._sums, self._num_micro_batches = self._sums + sums, self._num_micro_batches + count
         return sums

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.tensor import DTensor
 
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.checkpoint.files import StoredTensor, open_safetensors
+from guerdon.engine.checkpoint.stored import StoredTensor, open_safetensors
 from guerdon.errors import CheckpointError, RanksLost, ServerFault, StorageFailed
 from guerdon.training import collectives
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import StoredTensor
-from guerdon.engine.checkpoint.loading import LoadedModel
 from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.reward_models import LoadedModel
+from guerdon.engine.checkpoint.stored import StoredTensor
 from guerdon.engine.checkpoint.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import LearningConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from guerdon.actor.generation import make_generator
 from guerdon.actor.rollouts import Prompt
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
 from guerdon.settings.config import check_settings

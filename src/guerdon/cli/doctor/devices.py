@@ -94,8 +94,9 @@ def _tried(device: str) -> tuple[str, str]:
     import torch
     import transformers
 
-    from guerdon.engine.checkpoint.loading import load
+    from guerdon.engine.checkpoint.reward_models import load_reward_model
     from guerdon.engine.forward import Forward
+    from guerdon.engine.self_check import choose_path
     from guerdon.settings.config import ModelConfig
 
     transformers.logging.set_verbosity_error()
@@ -107,7 +108,10 @@ def _tried(device: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-        info = Forward(load(ModelConfig(model=folder, device=device))).info
+        loaded = load_reward_model(ModelConfig(model=folder, device=device))
+        forward = Forward(loaded)
+        choose_path(forward, loaded)
+    info = forward.info
     return info.path, f"a small Llama in {info.dtype} {info.why}"
 
 

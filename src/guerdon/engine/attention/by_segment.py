@@ -1,15 +1,17 @@
-"""Attention over a packed batch as one call of PyTorch's attention a segment; for any device and any mask.
+"""Attention over a packed batch with one call of PyTorch's attention per segment; for any device and any mask.
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
-It is the reference of the other forms, and computes what none of them can. On a GPU PyTorch's fused kernels take a
-mask only where every query head has keys of its own; without them all [H,queries,keys] logits would be held at once.
+This is the reference for the other forms, and computes what none of them can. On a GPU PyTorch's fused kernels accept a
+mask only if each query head has keys of its own; without these kernels all [H,queries,keys] logits are in memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +20,7 @@ from guerdon.engine.attention.patterns import Pattern
 from guerdon.engine.packing import PackedBatch, Segment
 
 QUERY_BLOCK = 1024
-"""Queries of one call on a GPU, where all their logits are written out or a window hides keys: few large calls."""
+"""Queries of one call on a GPU if their logits are materialised or a window masks keys: few large calls."""
 
 
 def by_segment(
@@ -32,12 +34,12 @@ def by_segment(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One call a segment or a block of its queries, over all it sees; `[1,H,T,D]`, differentiable, any mask."""
+    """Returns `[1,H,T,D]` for any mask, by one call per segment or block of its queries; differentiable."""
     window = pattern.window if pattern is not None and causal else None
-    written_out = bool(softcap) or sinks is not None
+    materialised = bool(softcap) or sinks is not None
     out = []
     on_cpu = query.device.type == "cpu"
-    size = cascade.QUERY_BLOCK if on_cpu else QUERY_BLOCK if written_out or pattern is not None else batch.num_tokens
+    size = cascade.QUERY_BLOCK if on_cpu else QUERY_BLOCK if materialised or pattern is not None else batch.num_tokens
     for s in _pieces(batch, size) if causal else batch.segments:
         seen, first = visible(s, window)
         q = query[:, :, s.start : s.stop]
@@ -45,12 +47,12 @@ def by_segment(
             t[:, :, seen[0][0] : seen[0][1]] if len(seen) == 1 else torch.cat([t[:, :, a:b] for a, b in seen], 2)
             for t in (key, value)
         )
-        triangle = causal and pattern is None and q.shape[2] == k.shape[2] and not written_out
+        triangle = causal and pattern is None and q.shape[2] == k.shape[2] and not materialised
         mask = None
         if not triangle and (causal or pattern is not None):
-            mask = _mask(batch, s, first, k.shape[2], pattern, q.device, torch.bool if written_out else q.dtype)
-        if written_out:
-            out.append(_written_out(q, k, v, mask, scale, softcap, sinks))
+            mask = _mask(batch, s, first, k.shape[2], pattern, q.device, torch.bool if materialised else q.dtype)
+        if materialised:
+            out.append(_materialised(q, k, v, mask, scale, softcap, sinks))
         else:
             if not on_cpu:
                 k, v = _by_query_head(q, k, v)
@@ -62,7 +64,7 @@ def by_segment(
 
 
 def _pieces(batch: PackedBatch, size: int) -> Iterator[Segment]:
-    """The segments in blocks of queries, each a child of the one before: of what a mask hides less is computed."""
+    """Splits segments into blocks of queries, each a child of the previous one, to compute fewer masked pairs."""
     for s in batch.segments:
         for start in range(s.start, s.stop, size):
             stop = min(start + size, s.stop)
@@ -71,7 +73,7 @@ def _pieces(batch: PackedBatch, size: int) -> Iterator[Segment]:
 
 
 def visible(s: Segment, window: int | None) -> tuple[list[tuple[int, int]], int]:
-    """The spans that a segment sees, oldest first and cropped to the window, and the position of their first key."""
+    """Returns the spans visible to a segment, oldest first, cropped to the window, and their first key's position."""
     spans: list[tuple[int, int]] = []
     for a, b in (*s.ancestors, (s.start, s.stop)):
         if spans and spans[-1][1] == a:
@@ -95,26 +97,26 @@ def _mask(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """From positions alone, `[queries, keys]`: bool, True where the key is seen, or 0 there and else -inf.
+    """Returns the mask `[queries, keys]`, made of positions only: bool, True if visible, or 0 and -inf.
 
-    It is made once for all layers of a pattern.
+    It is cached for all layers of a pattern.
     """
     name = ("mask", s.start, None if pattern is None else id(pattern.allows), device, dtype)
     known = batch.cache.get(name)
     if known is None:
         q = torch.arange(s.position, s.position + s.stop - s.start, device=device)[:, None]
         k = torch.arange(first, first + num_keys, device=device)[None]
-        zero = torch.zeros((), dtype=torch.long)  # some functions index by it: on a GPU they would wait for it
+        zero = torch.zeros((), dtype=torch.long)  # on the CPU: functions that index by it would wait for a GPU
         seen = k <= q if pattern is None else pattern.allows(zero, zero, q, k).expand(q.shape[0], num_keys)
         if dtype != torch.bool:
             seen = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-        # The pattern is kept, so that no other can get its id.
+        # Keep a reference to the pattern, so that no other object can get its id.
         known = batch.cache[name] = pattern, seen
     mask: torch.Tensor = known[1]
     return mask
 
 
-def _written_out(
+def _materialised(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -123,7 +125,7 @@ def _written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention for what PyTorch's fused call lacks: soft-capped logits (Gemma 2) and attention sinks (gpt-oss)."""
+    """Computes what PyTorch's fused call lacks: soft-capped logits (Gemma 2) and attention sinks (gpt-oss)."""
     k, v = _by_query_head(q, k, v)
     weights = (q @ k.transpose(-1, -2)) * scale
     if softcap:
@@ -138,6 +140,31 @@ def _written_out(
 
 
 def _by_query_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of every query head."""
+    """Repeats keys and values for each query head."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def of_few(
+    batch: PackedBatch,
+    read: np.ndarray,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Returns causal attention `[1,H,T,D]` of the queries at tokens `read` only, zero elsewhere; for CPUs.
+
+    In the last layer only the tokens that scores are read from matter, one of each sequence. The keys and values that
+    such a query sees are copied for it: as many as the sequence has tokens, instead of its number of tokens squared.
+    """
+    out = torch.zeros_like(query)
+    grouped = query.shape[1] != key.shape[1]
+    segments = np.searchsorted([s.start for s in batch.segments], read, side="right") - 1
+    for i, segment in zip(read.tolist(), segments.tolist(), strict=True):
+        spans, _ = visible(dataclasses.replace(batch.segments[segment], stop=i + 1), None)
+        # Copy the keys instead of masking others: 0 x NaN is NaN.
+        k, v = (torch.cat([x[:, :, a:b] for a, b in spans], 2) for x in (key, value))
+        one = slice(i, i + 1)
+        out[:, :, one] = F.scaled_dot_product_attention(query[:, :, one], k, v, scale=scale, enable_gqa=grouped)
+    return out

@@ -1,15 +1,14 @@
-"""Causal attention over a packed batch in parts, merged by their log-sum-exp; for CPUs.
+"""Cascade attention: causal attention over a packed batch in parts, merged by their log-sum-exp; for CPUs.
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
-A part is some queries on some keys. Every segment attends to itself, causally, in blocks of queries; then all
-descendants of a segment attend to it in one unmasked part, so that a shared beginning is read once for all of them.
-With the log-sum-exp l_p of each part's logits and l of all, the output is the sum of exp(l_p - l) times the part's.
+A part is some queries on some keys. Each segment attends to itself, causally, in blocks of queries; then all
+descendants of a segment attend to it in one unmasked part, so that a shared prefix is read once for all of them. With
+the log-sum-exp l_p of each part's logits and l of all logits, the output is the sum of exp(l_p - l) times the part's.
 
-The backward pass needs no trace of the merging: given the *merged* output and log-sum-exp, the kernel computes
-exp(logits - l), the weights that attention over all the keys would have, and with them each part's exact share of the
-gradients, which add up. (PyTorch does not differentiate the kernel's log-sum-exp: to let autograd follow the forward
-pass would be silently wrong.)
+The backward pass does not depend on the merging: given the *merged* output and log-sum-exp, the kernel computes
+exp(logits - l), the weights of attention over all keys, and with them each part's exact share of the gradients, which
+add up. (PyTorch does not differentiate the kernel's log-sum-exp: gradients by autograd would be silently wrong.)
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from torch.autograd.function import once_differentiable
 from guerdon.engine.packing import PackedBatch
 
 QUERY_BLOCK = 192
-"""Queries of one kernel call: the kernel computes what a causal mask hides within 512 keys, too."""
+"""Queries of one kernel call: the kernel also computes masked pairs inside blocks of 512 keys."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def cascade(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`; differentiable."""
+    """Returns causal attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`; differentiable."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out: Tensor = _Cascade.apply(query, key, value, batch, scale)
         return out
@@ -52,7 +51,7 @@ class _Cascade(torch.autograd.Function):
 
 
 def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output `[1,H,T,D]` and the log-sum-exp of all logits, float32 `[1,H,T]`."""
+    """Returns the output `[1,H,T,D]` and the log-sum-exp of all logits, float32 `[1,H,T]`."""
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
     for s in batch.segments:
@@ -73,7 +72,7 @@ def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scal
         share = torch.exp(weight - both)[..., None]
         merged = out[:, :, below]
         mean = merged.float().lerp_(o.float(), share)
-        if mean is not merged:  # of float32 it is the same tensor
+        if mean is not merged:  # float() returns float32 tensors themselves
             merged.copy_(mean)
         lse[:, :, below] = both
     return out, lse
@@ -82,7 +81,7 @@ def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scal
 def _backward(
     batch: PackedBatch, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given that of the output; parts are summed in float32."""
+    """Returns the gradients of query, key and value from the output's; parts are summed in float32."""
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
 
     def add(queries: slice, keys: slice, mask: Tensor | None, causal: bool) -> None:
@@ -105,9 +104,9 @@ def _backward(
 
 
 def _diagonal(batch: PackedBatch, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
-    """The mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 where seen and else -inf.
+    """Returns the mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 for visible keys, else -inf.
 
-    It is a view of one mask for all blocks of as many rows, as wide as the longest sequence.
+    It is a view of a mask that all blocks with so many rows share, as wide as the longest sequence.
     """
     whole: Tensor | None = batch.cache.get((rows, dtype))
     if whole is None:

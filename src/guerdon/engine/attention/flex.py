@@ -1,14 +1,14 @@
-"""Attention over a packed batch as one call of PyTorch's flex attention, which leaves out blocks that nobody sees.
+"""Attention over a packed batch in one call of PyTorch's flex attention, which skips fully masked blocks.
 
 Legend: H query heads, K key/value heads, T packed tokens, D and E sizes of a query's and a value's head.
 
-The descendants of a segment lie right behind it, so that the queries that see a key are one run, from the key itself to
-the end of its segment's descendants: the tree is one number a key, and what a layer's pattern says is added to it. On
-a GPU the call is compiled, which takes seconds once for each kind of layer, and has gradients. Uncompiled it would
-write the whole table of [H,T,T].
+The descendants of a segment follow it directly, so that the queries that see a key are one run, from the key itself to
+the end of its segment's descendants: one number per key describes the tree, and the layer's pattern is added to it. On
+a GPU the call is compiled, which takes seconds once for each kind of layer, and is differentiable. Uncompiled it would
+materialise the whole table of [H,T,T].
 
-Batches are made such that one compiled for a kind of layer does for all that come: tensors are laid out alike, and a
-batch that the compiler would take for a special one gets a few tokens more.
+One compilation for a kind of layer serves all later batches, because recompilation is avoided: all tensors have the
+same stride order, and a batch that the compiler would specialise on is padded with a few tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from guerdon.engine.attention.patterns import Pattern, Span
+from guerdon.engine.microbatches import to_device
 from guerdon.engine.packing import PackedBatch
-from guerdon.engine.transfers import to_device
 
 BLOCK = 128
-"""Tokens of a block, of queries and of keys."""
+"""Tokens of a block of queries or of keys."""
 VARIANTS = 64
-"""Kinds of layers that may be compiled in one process, all models together.
+"""Limit of compilations in one process, for the kinds of layers of all models.
 
-PyTorch's own limit is 8, and one layer can need half of these: with gradients and without, with its window and without.
-Beyond the limit a call raises, where without `fullgraph` it would run uncompiled from then on.
+PyTorch's own limit is 8, and one layer can need half of these: with and without gradients, with and without its window.
+Beyond the limit a call raises; without `fullgraph` it would silently run uncompiled.
 """
 
 
@@ -48,9 +48,9 @@ def flex(
     span: Span | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention `[1,H,T,E]` of query `[1,H,T,D]` on key `[1,K,T,D]` and value `[1,K,T,E]`, any pattern.
+    """Returns attention `[1,H,T,E]` of query `[1,H,T,D]` on key `[1,K,T,D]` and value `[1,K,T,E]`, for any pattern.
 
-    `span` is the pattern's, where it has one. On a CPU it is PyTorch's written-out form, without gradients, for tests.
+    `span` is the pattern's, if it has one. On a CPU it runs uncompiled, without gradients, for tests.
     """
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled()
     gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -70,17 +70,17 @@ def _compiled() -> Any:
 
 
 def _allow_variants() -> None:
-    """Lets the calling thread compile so many, if that is not so yet; for nothing longer, as `patch` leaves traces."""
-    # The setting is a thread's own, and what is checkpointed is computed again on a thread of autograd's.
+    """Raises the calling thread's limit of compilations, if needed; not with `patch`, which leaves traces."""
+    # The setting is thread-local, and activation checkpointing recomputes on autograd's thread.
     if torch._dynamo.config.recompile_limit < VARIANTS:
         torch._dynamo.config.recompile_limit = VARIANTS
 
 
 def _fill(num_tokens: int, *sizes: int) -> int:
-    """How many tokens more there must be for neither them nor their blocks to be as many as any of the sizes, or one.
+    """Returns how many tokens to add so that neither their number nor that of their blocks is 1 or one of the sizes.
 
-    The compiler takes equal numbers for the same and 1 for itself, and for fewer than 128 tokens another kernel: such a
-    batch would be compiled for, while clients wait.
+    The compiler specialises on sizes that are equal or 1, and uses another kernel for fewer than 128 tokens: such a
+    batch would be recompiled for while clients wait.
     """
     special, total = {1, *sizes}, num_tokens
     while (num_blocks := -(-total // BLOCK)) in special or total in special:
@@ -89,12 +89,12 @@ def _fill(num_tokens: int, *sizes: int) -> int:
 
 
 def _laid_out(x: Tensor, fill: int) -> Tensor:
-    """The tensor and so many zeros behind it, token by token in memory: for other strides it is compiled anew."""
+    """Pads the tensor with so many zeros, contiguous by token: other strides would cause a recompilation."""
     by_token = x.transpose(1, 2)
     return (pad(by_token, (0, 0, 0, 0, 0, fill)) if fill else by_token.contiguous()).transpose(1, 2)
 
 
-# Numbers are tensors in these functions: plain ones are symbols to the compiler, which it does not take everywhere.
+# Numbers are tensors in these functions: plain ones become symbols, which the compiler does not support everywhere.
 
 
 def _cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
@@ -108,7 +108,7 @@ def _within(span: Span, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _apart(table: Tensor) -> tuple[Tensor, ...]:
-    """The rows as tensors of their own: the compiler takes a table of n rows and a batch of n blocks for alike."""
+    """Returns the rows as separate tensors: the compiler would unify a table of n rows with a batch of n blocks."""
     return tuple(row.clone() for row in table)
 
 
@@ -127,16 +127,16 @@ def block_mask(
     fill: int = 0,
     gradients: bool = True,
 ) -> BlockMask:
-    """Which blocks are seen whole, in part, or not at all; made once a batch for all layers of a pattern.
+    """Returns which blocks are visible whole, in part, or not at all; cached for all layers of a pattern.
 
-    It counts, for each key and block of queries, who sees the key: PyTorch's own `create_block_mask` would ask for each
-    of the T x T pairs. It is of `fill` tokens more, each of which sees itself. Without `gradients` it lacks the same by
-    keys, which only the backward pass reads.
+    It counts, for each key and block of queries, the queries that see the key: PyTorch's `create_block_mask` would
+    evaluate all T x T pairs. It covers `fill` more tokens, each of which sees itself. Without `gradients` it has no
+    blocks by key, which only the backward pass reads.
     """
     name = ("block mask", causal, None if pattern is None else id(pattern.allows), device, fill, gradients)
     known = batch.cache.get(name)
     if known is None:
-        # The pattern is kept, so that no other can get its id.
+        # Keep a reference to the pattern, so that no other object can get its id.
         known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, span, device, fill, gradients)
     return known[1]
 
@@ -186,7 +186,7 @@ def _block_mask(
 
 
 def _reach(at: Tensor, missing: int, span: Span | None) -> tuple[Tensor, Tensor]:
-    """Of each block of queries and of keys whether all pairs are within the span, and whether none can be."""
+    """Returns for each block of queries and keys whether all pairs are inside the span, and whether none can be."""
     blocks = torch.cat([at, at[-1:].expand(missing)]).view(-1, BLOCK)
     low, high = blocks.amin(1), blocks.amax(1)
     least, most = low[:, None] - high[None], high[:, None] - low[None]  # how far back a key can be
@@ -197,6 +197,6 @@ def _reach(at: Tensor, missing: int, span: Span | None) -> tuple[Tensor, Tensor]
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last dimension are true, and the indices of all with those first; int32."""
+    """Returns the count of true values in the last dimension, and its indices with true ones first; int32."""
     order = torch.argsort(table.int(), dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32), order.int()

@@ -1,7 +1,7 @@
-"""What a layer's mask says about which keys a query sees, as positions and not as a table of `[T,T]`.
+"""A layer's attention mask in terms of positions, never as a `[T,T]` table.
 
-Most masks of transformers are made of a few functions: causal, full, and windows of either kind. A mask that is made of
-these alone is a `Span`, which attention kernels know; all others, such as Llama 4's chunks, are evaluated as they are.
+Most masks of transformers are composed of a few functions: causal, full, and windows of either kind. A mask composed of
+these is a `Span`, which attention kernels support; all others, such as Llama 4's chunks, are evaluated as they are.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 Span = tuple[int, int]
-"""How many positions before and after its own a query sees, -1 for all: `(-1, 0)` is causal, `(-1, -1)` full."""
+"""Positions visible before and after a query's own, -1 for all: `(-1, 0)` is causal, `(-1, -1)` full."""
 CAUSAL: Span = (-1, 0)
 FULL: Span = (-1, -1)
 
 
 @dataclass(slots=True)
 class Pattern:
-    """What a layer's mask says beyond causal or full.
+    """A layer's mask that is neither causal nor full.
 
     `allows(batch, head, query_position, key_position)` is transformers' mask function; no key further back than
-    `window` is ever seen. `span` is the same as numbers, None where the mask is no plain window.
+    `window` is ever visible. `span` is the same as numbers, None if the mask is not a plain window.
     """
 
     allows: Callable[..., Any]
@@ -30,16 +30,16 @@ class Pattern:
 
 
 def packed_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> Pattern | None:
-    """The entry for transformers' mask registry: never a `[T, T]` mask, but None where causal or full says it all."""
+    """Replaces transformers' masks in its registry: returns a pattern, None for causal and full masks."""
     span = span_of(mask_function)
     return None if span in (CAUSAL, FULL) else Pattern(mask_function, local_size, span)
 
 
 def span_of(mask_function: Callable[..., Any]) -> Span | None:
-    """The span that the mask function stands for; None where it is, or is made of, one that is not known here.
+    """Returns the span of a mask function; None if it is, or is composed of, an unknown one.
 
-    A function is known by its code, and its window is the number in its closure: no sample of positions could prove
-    what it does on all others.
+    Functions are recognised by their code and windows read from their closures: no sample of positions could prove
+    what a function does for all others.
     """
     from transformers import masking_utils as known
 
@@ -59,12 +59,12 @@ def span_of(mask_function: Callable[..., Any]) -> Span | None:
 
 
 def cut(pattern: Pattern | None, causal: bool, length: int) -> tuple[Pattern | None, Span | None]:
-    """The pattern and its span for sequences of at most `length` tokens: no pattern where it hides nothing of them."""
+    """Returns pattern and span for sequences of at most `length` tokens; drops a pattern that masks none of them."""
     plain = CAUSAL if causal else FULL
     if pattern is None:
         return None, plain
     if pattern.span is None:
-        # It hides what is further back, or in another chunk, of which there is none.
+        # It masks keys further back or in other chunks, and there are none.
         return (None, plain) if causal and pattern.window and pattern.window >= length else (pattern, None)
     before, after = (-1 if most and most >= length - 1 else most for most in pattern.span)
     return (None, plain) if (before, after) == plain else (pattern, (before, after))

@@ -1,16 +1,16 @@
-"""Attention over a packed batch in few calls of a kernel for sequences of various lengths; for GPUs.
+"""Varlen attention over a packed batch, in few calls of FlashAttention; for GPUs.
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size, S sequences of a part.
 
 A part is one call of the kernel: S runs of queries, each on a run of keys. There are two divisions of a batch:
-`gathered` is one part, in which every segment attends to a copy of its ancestors' keys with its own behind them, and
-handles windows; `levels` is one part for all segments on themselves and one for each level of the tree, in which all
-descendants of a segment attend to it, so that nothing shared is copied. Parts are merged by their log-sum-exp.
+`gathered` is one part, in which each segment attends to a copy of its ancestors' keys followed by its own, and supports
+windows; `levels` is one part for all segments on themselves and one for each level of the tree, in which all
+descendants of a segment attend to it, so that no shared keys are copied. Parts are merged by their log-sum-exp.
 
-The backward pass needs no trace of the merging, nor of the division: given the *merged* output and log-sum-exp, the
-kernel computes exp(logits - lse), the weights that attention over all keys has, and with them each part's exact share
-of the gradients, which add up. So the keys that were gathered are not kept for it, and it may be divided otherwise.
-An attention sink is one more logit in the log-sum-exp, with a value of zeros.
+The backward pass depends neither on the merging nor on the division: given the *merged* output and log-sum-exp, the
+kernel computes exp(logits - lse), the weights of attention over all keys, and with them each part's exact share of the
+gradients, which add up. So gathered keys are not kept for it, and it may use the other division. An attention sink is
+one more logit in the log-sum-exp, with a value of zeros.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.autograd.function import once_differentiable
 
 from guerdon.engine.attention.by_segment import visible
 from guerdon.engine.attention.patterns import CAUSAL, FULL, Span
+from guerdon.engine.microbatches import to_device
 from guerdon.engine.packing import PackedBatch, indices
 from guerdon.engine.packing import Span as Run
-from guerdon.engine.transfers import to_device
 
 Rows = slice | Tensor
-"""Which tokens of the packed row, in order: all of a run, or those of these indices (int64)."""
+"""Tokens of the packed row, in order: a contiguous run, or indices (int64)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One call: of the rows `queries` the runs `cu_queries[i]:cu_queries[i+1]`, of the rows `keys` likewise.
+    """One call: the runs `cu_queries[i]:cu_queries[i+1]` of the rows `queries`, and likewise of the rows `keys`.
 
     `cu_queries` and `cu_keys` are int32 `[S+1]`, `max_queries` and `max_keys` their longest runs. `span` counts
     positions as if the last query and the last key of a run were the same token.
@@ -53,10 +53,10 @@ class Part:
 
 
 class Kernel(Protocol):
-    """A kernel on the tokens of one part; queries `[Tq,H,D]`, keys and values `[Tk,K,D]`."""
+    """A kernel for the tokens of one part; queries `[Tq,H,D]`, keys and values `[Tk,K,D]`."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-        """The output `[Tq,H,D]` and the log-sum-exp of all logits, float32 `[H,Tq]`."""
+        """Returns the output `[Tq,H,D]` and the log-sum-exp of all logits, float32 `[H,Tq]`."""
 
     def backward(
         self,
@@ -69,19 +69,19 @@ class Kernel(Protocol):
         part: Part,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; `out` and `lse` may be those of a softmax over more than the part."""
+        """Returns gradients of query, key and value; `out` and `lse` may be of a softmax over more than the part."""
 
 
 class Flash:
-    """FlashAttention as PyTorch has it: half precision, head sizes to 256 in steps of 8.
+    """PyTorch's FlashAttention: half precision, head sizes up to 256 in steps of 8.
 
-    `torch.nn.attention.varlen` calls the same operators, but with its own backward pass; here that is given the merged
-    output and log-sum-exp. Where another FlashAttention is installed and activated (`torch.nn.attention.
-    activate_flash_attention_impl`) these operators are that one's.
+    `torch.nn.attention.varlen` calls the same operators, but its backward pass does not accept the merged output and
+    log-sum-exp. If another FlashAttention is installed and activated with
+    `torch.nn.attention.activate_flash_attention_impl`, these operators call it.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-        """As `Kernel` has it."""
+        """Implements `Kernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0, part.span == CAUSAL,
             False, scale=scale, window_size_left=part.span[0], window_size_right=part.span[1],
@@ -99,7 +99,7 @@ class Flash:
         part: Part,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Kernel` has it."""
+        """Implements `Kernel`."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
@@ -124,17 +124,17 @@ def varlen(
     gathers: bool = True,
     kernel: Kernel = FLASH,
 ) -> Tensor:
-    """Attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`, sinks `[H]`; differentiable.
+    """Returns attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`, sinks `[H]`; differentiable.
 
-    Without `gathers` the keys of ancestors are not copied for the forward pass, which only a causal span allows.
+    Without `gathers` the forward pass does not copy the keys of ancestors, which requires a causal span.
     """
     device = query.device
     forward = gathered(batch, span, device) if gathers else levels(batch, device)
-    # The kernel refuses heads whose numbers do not lie side by side.
+    # The kernel requires the last dimension to be contiguous.
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks) if x is not None):
-        # Keys of one part are all different in levels, and no copies of gradients are summed.
+        # In `levels` the keys of a part are distinct, so there are no gradients of copies to sum.
         backward = levels(batch, device) if span == CAUSAL else gathered(batch, span, device)
         out: Tensor = _Varlen.apply(query, key, value, sinks, scale, (forward, backward), kernel)
     else:
@@ -143,7 +143,7 @@ def varlen(
 
 
 def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[Part]:
-    """One part: every segment on its ancestors and itself, as far back as the span goes."""
+    """Returns one part: each segment on its ancestors and itself, as far back as the span reaches."""
     known: list[Part] | None = batch.cache.get(("gathered", span, device))
     if known is None:
         window = span[0] + 1 if span[0] >= 0 and span[1] == 0 else None
@@ -154,7 +154,7 @@ def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[Part]
 
 
 def levels(batch: PackedBatch, device: torch.device) -> list[Part]:
-    """One part of all segments on themselves, and for each level of the tree one of all that is below it."""
+    """Returns one part of all segments on themselves, and one for each level of the tree with everything below it."""
     known: list[Part] | None = batch.cache.get(("levels", device))
     if known is None:
         own = [[(s.start, s.stop)] for s in batch.segments]
@@ -168,7 +168,7 @@ def levels(batch: PackedBatch, device: torch.device) -> list[Part]:
 
 
 def _part(queries: Sequence[list[Run]], keys: Sequence[list[Run]], span: Span, device: torch.device) -> Part:
-    """The part of these sequences, each the runs of its queries and those of its keys."""
+    """Returns the part of these sequences, given the runs of each one's queries and keys."""
     lengths = [np.array([sum(b - a for a, b in runs) for runs in some]) for some in (queries, keys)]
     sums = [np.concatenate([[0], np.cumsum(some)]).astype(np.int32) for some in lengths]
     cu_queries, cu_keys = (to_device(x, device) for x in sums)
@@ -205,7 +205,7 @@ class _Varlen(torch.autograd.Function):
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, parts: list[Part], kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """The output `[T,H,D]` and the log-sum-exp of all logits and the sink, float32 `[H,T]`; part by part."""
+    """Returns the output `[T,H,D]` and the log-sum-exp of all logits and sinks, float32 `[H,T]`, part by part."""
     first, *others = parts
     out, lse = kernel.forward(query, _taken(key, first.keys), _taken(value, first.keys), first, scale)
     for part in others:
@@ -226,7 +226,7 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     scale: float, parts: list[Part], kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of query, key, value and sinks, given that of the output; parts are summed in float32."""
+    """Returns the gradients of query, key, value and sinks from the output's; parts are summed in float32."""
 
     def of_part(part: Part) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = part.queries, part.keys
@@ -236,7 +236,7 @@ def _backward(
         )  # fmt: skip
 
     if len(parts) == 1 and isinstance(parts[0].keys, slice) and parts[0].keys == parts[0].queries:
-        # The only part is of the whole row on itself: there is nothing to sum.
+        # The only part is the whole row on itself: there is nothing to sum.
         dq, dk, dv = of_part(parts[0])
     else:
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
@@ -249,7 +249,7 @@ def _backward(
         dq, dk, dv = (total.to(query.dtype) for total in sums)
     slope = None
     if sinks is not None:
-        # The sink's weight times what its value, zero, lacks of the output.
+        # The sink's weight times the difference of its value, zero, from the output.
         lost = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse) * (grad.to(lse.dtype) * out).sum(-1).T
         slope = -lost.sum(1).to(sinks.dtype)
     return dq, dk, dv, slope
@@ -267,10 +267,10 @@ def _put(x: Tensor, rows: Rows, values: Tensor, dim: int = 0) -> None:
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """The share `[T,H,1]` of the weights that lies in a part, from log-sum-exps `[H,T]`."""
+    """Returns a part's share `[T,H,1]` of the softmax weights, from log-sum-exps `[H,T]`."""
     return torch.exp(part - whole).T.unsqueeze(2)
 
 
 def _mixed(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    """The mean of both with `share` of the other, computed as precisely as that is, in the dtype of `one`."""
+    """Interpolates with `share` of the other, in the precision of `share`; returns the dtype of `one`."""
     return torch.lerp(one.to(share.dtype), other.to(share.dtype), share).to(one.dtype)

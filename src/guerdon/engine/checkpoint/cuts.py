@@ -1,9 +1,9 @@
-"""Where a long text may be cut so that its parts, tokenised alone, give the tokens of the whole.
+"""Cuts long texts into parts that give the same tokens, tokenised one by one, as the whole text.
 
-A cut stands before a single space between two letters or digits. There a tokenizer decides nothing by what lies on the
-other side, if each of its steps is known to be local: its normalizer looks at no more than a character and its marks,
-its pre-tokenizer never joins a word to the space behind it, and no token reaches across. Whatever is not known to be so
-is not cut.
+A cut is before a single space between two letters or digits. What a tokenizer does on one side of it does not depend on
+the other side if all its steps are known to be local: the normalizer looks at no more than a character and its marks,
+the pre-tokenizer never joins a word to the space after it, and no token spans a word and the space after it. Texts are
+not cut for tokenizers that are not known to be local.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE = 1 << 16
-"""Characters that are tokenised at once, about: a tokenizer takes up to 155 bytes of memory for each byte of text."""
+"""Approximate characters tokenised at once: a tokenizer needs up to 155 bytes of memory for each byte of text."""
 
 _BEYOND = re.compile("[^ Ġ▁][ Ġ▁]")
-"""A token that reaches from a word to the space behind it, as byte-level and SentencePiece vocabularies write it."""
+"""A token that spans a word and the space after it, in byte-level and SentencePiece vocabularies."""
 
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled"}
 _LOCAL_REPLACEMENTS = ({"String": " "}, {"Regex": " {2,}"}, {"Regex": r"\s{2,}|[\n\r\t]"}, {"Regex": r"[\n\r\t]"})
@@ -28,24 +28,26 @@ _LOCAL_PATTERNS = {
     *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     *(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
 }
-"""Alternatives of known patterns: none matches a space behind anything else, or looks at what stands before it."""
+"""Alternatives of known patterns: none matches a space after anything else, or looks behind."""
 _DROPPING = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
 
 class Uncut(Exception):
-    """A text has too many characters on end without a place to cut it."""
+    """A text has too many characters in a row without a place to cut."""
 
 
 class Cuts:
-    """Cuts texts for one tokenizer; `drops_space` says whether a part but the first loses the space that it begins
-    with, because the tokenizer writes one before every text."""
+    """Cuts texts for one tokenizer.
+
+    `drops_space` says whether parts after the first one lose their leading space, because the tokenizer prepends one.
+    """
 
     def __init__(self, drops_space: bool) -> None:
         self._drops_space = drops_space
 
     @classmethod
     def of(cls, tokenizer: Any) -> Cuts | None:
-        """How to cut texts for a `tokenizers.Tokenizer`, None if its steps are not known to be local."""
+        """Returns the cuts for a `tokenizers.Tokenizer`, None if its steps are not known to be local."""
         normalizers, pre_tokenizers = _steps(tokenizer.normalizer), _steps(tokenizer.pre_tokenizer)
         if normalizers is None or pre_tokenizers is None:
             return None
@@ -64,7 +66,7 @@ class Cuts:
         return cls(any(step["type"] == "Prepend" for step in normalizers)) if is_local else None
 
     def parts(self, text: str, most: int, *, from_end: bool = False) -> Iterator[str]:
-        """The text in parts of about `PIECE` characters, the last part first if `from_end`.
+        """Yields the text in parts of about `PIECE` characters, the last one first if `from_end`.
 
         Raises Uncut if a part would have more than `most` characters.
         """
@@ -84,7 +86,7 @@ class Cuts:
 
 
 def _first_cut(text: str, start: int, end: int) -> int:
-    """The first cut in `text[start:end]`, `end` if there is none."""
+    """Returns the first cut in `text[start:end]`, `end` if there is none."""
     at = start - 1
     while (at := text.find(" ", at + 1, end)) >= 0:
         if _is_between_words(text, at):
@@ -93,7 +95,7 @@ def _first_cut(text: str, start: int, end: int) -> int:
 
 
 def _last_cut(text: str, start: int, end: int) -> int:
-    """The last cut in `text[start:end]`, `start` if there is none."""
+    """Returns the last cut in `text[start:end]`, `start` if there is none."""
     at = end
     while (at := text.rfind(" ", start + 1, at)) >= 0:
         if _is_between_words(text, at):
@@ -106,17 +108,17 @@ def _is_between_words(text: str, at: int) -> bool:
 
 
 def _is_plain(character: str) -> bool:
-    """Not so of those that normalizers take apart, of which some hold a space."""
+    """Excludes characters that normalizers decompose, because some of these contain a space."""
     return character.isalnum() and unicodedata.is_normalized("NFKC", character)
 
 
 def _steps(component: Any) -> list[dict[str, Any]] | None:
-    """The steps of a normalizer or pre-tokenizer, None if it is one written in Python."""
+    """Returns the steps of a normalizer or pre-tokenizer, None if it is written in Python."""
     if component is None:
         return []
     try:
         state = json.loads(component.__getstate__())
-    except Exception:  # tokenizers raises a bare one
+    except Exception:  # tokenizers raises Exception itself
         return None
     return _flat(state)
 
@@ -158,7 +160,7 @@ def _is_local_pre_tokenizer(step: dict[str, Any], has_spaces: bool) -> bool:
 
 
 def _splits(step: dict[str, Any], has_spaces: bool) -> bool:
-    """Whether a word always ends before the space behind it."""
+    """Whether a word always ends before the space after it."""
     if step["type"] == "Metaspace":
         return step["split"]
     return has_spaces and (
@@ -167,14 +169,14 @@ def _splits(step: dict[str, Any], has_spaces: bool) -> bool:
 
 
 def _is_local_pattern(pattern: dict[str, str]) -> bool:
-    # What stands in parentheses is one alternative.
+    # Do not split inside parentheses: they are one alternative.
     return set(re.split(r"\|(?![^()]*\))", pattern.get("Regex", ""))) <= _LOCAL_PATTERNS
 
 
 def _meets_cuts(added: str, normalizers: list[dict[str, Any]]) -> bool:
-    """Whether an added token may stand next to a cut, or a cut within it."""
+    """Whether a cut may touch an added token or fall inside it."""
     if any(step["type"] == "BertNormalizer" for step in normalizers) and added != added.strip():
-        return True  # around Chinese characters it writes spaces of its own
+        return True  # it writes spaces of its own around Chinese characters
     return added[:1].isalnum() or added[-1:].isalnum()
 
 
@@ -182,5 +184,5 @@ def _is_local_model(model: Any, splits: bool) -> bool:
     kind = type(model).__name__
     if kind == "BPE":
         is_plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
-        return is_plain and (splits or not model.ignore_merges)  # which looks for the whole of a text
+        return is_plain and (splits or not model.ignore_merges)  # ignore_merges looks up the whole text
     return splits and kind in ("Unigram", "WordPiece", "WordLevel")

@@ -1,4 +1,4 @@
-"""Decoders with a reward head: finding the head among the file's tensors, whoever saved it, and loading the trunk.
+"""Decoders with a reward head: finds the head among the file's tensors, whichever library saved it, and loads both.
 
 | saved by | head's tensors | scored |
 | --- | --- | --- |
@@ -10,8 +10,8 @@
 | trlX critics | `v_head.0`, `v_head.2` (ReLU between), the model under `base_model.` | every token |
 | TRL critics | `v_head.summary` | every token |
 
-trlX scores at the first EOS in one example and right before it in another, from the same format. Both are the
-last token of the length that the client says, so lengths decide.
+trlX reads the score at the first EOS in one example and right before it in another, from the same format. Both are the
+last token of the length that the client sends, so lengths decide.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import nn
 from transformers import MODEL_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import Checkpoint
-from guerdon.engine.checkpoint.weights import Parts, check_labels_per_token, fill
+from guerdon.engine.checkpoint.stored import Checkpoint
+from guerdon.engine.checkpoint.weights import Parts, build_model, check_labels_per_token
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
@@ -38,7 +38,7 @@ PREFIXES = ("v_head", "score", "value_head", "classifier")
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a head lies in the file: the `layers`' names behind `prefix`, and what its outputs mean."""
+    """Where a head is in the file: the names of its `layers` after `prefix`, and what its outputs mean."""
 
     prefix: str
     layers: tuple[str, ...]
@@ -51,8 +51,8 @@ class HeadLayout:
         return name.startswith(f"{self.prefix}.")
 
 
-def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
-    """Loads a decoder's trunk and head; raises CheckpointError where a tensor is missing or the head is not known."""
+def load_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
+    """Loads a decoder's trunk and head; raises CheckpointError if a tensor is missing or the head is unknown."""
     layout = find_head(checkpoint, config)
     return Parts(
         trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
@@ -67,14 +67,14 @@ def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks =
 
 def _pooling(config: Any, layout: HeadLayout) -> Pooling:
     if layout.kind != "sequence-classification":
-        return "last"  # OpenRLHF and trlX go by the attention mask, so by what the client sends
+        return "last"  # OpenRLHF and trlX read where the attention mask ends, so at the end of what was sent
     if config.model_type == "cohere_compass_text":  # the one decoder whose config names a rule
         return _COMPASS_POOLING.get(config.pooling, "last_non_pad")
     return "last_non_pad"
 
 
 def find_head(checkpoint: Checkpoint, config: Any) -> HeadLayout:
-    """Finds the reward head's tensors; raises CheckpointError where there is none, or none that can be served."""
+    """Finds the reward head's tensors; raises CheckpointError if there is no head, or none that can be served."""
     architecture = (config.architectures or [""])[0]
     named = checkpoint.settings.get("value_head_prefix")
     prefixes = (named, *PREFIXES) if isinstance(named, str) else PREFIXES
@@ -85,7 +85,7 @@ def find_head(checkpoint: Checkpoint, config: Any) -> HeadLayout:
     raise CheckpointError(
         f"{checkpoint.folder} holds a {architecture or config.model_type} without a reward head "
         f"(no {', '.join(prefixes)} among its tensors)",
-        "give a reward model's checkpoint; where the head has another name, set value_head_prefix in config.json",
+        "give a reward model's checkpoint; if the head has another name, set value_head_prefix in config.json",
     )
 
 
@@ -131,7 +131,7 @@ def _matches(names: set[str], layers: tuple[str, ...]) -> bool:
 
 
 def load_head(checkpoint: Checkpoint, layout: HeadLayout) -> nn.Module:
-    """The head's module in float32, from the file's own precision."""
+    """Returns the head's module in float32, from the precision that the file has."""
     modules: list[nn.Module] = []
     for layer in layout.layers:
         name = f"{layout.prefix}.{layer}"
@@ -148,16 +148,16 @@ def load_head(checkpoint: Checkpoint, layout: HeadLayout) -> nn.Module:
 def load_trunk(
     checkpoint: Checkpoint, config: Any, layout: HeadLayout, dtype: torch.dtype, ranks: Ranks = ALONE
 ) -> Any:
-    """The base model, whatever prefix its tensors were saved under; raises CheckpointError where one is missing."""
+    """Returns the base model, whatever prefix its tensors have; raises CheckpointError if one is missing."""
     model_class = MODEL_MAPPING[type(config)]
     own = f"{model_class.base_model_prefix}."
     tensors = {
         name.removeprefix("base_model."): tensor for name, tensor in checkpoint.tensors.items() if not layout.owns(name)
     }
     if own != "transformer." and not any(name.startswith(own) for name in tensors):
-        # trlX's reward models call the trunk `transformer` whatever its own class says.
+        # trlX's reward models name the trunk `transformer`, whatever its class is.
         tensors = {
             (own + name.removeprefix("transformer.") if name.startswith("transformer.") else name): tensor
             for name, tensor in tensors.items()
         }
-    return fill(model_class, config, tensors, dtype, ranks)
+    return build_model(model_class, config, tensors, dtype, ranks)

@@ -1,7 +1,7 @@
-"""BLAKE2b of all bytes of a file, hashed in threads, and remembered for as long as the file is the same.
+"""BLAKE2b of whole files, hashed in threads and cached until a file changes.
 
-A digest is kept in memory and in the user's cache folder, beside the file's device, inode, size and the times of its
-last change in nanoseconds: who overwrites a file and sets its mtime back, as `cp -p` does, cannot set back its ctime.
+A digest is cached in memory and in the user's cache folder, keyed by the file's device, inode, size, mtime and ctime in
+nanoseconds: a program that overwrites a file and restores its mtime, as `cp -p` does, cannot restore its ctime.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from guerdon.errors import CheckpointError
 
 CHUNK = 64 << 20
-"""Bytes that one thread hashes by itself; a file's digest is that of its chunks' digests."""
+"""Bytes that one thread hashes at once; a file's digest is the digest of its chunks' digests."""
 READ = 1 << 20
 SETTLED_S = 2.0
-"""A file that was changed less than that ago may change again without a change of its times, which have a grain."""
+"""A file changed more recently may change again with the same mtime and ctime, because their resolution is limited."""
 MOST_KEPT = 1000
 
-_known: dict[tuple[str, str], str] = {}
+_cached: dict[tuple[str, str], str] = {}
 
 
 def digest_files(paths: tuple[Path, ...]) -> Future[list[str]]:
-    """Starts to hash the files, and returns a future of their digests, 32 hex digits each.
+    """Starts to hash the files and returns a future of their digests, 32 hex digits each.
 
-    It raises CheckpointError if a file cannot be read. Nothing waits for the threads when the process ends.
+    The future raises CheckpointError if a file cannot be read. The process does not wait for the threads at exit.
     """
     future: Future[list[str]] = Future()
     future.set_running_or_notify_cancel()
@@ -41,7 +41,7 @@ def digest_files(paths: tuple[Path, ...]) -> Future[list[str]]:
         try:
             future.set_result(_digests(paths))
         except OSError as e:
-            error = CheckpointError(f"{e.filename} cannot be read: {e.strerror}", "mend the disk, or copy it again")
+            error = CheckpointError(f"{e.filename} cannot be read: {e.strerror}", "repair the disk, or copy it again")
             error.__cause__ = e
             future.set_exception(error)
         except BaseException as e:
@@ -53,7 +53,7 @@ def digest_files(paths: tuple[Path, ...]) -> Future[list[str]]:
 
 def _digests(paths: tuple[Path, ...]) -> list[str]:
     states = [_state(path) for path in paths]
-    found = [_recall(*state[:2]) for state in states]
+    found = [_look_up(*state[:2]) for state in states]
     missing = [i for i, digest in enumerate(found) if not digest]
     sizes = {i: paths[i].stat().st_size for i in missing}
     chunks = [(i, start) for i in missing for start in range(0, sizes[i], CHUNK)]
@@ -66,7 +66,7 @@ def _digests(paths: tuple[Path, ...]) -> list[str]:
         found[i] = digest.hexdigest()
         inode, stamp, is_settled = states[i]
         if is_settled and _state(paths[i])[1] == stamp:
-            _remember(inode, stamp, found[i])
+            _cache(inode, stamp, found[i])
     return found
 
 
@@ -83,7 +83,7 @@ def _hash_chunk(path: Path, start: int) -> bytes:
 
 
 def _map(work: Callable[[Any], bytes], items: list[Any]) -> list[bytes]:
-    """What `work` makes of each item, by half of this process's cores: whoever loads the files needs the others."""
+    """Maps `work` over the items on half of this process's cores; whoever loads the files needs the other half."""
     todo = deque(enumerate(items))
     results: list[Any] = [b""] * len(items)
     errors: list[BaseException] = []
@@ -110,18 +110,18 @@ def _map(work: Callable[[Any], bytes], items: list[Any]) -> list[bytes]:
 
 
 def _start(run: Callable[[], None]) -> threading.Thread:
-    # A daemon, unlike the threads of concurrent.futures: a start that fails need not wait for it.
+    # A daemon, unlike threads of concurrent.futures: a failed start must not wait for it.
     thread = threading.Thread(target=run, name="guerdon-hash", daemon=True)
     thread.start()
     return thread
 
 
-# ------------------------------------------------------------------------------------------- what is remembered
+# ------------------------------------------------------------------------------------------------- the cache
 
 
 def _state(path: Path) -> tuple[str, str, bool]:
-    """Which file it is, its state, and whether that was so for a while."""
-    with path.open("rb") as file:  # NFS asks its server for the state of what is opened
+    """Returns which file it is, its state, and whether it has not changed for a while."""
+    with path.open("rb") as file:  # opening makes NFS fetch fresh attributes
         stat = os.fstat(file.fileno())
     stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     return f"{stat.st_dev:x}-{stat.st_ino:x}", stamp, time.time() - stat.st_ctime > SETTLED_S
@@ -136,22 +136,22 @@ def _entry(inode: str, stamp: str, digest: str) -> str:
     return f"{stamp} {digest} {check}\n"
 
 
-def _recall(inode: str, stamp: str) -> str:
-    """The digest of the file in that state, empty if it is not known."""
-    digest = _known.get((inode, stamp), "")
-    with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):  # no home, no file, or a damaged one
+def _look_up(inode: str, stamp: str) -> str:
+    """Returns the cached digest of the file in that state, empty if there is none."""
+    digest = _cached.get((inode, stamp), "")
+    with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):  # no home, no file, or a corrupt one
         if not digest:
             text = (_folder() / inode).read_text(encoding="ascii")
             digest = text.split()[-2]
             if text != _entry(inode, stamp, digest):
                 return ""
-            _known[inode, stamp] = digest
+            _cached[inode, stamp] = digest
     return digest
 
 
-def _remember(inode: str, stamp: str, digest: str) -> None:
-    """Keeps the digest; a cache folder that cannot be written only costs the next start its time."""
-    _known[inode, stamp] = digest
+def _cache(inode: str, stamp: str, digest: str) -> None:
+    """Caches the digest; if the cache folder is not writable, the next start hashes again."""
+    _cached[inode, stamp] = digest
     with contextlib.suppress(OSError, RuntimeError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Encoders (BERT and its kin): their classes hold trunk and head together, here they are taken apart."""
+"""Encoders (BERT and its family) with a reward head: takes their classes apart into trunk and head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import Checkpoint
-from guerdon.engine.checkpoint.weights import Parts, check_labels_per_token, fill
+from guerdon.engine.checkpoint.stored import Checkpoint
+from guerdon.engine.checkpoint.weights import Parts, build_model, check_labels_per_token
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
 
 class FirstToken(nn.Module):
-    """Lets a module that picks the first token of `[B, T, H]` by itself be applied to states `[N, H]`."""
+    """Applies a module that picks the first token of `[B,T,H]` itself to hidden states `[N,H]`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ SEQUENCE_HEADS: dict[str, Callable[[Any], nn.Module]] = {
     "deberta-v2": _own_pooler,
     "modernbert": _modernbert,
 }
-"""How each family's sequence-classification class makes its logits of the pooled state, dropout left out."""
+"""How each family's sequence-classification class turns the pooled state into logits, without dropout."""
 
 
-def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
-    """Loads an encoder's trunk and head; raises CheckpointError where a tensor is missing or the kind is not known."""
+def load_encoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
+    """Loads an encoder's trunk and head; raises CheckpointError if a tensor is missing or the kind is unknown."""
     if ranks.is_sharded:
         raise CheckpointError(
-            f"{checkpoint.folder} holds an encoder ({config.model_type}), which is never divided over ranks",
+            f"{checkpoint.folder} holds an encoder ({config.model_type}), which is never sharded over ranks",
             "leave tensor_parallel at 1 and fsdp off; more ranks share the samples then",
         )
     architecture = (config.architectures or [""])[0]
@@ -79,14 +79,14 @@ def load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks =
     if per_token:
         check_labels_per_token(config.num_labels, checkpoint.folder)
     classes = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if per_token else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    model = fill(classes[type(config)], config, checkpoint.tensors, dtype)
+    model = build_model(classes[type(config)], config, checkpoint.tensors, dtype)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trunk = model.base_model
     if per_token:
         module = _modernbert(model) if config.model_type == "modernbert" else model.classifier
     else:
         module = SEQUENCE_HEADS[config.model_type](model)
-    # The trunk's dtype rounded the head's weights; the file has them whole.
+    # The trunk's dtype has rounded the head's weights; read them again from the file.
     module.float()
     with torch.no_grad():
         for parameter in module.parameters():

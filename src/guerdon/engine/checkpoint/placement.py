@@ -1,4 +1,4 @@
-"""Where a model goes and in which dtype, and whether it fits there."""
+"""Picks a model's device and dtype, and checks whether it fits into memory there."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import Checkpoint
+from guerdon.engine.checkpoint.stored import Checkpoint
 from guerdon.errors import ConfigError, TooLarge
 
 SMALLER_TRAINING = "train with lora, optimizer adamw_8bit or activation_checkpointing, or take a smaller model"
-"""What helps where memory does not suffice to train."""
+"""Advice if there is not enough memory to train."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name, or for `auto` the first GPU, else the CPU; raises ConfigError where it is not there."""
+    """Returns the device of that name, for `auto` the first GPU, else the CPU; raises ConfigError if there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    # Without the backend torch raises RuntimeError or AssertionError, and for an odd name RuntimeError.
+    # Without the backend torch raises RuntimeError or AssertionError, for an unknown name RuntimeError.
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise ConfigError(f"there is no device {name!r} here", "use --device cpu, or auto") from e
     return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The trunk's dtype; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    """Returns the trunk's dtype; `auto` is float32 on a CPU and bfloat16 elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -38,7 +38,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Returns `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -51,13 +51,12 @@ def check_memory(
     with_copy: bool = False,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Raises TooLarge where the weights in `dtype` do not fit the free memory, of the host (which every weight
-    passes through) or of the device.
+    """Raises TooLarge if the weights in `dtype` do not fit into the free memory of the host or of the device.
 
-    Where all of them will be trained, `moment_bytes` are those of the optimiser's moments for each; gradients and
-    masters in float32 come to them. `with_copy` counts the weights twice on a CPU; a GPU without room leaves the copy
-    to the host, through which the weights have passed then. Of `ranks` each may need a part only, and those of one
-    host share its memory.
+    Weights for a GPU pass through the host's memory, too. If all of them will be trained, `moment_bytes` are the
+    optimiser's moments for each weight; gradients and float32 masters come on top. `with_copy` counts the weights twice
+    on a CPU; on a GPU without room the copy stays in the host's memory. Each of `ranks` may need only a shard, and the
+    ranks of one host share its memory.
     """
     parts = ranks.tensor_size * (ranks.data_size if ranks.fsdp else 1)
     hosts = [member.machine or member.host for member in ranks.members]
@@ -72,7 +71,7 @@ def check_memory(
     host_bytes = own_bytes + (0 if on_gpu else training_bytes + copy_bytes)
     free_here = _host_bytes()
     if free_here is not None and host_bytes * neighbours > free_here:
-        computing.release()  # what malloc keeps for the next batch counts as taken
+        computing.release()  # memory that malloc keeps for the next batch counts as used
         free_here = _host_bytes()
     places = [("this machine", free_here, host_bytes * neighbours)]
     if on_gpu:
@@ -91,7 +90,7 @@ def check_memory(
 
 
 def gpu_bytes(device: torch.device, wanted_bytes: int) -> int:
-    """Bytes free on the GPU, where these are fewer than wanted once PyTorch has given back what it keeps for later."""
+    """Returns the GPU's free bytes; empties PyTorch's cache first if they are fewer than wanted."""
     free_bytes = torch.cuda.mem_get_info(device)[0]
     if free_bytes < wanted_bytes:
         computing.release()
@@ -100,7 +99,7 @@ def gpu_bytes(device: torch.device, wanted_bytes: int) -> int:
 
 
 def _host_bytes() -> int | None:
-    """Bytes that this process may still take on Linux, by the kernel and the container's limit; None elsewhere."""
+    """Returns the bytes that this process may still allocate, by kernel and cgroup; None except on Linux."""
     try:
         available = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     except OSError:
@@ -113,10 +112,10 @@ def _host_bytes() -> int | None:
         return available
     if limit == "max":
         return available
-    # The page cache counts as used, yet gives way.
+    # The page cache counts as used, but is reclaimable.
     return min(available, int(limit) - used + cached["active_file"] + cached["inactive_file"])
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number ...`."""
+    """Returns the numbers of a file of lines `name number ...`."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Loading a model in parts over ranks, by transformers' plans: tensor parallelism, FSDP2, or both.
+"""Loads a model sharded over ranks, by transformers' plans: tensor parallelism, FSDP2, or both.
 
 transformers makes the parameters as DTensors without data, and each rank reads only its own slices from the files.
 """
@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from guerdon.distributed.ranks import Ranks, agreed
-from guerdon.engine.checkpoint.files import Checkpoint, digest_of
+from guerdon.engine.checkpoint.stored import Checkpoint, digest_of
+from guerdon.engine.layers import layer_lists
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 NEEDED = "5.23"
-"""The transformers whose loading this was made for."""
+"""The version of transformers whose loading code this relies on."""
 OWN = frozenset({"model", "name", "revision", "device", "max_queue_tokens", "max_queue_sequences"})
-"""Settings that a rank may have for itself: where it finds the model, and what decides nothing that is computed."""
+"""Settings that may differ between ranks: where the files are, and what does not change any result."""
 PARTIAL = "replicated_with_grad_allreduce"
-"""Its style for parameters that every tensor-parallel rank has whole and sees a part of the gradient of."""
+"""transformers' style for parameters that tensor-parallel ranks replicate, each with a part of the gradient."""
 
 
 def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dict[str, Any]]:
-    """A class whose `from_pretrained` loads this rank's part, and the arguments that it takes for that.
+    """Returns a class whose `from_pretrained` loads this rank's shard, and the arguments for it.
 
-    The model has `summed_over_tensor_ranks` then. Raises CheckpointError where the model cannot be divided so,
-    ConfigError where a library is too old for it.
+    The model gets an attribute `summed_over_tensor_ranks`. Raises CheckpointError if the model cannot be sharded like
+    this, ConfigError if a library is too old.
     """
     utils, distributed_config = _libraries(ranks)
     sizes = {"tp_size": ranks.tensor_size, "fsdp_size": ranks.data_size if ranks.fsdp else 1}
@@ -41,7 +41,7 @@ def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dic
     class Sharded(model_class):
         @classmethod
         def prepare_distribute_model(cls, settings: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
-            # Its own way wants a mesh of all processes, and knows no replicas of what is only tensor-parallel.
+            # transformers' own method needs a mesh of all processes, and cannot replicate tensor-parallel groups.
             assert ranks.mesh is not None
             mesh = ranks.mesh["pp", "dp_replicate", "fsdp", "tp"]
             return settings, ranks.device, utils.TransformersDeviceMesh(mesh, mesh)
@@ -54,7 +54,7 @@ def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dic
                 )
             self._fsdp_plan = {f"{name}.*": "free_full_weight" for name in layer_lists(self)}
             tensor, expert, data = super()._resolve_parallel_plans(settings)
-            # That style sums the gradient after every backward pass, what was summed before once more.
+            # That style reduces the gradient after every backward pass, including what is already reduced.
             partial = {name for name, style in tensor.items() if style == PARTIAL}
             self.summed_over_tensor_ranks = frozenset(partial & dict(self.named_parameters()).keys())
             return tensor | dict.fromkeys(partial, "replicate"), expert, data
@@ -63,24 +63,24 @@ def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dic
 
 
 def named_as(model_class: Any, made: Any) -> Any:
-    """`made`, by the names of the class that it is made of: transformers looks for a class's code by these."""
+    """Gives `made` the names of the class that it derives from, by which transformers finds a class's source code."""
     made.__name__, made.__qualname__ = model_class.__name__, model_class.__qualname__
     made.__module__ = model_class.__module__
     return made
 
 
-class Alike:
-    """Ranks that load one model, and compare what they load."""
+class RankLoading:
+    """Compares what the ranks load, so that all of them load the same model."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._hashes = True
 
     def compare(self, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig) -> None:
-        """Returns if all ranks are to load the same weights by the same settings, once all have come so far.
+        """Collective; raises CheckpointError on all ranks unless they load the same weights with the same settings.
 
-        From then on the weights' bytes are hashed, files that several ranks of one host have by one of them. Raises
-        CheckpointError if they are not, on all of them, and what another one has failed with before it.
+        Raises another rank's error if it failed before. Afterwards the weights' bytes are hashed in the background; if
+        several ranks of a host share the files, one of them does it.
         """
         ranks = self._ranks
         if ranks.size > 1:
@@ -88,7 +88,7 @@ class Alike:
             facts["weights"] = checkpoint.sampled_version
             facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
             facts["dtype"] = str(dtype).removeprefix("torch.")
-            # First by itself: what a rank that does not come so far tells is none of these facts.
+            # Agree first: a rank that failed earlier sends its error and not these facts.
             ranks.agree()
             self._compare(facts, config.model)
             own = f"{ranks.members[ranks.rank].host} {checkpoint.files.stamps}"
@@ -97,8 +97,10 @@ class Alike:
             checkpoint.start_hashing()
 
     def weights_version(self, checkpoint: Checkpoint, model: str) -> str:
-        """The version of the weights that all ranks have read; raises CheckpointError if it is not one, or as
-        `check_unchanged`."""
+        """Collective; returns the version of the weights that all ranks have read.
+
+        Raises CheckpointError if the versions differ, and as `check_unchanged`.
+        """
         checkpoint.check_unchanged()
         own = {"weights": checkpoint.version} if self._hashes else {}
         if self._ranks.size == 1:
@@ -107,11 +109,11 @@ class Alike:
         return self._compare(own, model)["weights"]
 
     def _compare(self, facts: dict[str, Any], model: str) -> dict[str, Any]:
-        """What rank 0 tells; raises CheckpointError on all ranks if any of them tells something else."""
+        """Returns the facts of rank 0; raises CheckpointError on all ranks if any of them has other facts."""
         ranks = self._ranks
         first, *others = ranks.tell_all(facts)
-        for rank, told in enumerate(others, 1):
-            for name, value in told.items():
+        for rank, other in enumerate(others, 1):
+            for name, value in other.items():
                 if value != first[name]:
                     error = CheckpointError(
                         f"the ranks would load different models as {model}: {name} is {first[name]} on rank 0 "
@@ -123,34 +125,23 @@ class Alike:
 
 
 @contextlib.contextmanager
-def alike(ranks: Ranks) -> Iterator[Alike]:
-    """What raises within it on one rank raises on all: else these would wait for it in their first forward."""
+def loading_on(ranks: Ranks) -> Iterator[RankLoading]:
+    """Collective; re-raises any rank's error on all ranks, which would otherwise wait for it in their first forward."""
     with ranks.alike():
-        yield Alike(ranks)
+        yield RankLoading(ranks)
 
 
 def place(model: Any, device: torch.device, ranks: Ranks) -> Any:
-    """The model on its device; one that lies in parts is there already, as a plain model again for all else."""
+    """Moves the model to its device; a sharded one is there already and becomes a plain model again."""
     if not ranks.is_sharded:
         return model.to(device)
-    # It belongs into no config.json, where a trainer writes one.
+    # Keep it out of the config.json that a trainer writes.
     del model.config.distributed_config
     return model
 
 
-def layer_lists(model: nn.Module) -> list[str]:
-    """The names of the outermost lists of modules: those within a layer, such as experts, belong to it."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-
-
-def layers(trunk: nn.Module) -> list[nn.Module]:
-    """The modules in these lists."""
-    return [layer for name in layer_lists(trunk) for layer in trunk.get_submodule(name).children()]
-
-
 def _libraries(ranks: Ranks) -> tuple[Any, Any]:
-    """transformers' module for meshes and its class of settings."""
+    """Returns transformers' module for meshes and its class of settings; raises ConfigError if they are too old."""
     old = f"transformers {transformers.__version__} cannot load a model in parts as tensor_parallel and fsdp need it"
     help_ = f"pip install 'transformers>={NEEDED}'"
     try:

@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids, by the checkpoint's own tokenizer and template."""
+"""Turns text and chat messages into token ids, with the checkpoint's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ RowT = TypeVar("RowT", list[int], np.ndarray)
 Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
 
 _MOST_AT_ONCE = 1 << 20
-"""Characters of a text that cannot be cut; more only if the model takes more tokens."""
+"""Most characters of a text that cannot be cut, unless the model accepts more tokens."""
 _MOST_A_TOKEN = 16
-"""Characters for each token that the model takes."""
+"""Characters for each token that the model accepts."""
 _RENDERING = 1024
-"""What it costs to render a conversation, in characters to tokenise."""
+"""Cost of rendering a conversation, in characters to tokenise."""
 _TRIMMED = 16 * cuts.PIECE
-"""Characters of a text, beyond which free memory is given back: that holds up whoever allocates meanwhile."""
+"""After longer texts, in characters, free memory is returned to the kernel, which blocks concurrent allocations."""
 
 _UNFINISHED = "\ufffd"
-"""What a decoder has in place of a character of which bytes are missing."""
+"""What a decoder writes for a character with missing bytes."""
 
 _MOST_OF_A_CHARACTER = 4
-"""Tokens: each has a byte of it at least."""
+"""Tokens of one character: each has at least one byte of it."""
 
 _LONGEST_SILENCE = 32
-"""Tokens that may say nothing before what came before them is forgotten."""
+"""Tokens without text after which the context before them is dropped."""
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer as transformers reads it, None where it has none; CheckpointError where it cannot be."""
+    """Returns transformers' tokenizer of the folder, None if there is none; raises CheckpointError if it is broken."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # Whatever a broken file makes of tokenizers (bare Exception), json, sentencepiece or transformers.
+    # A broken file makes tokenizers (bare Exception), json, sentencepiece or transformers raise anything.
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(
@@ -71,14 +71,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 class TextEncoder:
-    """A tokenizer that adds nothing of its own; every method may be called from several threads at once."""
+    """A tokenizer that adds nothing by default; thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._lock = threading.Lock()
         if self._fast is not None:
-            # Set once and never again: changing these while another thread encodes is what fast tokenizers refuse.
+            # Set once: fast tokenizers raise if these change while another thread encodes.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._adds_bos = self._finds_bos()
@@ -86,7 +86,7 @@ class TextEncoder:
         self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
 
     def all_tokens_digest(self) -> str:
-        """12 hex digits that change with the tokens and their ids."""
+        """Returns 12 hex digits that change with the tokens and their ids."""
         tokens = sorted(self._tokenizer.get_vocab().items())
         return hashlib.blake2b(repr(tokens).encode(errors="backslashreplace"), digest_size=6).hexdigest()
 
@@ -96,7 +96,7 @@ class TextEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> TextEncoder | None:
-        """The folder's tokenizer, None where it has none; raises CheckpointError where it cannot be read."""
+        """Returns the folder's tokenizer, None if there is none; raises CheckpointError if it cannot be read."""
         tokenizer = load_tokenizer(folder)
         return None if tokenizer is None else cls(tokenizer)
 
@@ -107,38 +107,38 @@ class TextEncoder:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token, None where the tokenizer names none."""
+        """The end-of-sequence token, None if the tokenizer names none."""
         return self._tokenizer.eos_token_id
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding token, None where the tokenizer names none."""
+        """The padding token, None if the tokenizer names none."""
         return self._tokenizer.pad_token_id
 
     def has_token(self, text: str) -> bool:
-        """Whether `text` is one token of the vocabulary by itself."""
+        """Whether `text` is a single token of the vocabulary."""
         return text in self._tokenizer.get_vocab()
 
     def separator_ids(self, text: str) -> tuple[int, ...]:
-        """The tokens of a step separator standing by itself, as TRL's PRM trainer appends them to each step."""
+        """Returns the tokens of a step separator alone, as TRL's PRM trainer appends them to each step."""
         return tuple(self._ids([text])[0])
 
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> list[np.ndarray | InvalidRequest]:
-        """Token ids of each text as it is, int64 `[T]`: no BOS or EOS is added, special tokens in the text count.
+        """Returns the token ids of each text, int64 `[T]`: adds no BOS or EOS, and parses special tokens in the text.
 
-        With `add_special_tokens` the tokenizer adds what it is configured to, save a second BOS before one that the
-        text has; `truncation` leaves room for it, as transformers does. A text that is not valid Unicode has the error
-        in its place, and so has one where there is no room for what is added, or that is too long to be tokenised.
+        With `add_special_tokens` the tokenizer adds what it is configured to, except a second BOS if the text has one;
+        `truncation` leaves room for them, as transformers does. A text gets an error in its place if it is not valid
+        Unicode, leaves no room for special tokens, or is too long to be tokenised.
         """
         return _finish(self.encode_in_steps(texts, add_special_tokens, truncation))
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
-        """Token ids of each conversation through the chat template, int64 `[T]`.
+        """Returns the token ids of each conversation, rendered by the chat template, int64 `[T]`.
 
-        What the template writes is all there is: BOS appears if and as often as the template says so. A
-        conversation that is malformed, or that the template refuses, has the error in its place.
+        Nothing is added to what the template writes, not even a BOS. A conversation gets an error in its place if it is
+        malformed or the template refuses it.
         """
         return _finish(self.encode_messages_in_steps(conversations))
 
@@ -149,9 +149,9 @@ class TextEncoder:
         truncation: Truncation | None = None,
         max_tokens: int | None = None,
     ) -> Steps:
-        """Returns what `encode` returns, a generator that tokenises about `cuts.PIECE` characters between two yields.
+        """Does what `encode` does, as a generator that tokenises about `cuts.PIECE` characters between two yields.
 
-        It stops reading a text once `truncation` drops the rest, or the text has more than `max_tokens` tokens.
+        It stops reading a text when `truncation` drops the rest, or when the text has more than `max_tokens` tokens.
         """
         made: list[np.ndarray | InvalidRequest] = []
         for group in _groups(texts):
@@ -166,7 +166,7 @@ class TextEncoder:
     def encode_messages_in_steps(
         self, conversations: list[list[Message]], truncation: Truncation | None = None, max_tokens: int | None = None
     ) -> Steps:
-        """Returns what `encode_messages` returns, in steps as `encode_in_steps`."""
+        """Does what `encode_messages` does, in steps as `encode_in_steps`."""
         made: list[Any] = []
         rendered = 0
         for conversation in conversations:
@@ -182,32 +182,32 @@ class TextEncoder:
         return made
 
     def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]:
-        """What the chat template makes of each conversation that an assistant is to answer.
+        """Returns each conversation as a prompt for the assistant's answer, rendered by the chat template.
 
-        One that ends with an assistant's message asks for the rest of it. A conversation that is malformed, or that
-        the template refuses, has the error in its place.
+        If the last message is the assistant's, the prompt asks to continue it. A conversation gets an error in its
+        place if it is malformed or the template refuses it.
         """
         return [self._render(conversation, is_prompt=True) for conversation in conversations]
 
     def render(self, conversation: list[Message]) -> str | InvalidRequest:
-        """Returns what the chat template makes of a whole conversation, or the error if it refuses it."""
+        """Returns the whole conversation rendered by the chat template, or the error if the template refuses it."""
         return self._render(conversation)
 
     def pieces(self, tokens: np.ndarray) -> list[str]:
-        """The text that each token adds to those before it, special tokens included.
+        """Returns the text that each token adds to those before it, special tokens included.
 
-        Of a character that several tokens make up, the last one has it, and those before it nothing.
+        If several tokens make up one character, the last one has it and the others are empty.
         """
         ids, pieces = tokens.tolist(), []
-        start = read = 0  # what lies between them was told already: a decoder begins with the next one otherwise
-        told = ""
+        start = read = 0  # the span between them is already in `pieces`, but a decoder needs it as context
+        context = ""
         for i in range(len(ids)):
             text = self._text(ids[start : i + 1])
             waits = text.endswith(_UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
-            pieces.append("" if waits else text[len(told) :])
+            pieces.append("" if waits else text[len(context) :])
             if not waits and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
                 start, read = read, i + 1
-                told = self._text(ids[start:read])
+                context = self._text(ids[start:read])
         return pieces
 
     def _text(self, ids: list[int]) -> str:
@@ -240,7 +240,7 @@ class TextEncoder:
     def _long(
         self, text: str, add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
     ) -> Generator[None, None, np.ndarray | InvalidRequest]:
-        """One row of `encode_in_steps`."""
+        """Returns one row of `encode_in_steps`."""
         if (error := _not_unicode(text)) is not None:
             return error
         most = max(_MOST_AT_ONCE, _MOST_A_TOKEN * (max_tokens or 0))
@@ -254,7 +254,7 @@ class TextEncoder:
             return (yield from self._in_parts(text, most, around, truncation, max_tokens))
         except cuts.Uncut:
             return InvalidRequest(
-                f"the text has {len(text)} characters, and more than {most} of them on end that its tokenizer can "
+                f"the text has {len(text)} characters, and more than {most} of them in a row that its tokenizer can "
                 "only read at once; send a shorter text, or token ids"
             )
         finally:
@@ -269,7 +269,7 @@ class TextEncoder:
         truncation: Truncation | None,
         max_tokens: int | None,
     ) -> Generator[None, None, np.ndarray | InvalidRequest]:
-        """One row of `encode_in_steps`, of a text that may be cut; `around` is what is added before and after it."""
+        """Returns one row of `encode_in_steps` for a text that can be cut, with the tokens `around` it."""
         assert self._cuts is not None
         enough, num_added = max_tokens, len(around[0]) + len(around[1])
         if truncation is not None and truncation.max_tokens is not None:
@@ -292,7 +292,7 @@ class TextEncoder:
         return self._without_second_bos(row) if num_added else row
 
     def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
-        """The ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
+        """Returns the ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
         if truncation is None or truncation.max_tokens is None:
             rows = self._ids(texts, add_special_tokens=True)
         else:
@@ -307,7 +307,7 @@ class TextEncoder:
         return ids[1:] if self._adds_bos and [*ids[:2]] == [bos, bos] else ids
 
     def _find_around(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after a text, None if the tokenizer adds them otherwise."""
+        """Returns the special tokens before and after a text, None if the tokenizer adds them elsewhere."""
         found = []
         for probe in ("a", "b c d"):
             (own,), (row,) = self._ids([probe]), self._ids([probe], add_special_tokens=True)
@@ -316,17 +316,17 @@ class TextEncoder:
         return found[0] if found[0] == found[1] else None
 
     def _finds_bos(self) -> bool:
-        """Whether a BOS before the text is among the special tokens that the tokenizer adds."""
+        """Whether the tokenizer adds a BOS before the text."""
         bos = self._tokenizer.bos_token_id
         return bos is not None and self._ids(["a"], add_special_tokens=True)[0][:1] == [bos]
 
     def _cut(self, text: str, bound: int, room: int, side: Literal["left", "right"]) -> list[int]:
-        """At most `bound` ids, of which `room` are the text's own."""
+        """Returns at most `bound` ids, of which at most `room` are the text's own."""
         if self._fast is None:
             with self._lock:
                 self._tokenizer.truncation_side = side
                 return self._tokenizer.encode(text, truncation=True, max_length=bound)
-        # Not by the tokenizer's own truncation, a setting that other threads may not see changed.
+        # Not with the tokenizer's own truncation: that is a setting that other threads share.
         encoding = self._fast.encode(text, add_special_tokens=False)
         encoding.truncate(room, direction=side)
         return self._fast.post_process(encoding, add_special_tokens=True).ids
@@ -347,7 +347,7 @@ class TextEncoder:
             )
         except InvalidRequest as e:
             return e
-        # A template is a program over the user's data: what it trips over is the data's shape.
+        # A template is a program over the user's data: these are data of an unexpected shape.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as e:
             return InvalidRequest(f"the chat template refuses the messages: {e}")
 
@@ -363,7 +363,7 @@ def _not_unicode(text: str) -> InvalidRequest | None:
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Texts that are tokenised at once: a long one alone, else as many as have about `cuts.PIECE` characters."""
+    """Yields texts to tokenise at once: a long one alone, else as many as have about `cuts.PIECE` characters."""
     group: list[str] = []
     size = 0
     for text in texts:

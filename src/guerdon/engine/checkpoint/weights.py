@@ -1,4 +1,7 @@
-"""Building a transformers model from a checkpoint's tensors: all of its own must be there, none may be made up."""
+"""Builds a transformers model from a checkpoint's tensors: none may be missing, and none is initialised at random.
+
+`Parts` is a reward model as it comes from the files, `LoadedTrunk` the part of any model that is ready to run.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,22 @@ import torch
 import transformers
 from torch import nn
 
+from guerdon.core import ModelInfo
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.files import StoredTensor
 from guerdon.engine.checkpoint.sharding import named_as, sharded_class
+from guerdon.engine.checkpoint.stored import StoredTensor
+from guerdon.engine.fsdp import NOT_SHARDED, Fsdp
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
+from guerdon.settings.config import ForwardConfig
 
 HARMLESS = re.compile(
     r"(^|\.)(lm_head|embed_out|output_projection|cls|generator_lm_head|generator_predictions|discriminator_predictions"
     r"|lm_predictions|frozen_head|mtp)\."
     r"|(inv_freq|position_ids|\.attn\.bias|\.attention\.bias|masked_bias)$|^(mean|std)$"
 )
-"""Tensors that a file may hold beyond trunk and head: language-model heads, buffers, trlX's frozen copy."""
+"""Tensors that a file may have besides trunk and head: language-model heads, buffers, trlX's frozen copy."""
 
 INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save or download the whole model again"
 
@@ -35,7 +41,7 @@ INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save 
 class Parts:
     """A reward model taken apart: the trunk in its dtype, the head's module in float32, and what its outputs mean.
 
-    `pooling` is the rule of the library that made the checkpoint.
+    `pooling` is the rule of the library that saved the checkpoint.
     """
 
     trunk: Any
@@ -47,20 +53,42 @@ class Parts:
     is_process_reward: bool
 
 
-def fill(
+@dataclass(kw_only=True)
+class LoadedTrunk:
+    """A model without its head, ready to run.
+
+    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode. `causal` tells a decoder
+    from an encoder. With `trains` the self-check covers gradients, too.
+
+    `ranks` are those that have loaded it, each its shard, and `fsdp` says when the weights are gathered.
+    `summed_over_tensor_ranks` names parameters of the trunk that tensor-parallel ranks replicate, each with a part of
+    the gradient: reduce these over `ranks.tensor_group` once a step.
+    """
+
+    trunk: Any
+    causal: bool
+    info: ModelInfo
+    pad_token_id: int
+    config: ForwardConfig
+    trains: bool = False
+    ranks: Ranks = ALONE
+    fsdp: Fsdp = NOT_SHARDED
+    summed_over_tensor_ranks: frozenset[str] = frozenset()
+
+
+def build_model(
     model_class: Any, config: Any, tensors: dict[str, StoredTensor], dtype: torch.dtype, ranks: Ranks = ALONE
 ) -> Any:
-    """The model in eval mode and `dtype` on the CPU, every weight from `tensors`; a part of it on the ranks' device
-    where they shard it.
+    """Returns the model in eval mode and `dtype` on the CPU, or this rank's shard on its device, all from `tensors`.
 
-    Raises CheckpointError naming weights that are absent, of another shape, or not the model's, and as
-    `sharded_class`.
+    Raises CheckpointError with the names of weights that are missing, have another shape or do not belong to the model,
+    and as `sharded_class`.
     """
     how: dict[str, Any] = {}
     if ranks.is_sharded:
         model_class, how = sharded_class(model_class, config, ranks)
     with _quiet():
-        model, found = _laid_out_alone(model_class).from_pretrained(
+        model, found = _exclusively_built(model_class).from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -69,10 +97,10 @@ def fill(
             ignore_mismatched_sizes=True,
             **how,
         )
-    if not ranks.is_sharded:  # where FSDP may have made a class of its own of it
+    if not ranks.is_sharded:  # FSDP may have made a class of its own of it
         model.__class__ = model_class
     if found["missing_keys"]:
-        raise CheckpointError(f"the files lack {_some(found['missing_keys'])}", INCOMPLETE)
+        raise CheckpointError(f"the files lack {_list_names(found['missing_keys'])}", INCOMPLETE)
     if found["mismatched_keys"]:
         name, stored, wanted = sorted(found["mismatched_keys"])[0]
         raise CheckpointError(
@@ -82,24 +110,24 @@ def fill(
     strange = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
     if strange:
         raise CheckpointError(
-            f"the files hold {_some(strange)}, which {type(model).__name__} does not have",
+            f"the files hold {_list_names(strange)}, which {type(model).__name__} does not have",
             "config.json is another model's, or this head is of a kind that cannot be served",
         )
     return model
 
 
-def _laid_out_alone(model_class: Any) -> Any:
-    """The class, whose modules are made without weights while nothing in this process computes.
+def _exclusively_built(model_class: Any) -> Any:
+    """Returns the class, but it makes its modules, without weights, while nothing else in this process computes.
 
-    A model that takes another's place is loaded while that one serves.
+    A model that replaces another is loaded while the other one serves.
     """
 
-    class Alone(model_class):
+    class ExclusivelyBuilt(model_class):
         @classmethod
         def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
             return [computing.HERE.building(), *super().get_init_context(*args, **kwargs)]
 
-    return named_as(model_class, Alone)
+    return named_as(model_class, ExclusivelyBuilt)
 
 
 def check_labels_per_token(num_outputs: int, folder: Path) -> None:
@@ -111,14 +139,14 @@ def check_labels_per_token(num_outputs: int, folder: Path) -> None:
         )
 
 
-def _some(names: Any) -> str:
+def _list_names(names: Any) -> str:
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers from logging what `fill` says itself, and from drawing bars where nobody watches."""
+    """Silences transformers' logs, which `build_model` replaces, and its progress bars if stderr is no terminal."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

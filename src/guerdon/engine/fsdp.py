@@ -1,9 +1,9 @@
-"""When the weights of a model that FSDP2 shards are whole: layer by layer in a forward, or all of them for a while.
+"""When the weights of a model that FSDP2 shards are gathered: layer by layer in a forward, or all of them at once.
 
-A layer's weights are gathered as it begins and given up as it ends, in the forward and in the backward pass, and its
-gradients are summed over the ranks as soon as they are there. All else (embeddings, the last norm, the layer that
-makes logits) belongs to the root: it is gathered when the root begins and stays until the backward pass is over. So
-whatever runs a part of the model by itself must do so through the root, and all ranks at the same time.
+FSDP all-gathers a layer's weights before its forward or backward and frees them after it, and reduces its gradients
+over the ranks as soon as they exist. Everything else (embeddings, the last norm, the output layer) belongs to the root:
+it is gathered when the root's forward begins and stays until the backward pass is over. So any code that runs a part of
+the model by itself must do so through the root, and on all ranks at the same time.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from guerdon.distributed.ranks import Ranks
 
 
-class Gathering:
-    """The root of one model that FSDP2 shards; with None it is of a model that is whole, and changes nothing."""
+class Fsdp:
+    """One model's FSDP root; without a root the model is not sharded, and everything here is a no-op."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root: Any = root
         self._is_gathered = self._has_run = False
         if root is not None:
-            root.register_forward_pre_hook(self._ran)
+            root.register_forward_pre_hook(self._on_forward)
             for module in self._modules():
-                # Sums, for every share of a loss is a share of the whole batch's.
+                # Sum, do not average: a share of a loss is already a share of the global batch's.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                _sum_in_float32(module)
+                _reduce_in_float32(module)
 
     def through_root(self, trunk: nn.Module) -> Callable[..., Any]:
-        """The trunk as a function, whose weights in the root are gathered, too."""
+        """Returns the trunk as a function that also gathers its weights in the root."""
         if self._root is None or trunk is self._root:
             return trunk
-        # A copy shares modules, parameters and FSDP's hooks.
+        # The copy shares modules, parameters and FSDP's hooks.
         entrance = shallow_copy(self._root)
         entrance.forward = lambda **inputs: trunk(**inputs)
         return entrance
 
     def below_root(self, model: nn.Module) -> Any:
-        """A copy of the root that gathers nothing, to run something between the trunk's forward and its backward.
+        """Returns a copy of the root without hooks, for code that runs between the trunk's forward and its backward.
 
-        So its calls may be more on one rank than on another, and may come again in the backward pass. It shares modules
-        and parameters.
+        Ranks may call it a different number of times, and again in the backward pass. It shares modules and parameters.
         """
         made = shallow_copy(model)
         if self._root is not None:
@@ -55,12 +54,12 @@ class Gathering:
         return made
 
     def no_gradients(self) -> AbstractContextManager[Any]:
-        """Within it nothing is differentiated."""
-        # What FSDP makes within inference mode cannot be used outside of it.
-        return torch.inference_mode() if self._root is None else self._no_gradients()
+        """Disables gradients inside the context."""
+        # Tensors that FSDP makes in inference mode cannot be used outside of it.
+        return torch.inference_mode() if self._root is None else self._no_grad()
 
     @contextmanager
-    def _no_gradients(self) -> Iterator[None]:
+    def _no_grad(self) -> Iterator[None]:
         try:
             with torch.no_grad():
                 yield
@@ -69,9 +68,9 @@ class Gathering:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it all weights are whole: ranks run as many forwards as they like, without gradients.
+        """Collective; gathers all weights inside the context, in which ranks run any number of forwards.
 
-        All ranks must enter it at the same time, and nothing may change the weights meanwhile.
+        Nothing may take gradients or change the weights meanwhile.
         """
         if self._root is None or self._is_gathered:
             yield
@@ -81,7 +80,7 @@ class Gathering:
             self._is_gathered = True
             for module in (self._root, *inner):
                 module.unshard()
-            for module in inner:  # the root keeps its own anyhow
+            for module in inner:  # the root never reshards after a forward
                 module.set_reshard_after_forward(False, recurse=False)
             yield
         finally:
@@ -91,37 +90,37 @@ class Gathering:
             self.reset()
 
     def reset(self) -> None:
-        """Gives up what is whole, and forgets forwards that no backward pass has followed, or that raised."""
+        """Reshards the weights, and forgets forwards that raised or that no backward pass has followed."""
         if self._has_run and not self._is_gathered:
             self._root.reset_iter_state()
 
-    def _ran(self, *_: Any) -> None:
-        self._has_run = True  # before that FSDP has not made what a reset wants
+    def _on_forward(self, *_: Any) -> None:
+        self._has_run = True  # FSDP creates the state that `reset` needs in the first forward
 
     def _modules(self) -> list[Any]:
         assert self._root is not None
         return [module for module in self._root.modules() if isinstance(module, FSDPModule)]
 
 
-WHOLE = Gathering()
+NOT_SHARDED = Fsdp()
 
 
-def _sum_in_float32(module: Any) -> None:
-    """Has a module's gradients summed over the ranks in float32, and rounded to the weights' dtype once."""
-    # Neither transformers nor torch lets a model that is sharded be told so; the setting of transformers' own casts all
-    # that goes into a layer, too. It is read when the model first runs.
+def _reduce_in_float32(module: Any) -> None:
+    """Makes FSDP reduce a module's gradients in float32, and round them to the weights' dtype once."""
+    # Neither transformers nor torch can set this on a model that is already sharded; transformers' own setting also
+    # casts every input of a layer. FSDP reads it when the model first runs.
     for group in module._get_fsdp_state()._fsdp_param_groups:
         if any(parameter.sharded_param.dtype != torch.float32 for parameter in group.fsdp_params):
             group.mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 
 def shallow_copy(module: nn.Module) -> Any:
-    """As `copy.copy`, which FSDP's classes do not let pass."""
+    """Copies as `copy.copy` does, which FSDP's classes forbid."""
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     return made
 
 
-def gathering(model: nn.Module, ranks: Ranks) -> Gathering:
-    """That of a model that `fill` has loaded for these ranks."""
-    return Gathering(model) if ranks.in_step else WHOLE
+def fsdp_of(model: nn.Module, ranks: Ranks) -> Fsdp:
+    """Returns the `Fsdp` of a model that `build_model` has loaded for these ranks."""
+    return Fsdp(model) if ranks.in_step else NOT_SHARDED

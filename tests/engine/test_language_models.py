@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import zoo
-from guerdon.engine.checkpoint.policies import LoadedPolicy, load_policy
-from guerdon.engine.language import LanguageEngine, OutputHead
+from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
+from guerdon.engine.heads import OutputHead
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import LanguageModelConfig
 

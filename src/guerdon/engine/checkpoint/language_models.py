@@ -1,4 +1,4 @@
-"""From a `LanguageModelConfig` to a `LoadedPolicy`: a causal language model, its trunk, its head, its tokenizer."""
+"""Loads causal language models: from a `LanguageModelConfig` to a `LoadedPolicy` with trunk, head and tokenizer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationC
 
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint import encoders
-from guerdon.engine.checkpoint.describe import find_max_length, find_pad
-from guerdon.engine.checkpoint.files import open_checkpoint
-from guerdon.engine.checkpoint.loading import read_config
+from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
+from guerdon.engine.checkpoint.model_config import find_max_length, find_pad, read_config
 from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
-from guerdon.engine.checkpoint.sharding import alike, place
+from guerdon.engine.checkpoint.sharding import loading_on, place
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.checkpoint.text import load_tokenizer
-from guerdon.engine.checkpoint.weights import fill
-from guerdon.engine.forward import LoadedTrunk
-from guerdon.engine.gathering import gathering
-from guerdon.engine.host_memory import keep_freed
-from guerdon.engine.language import OutputHead
+from guerdon.engine.checkpoint.weights import LoadedTrunk, build_model
+from guerdon.engine.fsdp import fsdp_of
+from guerdon.engine.heads import OutputHead
+from guerdon.engine.host import keep_freed
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig
 
@@ -35,9 +33,9 @@ log = logging.getLogger(__name__)
 class LoadedPolicy(LoadedTrunk):
     """A causal language model ready to generate and to learn.
 
-    `model` is transformers' own, whole, in eval mode; `trunk` is the part of it that ends in hidden states, the same
-    modules, and `head` makes logits of these. `tokenizer` is transformers' own, None where the checkpoint has none;
-    `eos_token_ids` are all ids of the model's that the checkpoint names so, and `folder` is where it lies.
+    `model` is transformers' own in eval mode, `trunk` the part of it that ends in hidden states (the same modules), and
+    `head` turns these into logits. `tokenizer` is transformers' own, None if the checkpoint has none. `eos_token_ids`
+    are all that the checkpoint names, and `folder` is where it is.
     """
 
     model: Any
@@ -49,12 +47,12 @@ class LoadedPolicy(LoadedTrunk):
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence, prompt and response together; None where nothing bounds it."""
+        """The longest sequence, prompt and response together; None if it is unbounded."""
         return self.info.max_length
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the model takes."""
+        """Number of token ids that the model accepts."""
         assert self.info.vocab_size is not None
         return self.info.vocab_size
 
@@ -66,38 +64,39 @@ def load_policy(
     moment_bytes: int | None = None,
     ranks: Ranks = ALONE,
 ) -> LoadedPolicy:
-    """Loads the checkpoint that `config.model` names onto `device` (default: the ranks', else the config's).
+    """Collective; loads the checkpoint `config.model` onto `device` (default: the ranks', else the config's).
 
-    Where all its weights will be trained, `moment_bytes` says how much an optimiser keeps for each of them; memory must
-    have room for a frozen copy beside them then. All `ranks` must call it alike, and shard it as they say; give
-    `ranks.frozen()` for one that FSDP is to leave whole.
+    `moment_bytes` is what an optimiser keeps for each weight, if all of them will be trained; memory must have room for
+    a frozen copy, too, then. Pass `ranks.frozen()` for a model that FSDP must not shard.
 
-    Raises CheckpointError where it is missing, incomplete, too large or no causal language model.
+    Raises CheckpointError if the checkpoint is missing, incomplete, too large or no causal language model.
     """
-    with alike(ranks) as others:
+    with loading_on(ranks) as loading:
         device = device or ranks.device or pick_device(config.device)
         keep_freed(device)
         dtype = pick_dtype(config.dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision)
         model_config = read_config(checkpoint)
-        if model_config.model_type in encoders.SEQUENCE_HEADS:
+        if model_config.model_type in SEQUENCE_HEADS:
             raise CheckpointError(
                 f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
             )
         check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
-        # Behind it, so that no rank counts what its neighbours have taken already as taken by others.
-        others.compare(checkpoint, dtype, config)
+        # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
+        loading.compare(checkpoint, dtype, config)
         tokenizer = load_tokenizer(checkpoint.folder)
         generation = _generation_config(checkpoint.folder)
-        model = fill(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks)
+        model = build_model(
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks
+        )
         model = place(model, device, ranks).eval()
-        version = others.weights_version(checkpoint, config.model)
+        version = loading.weights_version(checkpoint, config.model)
     if generation is not None:
         model.generation_config = generation
     trunk = _trunk(model)
     prefix = next(name for name, child in model.named_children() if child is trunk) + "."
     summed: frozenset[str] = getattr(model, "summed_over_tensor_ranks", frozenset())
-    weights = gathering(model, ranks)
+    fsdp = fsdp_of(model, ranks)
     vocab_size = model.get_input_embeddings().num_embeddings
     return LoadedPolicy(
         trunk=trunk,
@@ -119,24 +118,24 @@ def load_policy(
         pad_token_id=find_pad(model_config, tokenizer, vocab_size),
         config=config,
         model=model,
-        head=OutputHead(model, trunk, checkpoint.folder, weights),
+        head=OutputHead(model, trunk, checkpoint.folder, fsdp),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model_config, generation, tokenizer, vocab_size),
         folder=checkpoint.folder,
         ranks=ranks,
-        gathering=weights,
+        fsdp=fsdp,
         summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
     )
 
 
 def _trunk(model: Any) -> Any:
-    """The child of the model that is its base model; some classes' own `base_model` names another, or themselves."""
+    """Returns the child that is the base model; the `base_model` of some classes is another module, or themselves."""
     base_class = MODEL_MAPPING[type(model.config)]
     for child in model.children():
         if isinstance(child, base_class):
             return child
     raise CheckpointError(
-        f"a {type(model).__name__} has no {base_class.__name__} in it, of whose states its logits are made", REMEDY
+        f"a {type(model).__name__} does not contain the {base_class.__name__} that its logits are computed from", REMEDY
     )
 
 
@@ -153,9 +152,9 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 def _eos_token_ids(
     model_config: Any, generation: GenerationConfig | None, tokenizer: Any, vocab_size: int
 ) -> tuple[int, ...]:
-    """Every end-of-sequence token that any of the three names; chat models often name one here and one there.
+    """Returns every EOS token that any of the three names; chat models often name different ones.
 
-    One that the model has no logit for is left out, for it is never drawn.
+    Tokens that the model has no logit for are left out, because they are never sampled.
     """
     found: dict[int, None] = {}
     for source in (model_config.get_text_config(), generation, tokenizer):

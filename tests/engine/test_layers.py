@@ -14,8 +14,7 @@ import zoo
 from attended import SCALE, tensors, tree
 from guerdon.assembly import build_scorer
 from guerdon.core import Score, Sequence
-from guerdon.engine.attention.by_segment import by_segment
-from guerdon.engine.attention.of_few import of_few
+from guerdon.engine.attention.by_segment import by_segment, of_few
 from guerdon.settings.config import ModelConfig
 
 

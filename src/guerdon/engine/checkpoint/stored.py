@@ -1,4 +1,4 @@
-"""A checkpoint on disk: where it is, which tensors its files hold, and reading them without running any of its code."""
+"""A checkpoint on disk: finds its files, lists their tensors and reads them, without running any of its code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ TEXTS = (
     "chat_template*",
     "additional_chat_templates/*",
 )
-"""What a tokenizer is read from, and its templates."""
+"""Files of tokenizers and chat templates."""
 MIB = 1 << 20
 PAGE = 1 << 12
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, read when indexed by `[...]`, as transformers does with those of safetensors.
+    """A tensor in a file, read when it is indexed by `[...]`, as transformers reads safetensors.
 
-    What it gives is a copy: a view of the mapped file would change under the model when a trainer overwrites it.
+    It returns a copy: a view of the mapped file would change under the model when a trainer overwrites the file.
     """
 
     source: Any
@@ -49,7 +49,7 @@ class StoredTensor:
         return tensor
 
     def get_shape(self) -> list[int]:
-        """The shape, as transformers asks for it where it reads a part."""
+        """Returns the shape; transformers calls it to read a slice."""
         return list(self.shape)
 
 
@@ -57,7 +57,7 @@ class StoredTensor:
 class Checkpoint:
     """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
 
-    `sampled_version` is what guerdon 0.1 named it by: 12 hex digits that change with samples of its weights' bytes.
+    `sampled_version` is its version by guerdon 0.1: 12 hex digits from samples of the weights' bytes.
     """
 
     folder: Path
@@ -68,13 +68,13 @@ class Checkpoint:
     _digests: Future[list[str]] | None = field(default=None, repr=False)
 
     def start_hashing(self) -> None:
-        """Hashes the weight files in the background, so that `version` need not wait as long."""
+        """Starts to hash the weight files in the background."""
         if self._digests is None:
             self._digests = digest_files(self.files.weights)
 
     @property
     def version(self) -> str:
-        """16 hex digits that change with the weights, the config and the tokenizer: with all that a score is made by.
+        """16 hex digits that change with the weights, the config and the tokenizer.
 
         Waits until all bytes are hashed; raises CheckpointError if they cannot be read.
         """
@@ -83,13 +83,13 @@ class Checkpoint:
         return self.files.version(self.settings, self._digests.result())
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as float32 on the CPU."""
+        """Returns one tensor as float32 on the CPU."""
         return self.tensors[name][...].to(torch.float32)
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError if a file was written to, or another took its place, since this was opened."""
+        """Raises CheckpointError if a file was written to or replaced since the checkpoint was opened."""
         is_same = find_files(self.folder) == self.files and self.files.sampled(self.settings) == self.sampled_version
-        if is_same and self._digests is not None:  # hashes again what was changed only just now
+        if is_same and self._digests is not None:  # files changed within the last seconds are hashed again
             is_same = self._digests.result() == digest_files(self.files.weights).result()
         if not is_same:
             raise CheckpointError(
@@ -100,21 +100,21 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Files:
-    """What a checkpoint is read from, and of each file the device, inode, size and time of the last change."""
+    """A checkpoint's files, with the device, inode, size and time of last change of each of them."""
 
     weights: tuple[Path, ...]
     texts: tuple[Path, ...]
     stamps: tuple[tuple[int, ...], ...]
 
     def version(self, settings: dict[str, Any], digests: list[str]) -> str:
-        """BLAKE2b over the config, the tokenizer's files, and each weight file's name and digest of all its bytes."""
+        """Returns BLAKE2b of the config, the tokenizer's files, and each weight file's name and digest."""
         digest = self._digest_texts(settings, digest_size=8)
         for path, own in zip(self.weights, digests, strict=True):
             digest.update(f"{path.name}:{own};".encode())
         return digest.hexdigest()
 
     def sampled(self, settings: dict[str, Any]) -> str:
-        """The version that guerdon 0.1 gave: over the first and last MiB of each file, and a page every 16 MiB."""
+        """Returns guerdon 0.1's version: BLAKE2b of each file's first and last MiB, and of a page every 16 MiB."""
         digest = self._digest_texts(settings, digest_size=6)
         for path in self.weights:
             size = path.stat().st_size
@@ -136,7 +136,7 @@ class Files:
 
 
 def find_files(folder: Path) -> Files:
-    """The files that the folder's model is made of; raises CheckpointError where there are no weights."""
+    """Returns the folder's files; raises CheckpointError if there are no weights."""
     weights = tuple(sorted(_weight_files(folder)))
     texts = tuple(sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()}))
     found = [path.stat() for path in (folder / "config.json", *texts, *weights)]
@@ -144,16 +144,16 @@ def find_files(folder: Path) -> Files:
 
 
 def digest_of(settings: dict[str, Any]) -> str:
-    """12 hex digits that change with the config, but for where it lay when it was saved."""
+    """Returns 12 hex digits that change with the config, except for the path that it was saved to."""
     plain = {name: value for name, value in settings.items() if name != "_name_or_path"}
     return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Opens a local folder, or downloads a hub id; raises CheckpointError where anything it needs is missing."""
+    """Opens a local folder or downloads a hub id; raises CheckpointError if a file is missing or broken."""
     folder = find_folder(model, revision)
     _check_config(folder)
-    # Before anything is read or mapped: what takes a file's place from now on is noticed.
+    # Stat before reading or mapping, so that `check_unchanged` notices files that are replaced from now on.
     files = find_files(folder)
     settings = _read_settings(folder)
     sampled = files.sampled(settings)
@@ -164,7 +164,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:
-    """The checkpoint's folder: `model` itself where that is one, else the local copy of the hub repository."""
+    """Returns `model` if it is a folder, else the local copy of the hub's repository of that name."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -184,7 +184,7 @@ def _download(model: str, revision: str | None) -> Path:
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.bin", "*.pt"]))
-    # The hub's client raises its own errors, ValueError for a malformed name, OSError offline.
+    # The hub's client raises its own errors, ValueError for a malformed name and OSError offline.
     except (HfHubHTTPError, OSError, ValueError) as e:
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip()
         raise CheckpointError(
@@ -196,7 +196,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 def _check_config(folder: Path) -> None:
     has_config = (folder / "config.json").is_file()
-    # Beside weights, too: transformers would apply it to those of its base model.
+    # Refused beside weights, too: transformers would apply it to the base model's weights.
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{folder} holds {'an adapter beside a model' if has_config else 'only an adapter'}",
@@ -240,7 +240,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came") from e
-    # Nor does it lead to files elsewhere.
+    # Refuse paths that lead out of the folder.
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came")
     absent = [name for name in names if not (index.parent / name).is_file()]
@@ -252,7 +252,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The file's tensors by name, not yet read; raises CheckpointError where it is cut short or cannot be mapped."""
+    """Returns the file's tensors by name, not yet read; raises CheckpointError if it cannot be read or mapped."""
     try:
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -264,7 +264,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         ) from e
     except (SafetensorError, OSError) as e:
         raise CheckpointError(
-            f"{path} cannot be read: {e}", "it is cut short or a git-lfs pointer: copy or download it again"
+            f"{path} cannot be read: {e}", "it is truncated or a git-lfs pointer: copy or download it again"
         ) from e
     return {name: StoredTensor(source, tuple(source.get_shape())) for name, source in slices.items()}
 
@@ -273,12 +273,12 @@ def _open_torch(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     try:
-        # Only the zip format can be mapped; weights_only keeps pickle from building anything but tensors.
+        # Only the zip format can be mapped; weights_only makes pickle refuse everything but tensors.
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
         raise CheckpointError(
             f"{path} is not a plain file of tensors ({type(e).__name__})",
-            "it is cut short, or holds Python objects, which are never loaded: save it again as safetensors",
+            "it is truncated, or holds Python objects, which are never loaded: save it again as safetensors",
         ) from e
     if not isinstance(data, dict) or not all(isinstance(v, torch.Tensor) for v in data.values()):
         raise CheckpointError(f"{path} is not a state dict", "save the model's state_dict() as safetensors")

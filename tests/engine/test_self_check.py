@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 import zoo
 from guerdon.assembly import build_scorer
 from guerdon.core import MIN_SHARED, Score, Sequence
-from guerdon.engine.checkpoint.policies import load_policy
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
-from guerdon.engine.language import LanguageEngine
+from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 

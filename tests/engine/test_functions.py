@@ -20,7 +20,7 @@ OF_TOKENS: dict[str, Any] = {"max_length": 10, "truncation": "left"}
 @pytest.mark.parametrize("name", OF_CHECKPOINTS)
 @pytest.mark.parametrize("function", ["scorers:score", "rewarding:brevity"])
 def test_a_setting_that_would_do_nothing_is_refused(function: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is .*, and {function} is a function, .* does nothing") as caught:
+    with pytest.raises(ConfigError, match=f"{name} is .*, but {function} is a function, .* does not apply") as caught:
         FunctionScorer(ModelConfig(model=function, **{name: OF_CHECKPOINTS[name]}))
     assert caught.value.help
 

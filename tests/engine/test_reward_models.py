@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from guerdon.core import Score, Sequence
-from guerdon.engine.checkpoint import files as checkpoints
-from guerdon.engine.checkpoint.files import open_checkpoint
-from guerdon.engine.checkpoint.loading import LoadedModel, load
+from guerdon.engine.checkpoint import stored
+from guerdon.engine.checkpoint.reward_models import LoadedModel, load_reward_model
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.heads import to_scores
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import ModelConfig
@@ -26,6 +26,10 @@ ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    return load_reward_model(ModelConfig(model=str(folder), **settings))
 
 
 @torch.inference_mode()
@@ -55,7 +59,7 @@ def edit_config(folder: Path, **settings: Any) -> None:
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_architecture_scores_as_transformers_does(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
-    loaded = load(ModelConfig(model=str(folder), name="rm"))
+    loaded = load(folder, name="rm")
     assert_equals_reference(score(loaded, ROWS), zoo.reference(folder, ROWS))
     assert loaded.causal == (name not in zoo.ENCODERS)
     by_mask = loaded.info.kind == "value-head"  # transformers has no class for it
@@ -69,7 +73,7 @@ def test_every_architecture_scores_as_transformers_does(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "gptj"])
 def test_value_heads_of_every_library(name: str, kind: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, kind)
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     scores = score(loaded, ROWS)
     assert_equals_reference(scores, zoo.reference(folder, ROWS))
     assert loaded.info.kind == "value-head"
@@ -84,7 +88,7 @@ def test_value_heads_of_every_library(name: str, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "bert", "roberta", "modernbert", "deberta-v2"])
 def test_token_classification_with_one_label_gives_values(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, "tokcls")
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     assert (loaded.info.kind, loaded.info.outputs) == ("token-classification", ("rewards", "values"))
     for made, expected in zip(score(loaded, ROWS), zoo.reference_tokens(folder, ROWS), strict=True):
         np.testing.assert_allclose(made.values, expected[:, 0], atol=1e-5)
@@ -94,7 +98,7 @@ def test_token_classification_with_one_label_gives_values(name: str, tmp_path: P
 @pytest.mark.parametrize("name", ["qwen2", "deberta-v2"])
 def test_token_classification_with_two_labels_rewards_steps(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, "tokcls", num_labels=2)
-    loaded = load(ModelConfig(model=str(folder), step_reduction="last"))
+    loaded = load(folder, step_reduction="last")
     assert (loaded.info.kind, loaded.info.outputs) == ("process-reward", ("rewards", "step_rewards"))
     assert loaded.info.attribute_names == ()
     steps = np.array([3, 0, 7])
@@ -108,9 +112,9 @@ def test_token_classification_with_two_labels_rewards_steps(name: str, tmp_path:
 
 def test_step_separators_are_trls_qwens_or_the_settings(tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.checkpoint("qwen2", tmp_path, "tokcls", num_labels=2))
-    encoder = load(ModelConfig(model=str(folder))).encoder
-    assert load(ModelConfig(model=str(folder))).head.steps.separator == "<extra_0>"
-    named = load(ModelConfig(model=str(folder), step_separator="\n")).head.steps
+    encoder = load(folder).encoder
+    assert load(folder).head.steps.separator == "<extra_0>"
+    named = load(folder, step_separator="\n").head.steps
     assert named.separator_ids == encoder.separator_ids("\n")
     (tokens,) = encoder.encode(["ab\nxyz\nc"])
     assert named.positions(Sequence(tokens)).tolist() == [2, 6]
@@ -131,7 +135,7 @@ def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:
         architectures=["Qwen2ForProcessRewardModel"],
         auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
     )
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     assert loaded.info.outputs == ("rewards", "step_rewards")
     (made,) = score(loaded, ROWS[:1], steps=np.array([4]))
     with torch.no_grad():
@@ -143,7 +147,7 @@ def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:
 def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Path) -> None:
     labels = {0: "helpfulness", 1: "verbosity", 2: "safety"}
     folder = zoo.checkpoint(name, tmp_path, id2label=labels, num_labels=3)
-    loaded = load(ModelConfig(model=str(folder), attribute_weights=[1.0, -0.5, 0.0], mean=0.25, std=2.0))
+    loaded = load(folder, attribute_weights=[1.0, -0.5, 0.0], mean=0.25, std=2.0)
     assert loaded.info.outputs == ("rewards", "attributes")
     assert loaded.info.attribute_names == ("helpfulness", "verbosity", "safety")
     expected = zoo.reference_outputs(folder, ROWS)
@@ -154,10 +158,10 @@ def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Pat
 
 def test_modernbert_pools_as_its_config_says_unless_told_otherwise(tmp_path: Path) -> None:
     folder = zoo.checkpoint("modernbert", tmp_path, classifier_pooling="mean")
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     assert loaded.head.pooling == "mean"
     assert_equals_reference(score(loaded, ROWS), zoo.reference(folder, ROWS))
-    assert load(ModelConfig(model=str(folder), pooling="first")).head.pooling == "first"
+    assert load(folder, pooling="first").head.pooling == "first"
 
 
 def test_openrlhfs_own_head_name_and_its_standardisation(tmp_path: Path) -> None:
@@ -165,19 +169,19 @@ def test_openrlhfs_own_head_name_and_its_standardisation(tmp_path: Path) -> None
     reference = zoo.reference(folder, ROWS)
     # Every checkpoint it evaluated has these two; its server uses them when told to normalise.
     edit_config(folder, mean=0.5, std=4.0)
-    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    assert_equals_reference(score(load(folder), ROWS), reference)
     edit_config(folder, normalize_reward=True)
-    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), (reference - 0.5) / 4)
-    assert_equals_reference(score(load(ModelConfig(model=str(folder), mean=0.0, std=1.0)), ROWS), reference)
+    assert_equals_reference(score(load(folder), ROWS), (reference - 0.5) / 4)
+    assert_equals_reference(score(load(folder, mean=0.0, std=1.0), ROWS), reference)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_head_stays_in_float32_with_all_its_digits(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
-    loaded = load(ModelConfig(model=str(folder), dtype="bfloat16"))
+    loaded = load(folder, dtype="bfloat16")
     assert {p.dtype for p in loaded.trunk.parameters()} == {torch.bfloat16}
-    stored = zoo.tensors(folder)
-    own = [p for n, p in stored.items() if n.startswith(("score", "classifier", "bert.pooler"))]
+    in_file = zoo.tensors(folder)
+    own = [p for n, p in in_file.items() if n.startswith(("score", "classifier", "bert.pooler"))]
     held = list(loaded.head.parameters())
     assert {p.dtype for p in held} == {torch.float32}
     assert sorted(p.double().sum().item() for p in held) == sorted(p.double().sum().item() for p in own)
@@ -196,12 +200,12 @@ def test_shards_and_other_file_names_are_read(tmp_path: Path) -> None:
     for file in set(weight_map.values()):
         save_file({n: state[n] for n in names if weight_map[n] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    assert_equals_reference(score(load(folder), ROWS), reference)
     for file in folder.glob("model*"):
         file.unlink()
     torch.save(state, folder / "hf_ckpt.pt")
     torch.save({"not": "weights"}, folder / "optimizer.pt")
-    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    assert_equals_reference(score(load(folder), ROWS), reference)
 
 
 def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_leftovers_of_language_models_are_no_reason_to_refuse(tmp_path: Path) ->
     reference = zoo.reference(folder, ROWS)
     extra = {"lm_head.weight": torch.zeros(3, 3), "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
-    assert_equals_reference(score(load(ModelConfig(model=str(folder))), ROWS), reference)
+    assert_equals_reference(score(load(folder), ROWS), reference)
 
 
 def test_the_version_follows_every_byte(tmp_path: Path) -> None:
@@ -229,9 +233,11 @@ def test_the_version_follows_every_byte(tmp_path: Path) -> None:
 
 
 def test_the_version_follows_the_weights(tmp_path: Path) -> None:
-    first = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "a")))).info.weights_version
-    again = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "b")))).info.weights_version
-    other = load(ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "c", seed=1)))).info.weights_version
+    first = load(zoo.checkpoint("gpt2", tmp_path / "a")).info.weights_version
+    again = load(zoo.checkpoint("gpt2", tmp_path / "b")).info.weights_version
+    other = load_reward_model(
+        ModelConfig(model=str(zoo.checkpoint("gpt2", tmp_path / "c", seed=1)))
+    ).info.weights_version
     assert first == again != other
     assert len(first) == 16
 
@@ -265,7 +271,7 @@ def test_shards_that_take_each_others_place_amid_a_load_are_no_model(
             save_file({name: tensors[name] for name in own}, folder / shard)
         index = {"weight_map": {name: shard for shard, own in shards.items() for name in own}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    open_file, num_opened = checkpoints.open_safetensors, 0
+    open_file, num_opened = stored.open_safetensors, 0
 
     def opened(path: Path) -> Any:
         nonlocal num_opened
@@ -275,9 +281,9 @@ def test_shards_that_take_each_others_place_amid_a_load_are_no_model(
                 (folders[1] / shard).rename(folders[0] / shard)
         return open_file(path)
 
-    monkeypatch.setattr(checkpoints, "open_safetensors", opened)
+    monkeypatch.setattr(stored, "open_safetensors", opened)
     with pytest.raises(CheckpointError, match="written to while they were read"):
-        load(ModelConfig(model=str(folders[0])))
+        load(folders[0])
 
 
 def test_shards_elsewhere_are_not_read(tmp_path: Path) -> None:
@@ -286,13 +292,13 @@ def test_shards_elsewhere_are_not_read(tmp_path: Path) -> None:
     for name in ("../model.safetensors", str(tmp_path / "model.safetensors")):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"score.weight": name}}))
         with pytest.raises(CheckpointError, match=r"index\.json is malformed"):
-            load(ModelConfig(model=str(folder)))
+            load(folder)
 
 
 @pytest.mark.parametrize(("kind", "file"), [("seqcls", "model.safetensors"), ("trlx", "pytorch_model.bin")])
 def test_a_served_model_does_not_change_when_its_files_are_overwritten(kind: str, file: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint("gpt2", tmp_path, kind)
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     before = [s.reward for s in score(loaded, ROWS)]
     size = (folder / file).stat().st_size
     with (folder / file).open("r+b") as opened:
@@ -303,21 +309,21 @@ def test_a_served_model_does_not_change_when_its_files_are_overwritten(kind: str
 
 def test_text_needs_a_tokenizer_and_messages_a_template(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
-    bare = load(ModelConfig(model=str(folder)))
+    bare = load(folder)
     assert bare.encoder is None
     assert (bare.info.takes_text, bare.info.takes_messages, bare.info.takes_tokens) == (False, False, True)
     zoo.tokenizer(folder)
-    loaded = load(ModelConfig(model=str(folder)))
+    loaded = load(folder)
     assert (loaded.info.takes_text, loaded.info.takes_messages) == (True, True)
     assert (loaded.info.eos_token_id, loaded.pad_token_id) == (zoo.EOS, zoo.PAD)
     zoo.tokenizer(folder, chat_template=None)
     for stale in folder.glob("chat_template*"):
         stale.unlink()
-    assert not load(ModelConfig(model=str(folder))).info.takes_messages
+    assert not load(folder).info.takes_messages
 
 
 def test_max_length_is_the_models_own_or_the_settings(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
-    assert load(ModelConfig(model=str(folder), max_length=100)).info.max_length == 100
+    assert load(folder, max_length=100).info.max_length == 100
     # Rotary positions have no end, a table has one (see the errors).
-    assert load(ModelConfig(model=str(folder), max_length=1000)).info.max_length == 1000
+    assert load(folder, max_length=1000).info.max_length == 1000

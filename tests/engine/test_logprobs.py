@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from guerdon.engine import token_logprobs as module
-from guerdon.engine.token_logprobs import token_logprobs
+from guerdon.engine import logprobs as module
+from guerdon.engine.logprobs import token_logprobs
 
 N, V = 23, 40
 
@@ -27,7 +27,7 @@ def tables(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_they_and_their_gradients_are_those_of_whole_tables(
     size: int, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module.PART, "cpu", size)
+    monkeypatch.setitem(module.CACHED, "cpu", size)
     logits, targets, counts, entropy_counts = tables(dtype)
     exact = logits.double().requires_grad_()
     table = torch.log_softmax(exact / temperature, -1)
@@ -75,7 +75,7 @@ def test_a_target_that_is_masked_out_spoils_no_other() -> None:
 def test_a_masked_vocabulary_counts_as_if_it_were_not_there(
     size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module.PART, "cpu", size)
+    monkeypatch.setitem(module.CACHED, "cpu", size)
     logits, _, counts, entropy_counts = tables(torch.float32)
     is_there = torch.arange(V) % 3 > 0
     logits[:, ~is_there] = -torch.inf

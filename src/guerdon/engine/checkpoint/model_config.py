@@ -1,0 +1,100 @@
+"""What a checkpoint's `config.json` says of its model: kind, limits, special tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
+
+from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
+from guerdon.engine.checkpoint.stored import Checkpoint
+from guerdon.engine.checkpoint.text import TextEncoder
+from guerdon.errors import CheckpointError, ConfigError
+
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""Modules and buffers with one row for each position: no position beyond their end exists."""
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """Returns the config; raises CheckpointError unless it is an unquantised decoder's or known encoder's."""
+    settings = checkpoint.settings
+    model_type = settings.get("model_type")
+    if "quantization_config" in settings:
+        raise CheckpointError(
+            f"{checkpoint.folder} is quantised, and models run in full precision only",
+            "give the checkpoint it was made from",
+        )
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as e:
+        if "auto_map" in settings:
+            why, remedy = (
+                "brings its own Python code, which is never run",
+                "wrap it in a function and serve module:function",
+            )
+        else:
+            why = "is of a type that the installed transformers does not know"
+            remedy = "check config.json, or upgrade transformers"
+        raise CheckpointError(f"{checkpoint.folder} (model_type {model_type!r}) {why}", remedy) from e
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a sequence-to-sequence model ({model_type})",
+            "only decoders and encoders with a reward head can be served",
+        )
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
+    architecture = (config.architectures or [""])[0]
+    if model_type not in SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config, architecture)):
+        what = f"{model_type} ({architecture})" if architecture else model_type
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a {what}, which is neither a causal decoder nor a known encoder",
+            f"served are decoders and {', '.join(SEQUENCE_HEADS)}; wrap another in module:function",
+        )
+    return config
+
+
+def _is_other_encoder(config: Any, architecture: str) -> bool:
+    # Encoder families also have a causal class; only for these does `is_decoder` tell which one is meant. Their
+    # sequence classifiers read the first token through layers of their own, whatever the config says.
+    is_one = architecture.endswith("ForSequenceClassification") or not getattr(config, "is_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_one
+
+
+def find_max_length(asked: int | None, trunk: Any) -> int | None:
+    """Returns the longest sequence: `asked`, else the model's own; raises ConfigError beyond the position table."""
+    text_config = trunk.config.get_text_config()
+    stated = [getattr(text_config, key, None) for key in LENGTH_KEYS]
+    own = next((length for length in stated if length), None)
+    if own and trunk.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        # Their positions start after the padding index.
+        own -= trunk.config.pad_token_id + 1
+    if asked is None:
+        return own
+    if asked < 1:
+        raise ConfigError(f"max_length is {asked}", "give at least 1")
+    names = [name for name, _ in trunk.named_modules()] + [name for name, _ in trunk.named_buffers()]
+    has_table = any(name.rpartition(".")[2] in POSITION_TABLES for name in names)
+    if own and asked > own and has_table:
+        raise ConfigError(f"max_length is {asked}, the model has {own} positions", f"give at most {own}")
+    return asked
+
+
+def find_eos(model_config: Any, encoder: TextEncoder | None) -> int | None:
+    """Returns the tokenizer's EOS, else the first of the config's, else None."""
+    if encoder is not None and encoder.eos_token_id is not None:
+        return encoder.eos_token_id
+    own = getattr(model_config.get_text_config(), "eos_token_id", None)
+    return own[0] if isinstance(own, list) else own
+
+
+def find_own_pad(model_config: Any, vocab_size: int) -> int | None:
+    """Returns the config's padding token, None if there is none or if it is no token id, such as -1."""
+    pad = getattr(model_config.get_text_config(), "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < vocab_size else None
+
+
+def find_pad(model_config: Any, encoder: TextEncoder | None, vocab_size: int) -> int:
+    """Returns the config's padding token, else the tokenizer's, else 0; skips ids that the model lacks."""
+    named = [find_own_pad(model_config, vocab_size), getattr(encoder, "pad_token_id", None)]
+    # Padding is always masked, so any token will do.
+    return next((token for token in named if token is not None and 0 <= token < vocab_size), 0)

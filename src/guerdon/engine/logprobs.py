@@ -1,0 +1,187 @@
+"""A causal language model's log-probs of given tokens, through the packed forward and with gradients.
+
+Legend: T tokens, H hidden size, V logits of a token, N chosen tokens, B sequences, R tokens of the longest response.
+
+With `log_softmax`, `gather` and a product for the entropies PyTorch would make up to three more tables of N x V numbers
+in the forward and two in the backward pass, each written to memory and read again. `token_logprobs` takes a few rows
+all the way at once, inside the processor's caches, and keeps only the logits: the backward pass turns them into the
+gradient, the only other table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
+from guerdon.engine.forward import Forward, HiddenStates
+from guerdon.engine.self_check import choose_path
+
+TABLE = 1 << 26
+"""Logits held at once, 256 MiB in float32: more tokens are taken in chunks, each recomputed in the backward pass."""
+CACHED = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits that are worked on at once: on a CPU as many as fit into its caches, on a GPU enough to keep it busy."""
+
+_IMPOSSIBLE = -200.0
+"""A log-prob below which the probability is 0 in float32; 0 x -inf would be NaN."""
+
+
+class LanguageEngine(Forward):
+    """One causal language model: the log-probs that it gives to the tokens of responses."""
+
+    def __init__(self, loaded: LoadedPolicy) -> None:
+        """Raises CheckpointError as `choose_path`."""
+        self.head, self._model = loaded.head, loaded.model
+        super().__init__(loaded)
+        choose_path(self, loaded)
+
+    def logprobs(
+        self,
+        rows: list[np.ndarray],
+        prompt_lengths: np.ndarray,
+        temperature: float = 1.0,
+        *,
+        with_entropies: bool = False,
+    ) -> Iterator[tuple[np.ndarray, Tensor, Tensor | None]]:
+        """Yields row numbers int64 `[b]`, log-probs of their responses, and their entropies, for each micro-batch.
+
+        Both are float32 `[b,R]` on the device, entry r for the response's token r, 0 beyond the response; R is that of
+        all rows. Logits are divided by the temperature, and the log-sum-exp is float32. The graph is attached if
+        gradients are enabled: call backward before taking the next micro-batch, because only one fits into the token
+        budget. `prompt_lengths` is int64 `[B]`; raises ValueError if one is 0, because nothing predicts a first token.
+
+        If `ranks.in_step`, fillers at the end have no rows and log-probs `[0,R]`; call backward for them, too.
+        """
+        if len(rows) and min(prompt_lengths) < 1:
+            raise ValueError("prompt_lengths has a 0: a response needs at least one token before it")
+        width = max((len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True)), default=0)
+        # Nobody reads the state of the last token, so it is left out unless rotary frequencies depend on the length. A
+        # row of one token has no response and only keeps its place.
+        seen = rows if self.depends_on_length else [row[: max(1, len(row) - 1)] for row in rows]
+        for states in self.run(self.plan(seen)):
+            members = np.array(states.rows, dtype=np.int64)
+            if not states.rows:
+                nothing = self.head(states.hidden[:1]).float().sum() * 0
+                yield members, torch.zeros(0, width, device=self.device) + nothing, None
+                continue
+            at, targets, is_response = self._response_indices(states, rows, prompt_lengths, width)
+            hidden = states.hidden[at]
+            logprobs, entropies = self._in_chunks(hidden, targets, temperature, with_entropies)
+            empty = torch.zeros(is_response.shape, device=self.device)
+            tables = [None if x is None else empty.masked_scatter(is_response, x) for x in (logprobs, entropies)]
+            assert tables[0] is not None
+            yield members, tables[0], tables[1]
+
+    def _response_indices(
+        self, states: HiddenStates, rows: list[np.ndarray], prompt_lengths: np.ndarray, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns indices of the states that predict the response's tokens, these tokens, both int64 `[N]`, and where
+        they go in a table, bool `[b,R]`."""
+        at, targets = [], []
+        is_response = np.zeros((len(states.rows), width), dtype=bool)
+        for i, number in enumerate(states.rows):
+            row, start = rows[number], int(prompt_lengths[number])
+            at.append(states.gather(i)[start - 1 : len(row) - 1])
+            targets.append(row[start:])
+            is_response[i, : len(row) - start] = True
+        found = self.index(np.concatenate(at)), self.index(np.concatenate(targets).astype(np.int64, copy=False))
+        return *found, self.index(is_response)
+
+    def _in_chunks(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probs and entropies, float32 `[N]`, in chunks of at most TABLE logits."""
+        size = max(1, TABLE // self._model.get_input_embeddings().num_embeddings)
+        if len(hidden) <= size:
+            return self._logprobs_of(hidden, targets, temperature, with_entropies)
+        chunks = []
+        for some, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+            if torch.is_grad_enabled():
+                # Heads have no dropout, so no random state to preserve.
+                chunk = checkpoint(
+                    self._logprobs_of,
+                    some,
+                    wanted,
+                    temperature,
+                    with_entropies,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                chunk = self._logprobs_of(some, wanted, temperature, with_entropies)
+            chunks.append(chunk)
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if with_entropies else None
+
+    def _logprobs_of(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return token_logprobs(self.head(hidden), targets, temperature, with_entropies=with_entropies)
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, *, with_entropies: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the log-probs of targets, int64 `[N]`, by logits `[N,V]` over the temperature, and entropies or None.
+
+    Both are float32 `[N]`, whatever the logits' dtype, and differentiable once.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperature, with_entropies)
+    return logprobs, entropies if with_entropies else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        entropies = torch.empty_like(logprobs) if with_entropies else None
+        normalisers = torch.empty_like(logprobs)
+        for rows in _row_slices(logits):
+            part = _scale(logits[rows], temperature)
+            table = torch.log_softmax(part, -1)
+            # From the largest logit: the target's own may be -inf.
+            normalisers[rows] = part.amax(-1) - table.amax(-1)
+            logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
+            if entropies is not None:
+                entropies[rows] = -(table.exp().mul_(table.clamp_(min=_IMPOSSIBLE))).sum(-1)
+        ctx.save_for_backward(logits, targets, normalisers, entropies)
+        ctx.temperature = temperature
+        return logprobs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slopes: Tensor, entropy_slopes: Tensor | None) -> tuple[Tensor, None, None, None]:
+        """With p the softmax, e the one-hot target and H the entropy: slope (e - p) - entropy slope p (log p + H)."""
+        logits, targets, normalisers, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        slopes = (slopes / ctx.temperature)[:, None]
+        for rows in _row_slices(logits):
+            table = _scale(logits[rows], ctx.temperature) - normalisers[rows, None]
+            if entropies is None or entropy_slopes is None:
+                part = table.exp_().mul_(-slopes[rows])
+            else:
+                by_entropy = entropy_slopes[rows, None] / ctx.temperature
+                part = table.exp()
+                part.mul_(
+                    table.clamp_(min=_IMPOSSIBLE).add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows])
+                )
+            gradient[rows] = part.scatter_add_(1, targets[rows, None], slopes[rows])
+        return gradient, None, None, None
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _row_slices(logits: Tensor) -> Iterator[slice]:
+    """Yields slices of as many rows as are worked on at once."""
+    size = max(1, CACHED.get(logits.device.type, 1 << 24) // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))

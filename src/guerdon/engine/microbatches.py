@@ -1,0 +1,219 @@
+"""Rows of tokens into micro-batches: what one forward computes, by the path that the model runs on.
+
+`packed` and `packed+shared` make one row without padding (see `packing`), `padded` a right-padded batch, `single` a
+batch of one sequence. Only rows that do not change each other's scores share a micro-batch.
+
+Micro-batches are planned on the host. They are copied from pinned memory, which does not wait for the device: from
+pageable memory CUDA would copy only after all queued kernels are done, and the device would be idle afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.engine.packing import PackedBatch, Span, indices, pack
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The inputs of one forward, on the host, and where each of its rows lies in the hidden states `[T,H]`.
+
+    `tokens` is int64 `[T]`, or `[B,width]` if padded, with a `mask` of the same shape. `rows` are the callers' row
+    numbers, `spans` where each of them lies, `last` (int64 `[B]`) the index of each row's last token. `packed` tells
+    attention the forest. `read` are the indices of the only hidden states that anybody reads, None for all of them.
+    """
+
+    tokens: np.ndarray
+    rows: list[int]
+    spans: list[tuple[Span, ...]]
+    last: np.ndarray
+    mask: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    packed: PackedBatch | None = None
+    read: np.ndarray | None = None
+
+    def gather(self, i: int) -> np.ndarray:
+        """Indices (int64 `[len]`) of the hidden states of the i-th row."""
+        return indices(self.spans[i])
+
+    def to_device(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Copies the model's inputs and `read` to the device, in a single copy."""
+        if self.packed is not None:
+            assert self.positions is not None
+            arrays = [self.tokens, self.positions, *([] if self.read is None else [self.read])]
+            tokens, positions, *read = all_to_device(arrays, device)
+            # Without a mask transformers takes positions that restart for its own kind of packing.
+            mask = torch.ones_like(tokens)
+            inputs = {"input_ids": tokens[None], "attention_mask": mask[None], "position_ids": positions[None]}
+            return inputs, read[0] if read else None
+        if self.mask is not None:
+            tokens, mask = to_device(np.stack([self.tokens, self.mask]), device)
+            return {"input_ids": tokens, "attention_mask": mask}, None
+        return {"input_ids": to_device(np.array(self.tokens)[None], device)}, None
+
+
+class Batcher:
+    """Plans micro-batches for one trunk."""
+
+    def __init__(self, trunk: Any, pad_token_id: int) -> None:
+        self.length_classes = LengthClasses(trunk)
+        self._pad_token_id = pad_token_id
+        self._most_tokens = _most_tokens(trunk.config.get_text_config())
+        embeddings: Any = getattr(trunk, "embeddings", None)
+        counts_from_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
+        self._padding_idx = int(embeddings.padding_idx) if counts_from_padding else None
+
+    @property
+    def bounds_tokens(self) -> bool:
+        """Whether the place of a token in its batch matters beyond some number of tokens."""
+        return self._most_tokens < sys.maxsize
+
+    def plan(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
+        """Yields micro-batches of at most about `budget` tokens; any rows may share one (see `LengthClasses.split`).
+
+        `limits` bounds how many tokens of each row may be shared, as in `pack`.
+        """
+        if path.startswith("packed"):
+            yield from self._packed(path, rows, limits, min(budget, self._most_tokens))
+        elif path == "padded":
+            order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+            while order:
+                # Start with the longest: if any batch runs out of memory, it is the first one.
+                count = max(1, budget // len(rows[order[-1]]))
+                members, order = order[-count:], order[:-count]
+                yield self._padded(members, rows)
+        else:
+            for i, row in enumerate(rows):
+                yield MicroBatch(row, [i], [((0, len(row)),)], np.array([len(row) - 1]))
+
+    def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
+        for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
+            if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
+                yield self._of_packed(batch, batch.rows)
+                continue
+            for i in batch.rows:
+                (alone,) = pack([rows[i]], budget=budget, share=False)
+                yield self._of_packed(alone, [i])
+
+    def _of_packed(self, batch: PackedBatch, rows: list[int]) -> MicroBatch:
+        return MicroBatch(
+            batch.tokens, rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
+        )  # fmt: skip
+
+    def _positions(self, batch: PackedBatch) -> np.ndarray:
+        """Returns positions as the model counts them: RoBERTa's family starts at the padding index and skips pads."""
+        padding = self._padding_idx
+        if padding is None:
+            return batch.positions
+        counted = batch.tokens != padding
+        positions = np.empty_like(batch.positions)
+        for s in batch.segments:  # an encoder's segments are whole sequences
+            own = counted[s.start : s.stop]
+            positions[s.start : s.stop] = padding + np.cumsum(own) * own
+        return positions
+
+    def _padded(self, members: list[int], rows: list[np.ndarray]) -> MicroBatch:
+        """Pads the rows of these numbers, the longest last, on the right."""
+        width = len(rows[members[-1]])
+        tokens = np.full((len(members), width), self._pad_token_id)
+        mask = np.zeros_like(tokens)
+        for i, row in enumerate(members):
+            tokens[i, : len(rows[row])] = rows[row]
+            mask[i, : len(rows[row])] = 1
+        spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
+        return MicroBatch(tokens, members, spans, np.array([s[0][1] - 1 for s in spans]), mask=mask)
+
+
+def _most_tokens(config: Any) -> int:
+    """Returns the number of tokens in a batch beyond which the place of a token in it changes its hidden state.
+
+    Llama 4 scales queries by one more than their index in the batch, in steps of `floor_scale`.
+    """
+    return max(1, int(config.floor_scale) - 1) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize
+
+
+# ------------------------------------------------------------------------------------------ rotary embeddings
+
+
+class LengthClasses:
+    """Splits rows into classes that may share a batch: a single class unless rotary frequencies depend on the length.
+
+    transformers picks the frequencies of `longrope` and `dynamic` rotary embeddings by the largest position in the
+    batch, so that a long neighbour would change the score of a short sequence.
+    """
+
+    def __init__(self, trunk: Any) -> None:
+        config = trunk.config.get_text_config()
+        changing = [p for p in _rope_parameters(config) if p.get("rope_type") in ("longrope", "dynamic")]
+        # Only longrope has a limit of its own.
+        known = [p.get("original_max_position_embeddings") if p["rope_type"] == "longrope" else None for p in changing]
+        self._limits = sorted({limit or config.max_position_embeddings for limit in known})
+        dynamic = any(p["rope_type"] == "dynamic" for p in changing)
+        self._dynamic = [m for m in trunk.modules() if hasattr(m, "max_seq_len_cached")] if dynamic else []
+
+    @property
+    def depend_on_length(self) -> bool:
+        """Whether the hidden state of a token depends on how many tokens follow it."""
+        return bool(self._limits)
+
+    def split(self, rows: list[np.ndarray]) -> Iterator[list[int]]:
+        """Yields lists of row numbers; one forward may compute the rows of one list."""
+        classes: dict[tuple[int, int], list[int]] = {}
+        for i, row in enumerate(rows):
+            classes.setdefault(self.of(len(row)), []).append(i)
+        yield from classes.values()
+
+    def of(self, length: int) -> tuple[int, int]:
+        """Returns the class of a sequence of that length."""
+        above = sum(length > limit for limit in self._limits)
+        # Beyond the limit a dynamic embedding has other frequencies for every length.
+        return above, length if above and self._dynamic else 0
+
+    def reset(self) -> None:
+        """Resets dynamic embeddings, which keep the longest sequence seen: else scores would depend on history."""
+        for module in self._dynamic:
+            _reset_dynamic(module)
+
+
+def _reset_dynamic(embedding: Any) -> None:
+    """Gives a dynamic embedding its initial frequencies and longest length."""
+    embedding.max_seq_len_cached = embedding.original_max_seq_len
+    # With several layer types there is one for each of them, made in the first forward.
+    for name in [name for name in vars(embedding) if name.endswith("_max_seq_len_cached")]:
+        delattr(embedding, name)
+    for name in embedding._buffers:
+        if name.endswith("inv_freq") and "original" not in name:
+            original = getattr(embedding, f"{name.removesuffix('inv_freq')}original_inv_freq")
+            # Clone: a longrope embedding beside it writes in place.
+            embedding._buffers[name] = original.clone()
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return [parameters]
+    return [p for p in parameters.values() if isinstance(p, dict)]
+
+
+# ------------------------------------------------------------------------------------------- host to device
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns the array as a tensor on the device; on a CPU it shares the array's memory, which must be writable."""
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def all_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies one-dimensional arrays of one dtype to the device in a single copy; the result shares no memory."""
+    together = to_device(np.concatenate(arrays), device)
+    return list(together.split([len(array) for array in arrays]))

@@ -1,0 +1,138 @@
+"""Memory that malloc keeps for models on a CPU; OpenMP's pools end once models are loaded, and threads spin briefly."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zoo
+from processes import environment
+
+TESTS = Path(__file__).parents[1]
+needs_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc decides for itself")
+
+POOL = """
+import os, threading, torch
+from guerdon.engine.host import end_pool
+torch.set_num_threads(3)
+count = lambda: len(os.listdir("/proc/self/task"))
+alone = count()
+many = torch.ones(600, 600)
+torch.sin(many)
+assert count() >= alone + 2, (alone, count())
+end_pool()
+assert count() == alone, (alone, count())
+assert torch.equal(torch.sin(many), torch.sin(many[:1].expand(600, 600)))
+assert count() >= alone + 2  # it is there again where it is needed
+"""
+
+SERVICE = """
+import os, sys, threading
+from guerdon.assembly import build_service
+from guerdon.settings.config import ModelConfig, ServerConfig
+import torch
+torch.set_num_threads(3)
+torch.sin(torch.ones(600, 600))
+with_pool = len(os.listdir("/proc/self/task"))
+service = build_service(ServerConfig(models=[ModelConfig(model=sys.argv[1])]))
+print(with_pool, len(os.listdir("/proc/self/task")) - (threading.active_count() - 1))
+"""
+
+
+COMMAND = "from guerdon.cli import main; main(['completion', 'bash']); import torch"
+SERVER = "import guerdon; guerdon.RewardModelServer; import torch"
+OVERRIDDEN = """
+import os, sys
+from guerdon.engine.host import limit_spinning
+assert "torch" not in sys.modules
+for own in ({"GOMP_SPINCOUNT": "77"}, {"OMP_WAIT_POLICY": "PASSIVE"}):
+    os.environ.update(own)
+    limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == own.get("GOMP_SPINCOUNT")
+    [os.environ.pop(name) for name in own]
+sys.modules["torch"] = None
+limit_spinning()
+assert "GOMP_SPINCOUNT" not in os.environ
+del sys.modules["torch"]
+limit_spinning()
+assert os.environ["GOMP_SPINCOUNT"] == "1000"
+"""
+
+
+def run(code: str, *arguments: str, **variables: str) -> str:
+    inherited = {k: v for k, v in environment().items() if k != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=inherited | {"OMP_NUM_THREADS": "3"} | variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + (done.stderr if "OMP_DISPLAY_ENV" in variables else "")
+
+
+@needs_linux
+def test_a_pool_ends_and_comes_back() -> None:
+    run(POOL)
+
+
+@needs_linux
+def test_a_server_waits_with_no_threads_but_its_own(tmp_path: Path) -> None:
+    with_pool, native = map(int, run(SERVICE, str(zoo.checkpoint("llama", tmp_path))).split())
+    assert native <= with_pool - 2
+
+
+@needs_linux
+@pytest.mark.parametrize("code", [COMMAND, SERVER])
+def test_threads_spin_briefly(code: str) -> None:
+    assert "GOMP_SPINCOUNT = '1000'" in run(code, OMP_DISPLAY_ENV="VERBOSE")
+
+
+def test_the_environment_and_a_loaded_torch_override_the_spin_count() -> None:
+    run(OVERRIDDEN)
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def kept(*arguments: str | Path, **variables: str) -> dict[str, float]:
+    """What tests/kept_memory.py measures in a process of its own, with these variables in its environment."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, TESTS / "kept_memory.py", *arguments],
+        env=plain | {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+@needs_glibc
+@pytest.mark.parametrize("kind", ["reward_model", "policy"])
+def test_memory_that_a_model_frees_is_kept_for_the_next_batch(kind: str, tmp_path: Path) -> None:
+    make = zoo.checkpoint if kind == "reward_model" else zoo.language_model
+    measured = kept(kind, make("llama", tmp_path / "model"))
+    assert measured["faults"] < 1000
+    # It is returned if memory seems short, and when a model is unloaded.
+    assert measured["looked_mib"] < measured["held_mib"] - 100
+    assert measured["released_mib"] < measured["held_again_mib"] - 100
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"MALLOC_MMAP_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"},
+        {"MALLOC_ARENA_MAX": "8"},
+    ],
+    ids=["variable", "tunable", "arenas"],
+)
+def test_the_environment_overrides_what_malloc_keeps(variables: dict[str, str]) -> None:
+    assert kept("nothing", **variables)["faults"] > 15_000
