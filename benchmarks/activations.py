@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from guerdon.assembly import build_trainer
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig

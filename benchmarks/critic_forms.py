@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.settings.config import CriticConfig
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}

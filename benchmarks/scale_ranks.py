@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.core import Command, Score, Scored, Sequence, Signal, TrainRequest
+from guerdon.core import Command, Score, Scored, Sequence, Signal
+from guerdon.critic_core import TrainRequest
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks, start

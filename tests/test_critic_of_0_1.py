@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from guerdon.assembly import build_service
-from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainReport
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import ControlRequest, Operation, TrainReport
 from guerdon.errors import StartError
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig

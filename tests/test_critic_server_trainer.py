@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from guerdon import CriticClient, CriticServerTrainer
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.errors import ConfigError, InvalidRequest, ServerFault, TrainFailed
 from guerdon.server.runtime import RunningServer

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from guerdon.adapters.nemo_aligner.reinforce_actor import ReinforceActor
     from guerdon.adapters.nemo_aligner.reward_model_server import RewardModelServer
     from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
-    from guerdon.core import TrainReport
+    from guerdon.critic_core import TrainReport
     from guerdon.errors import (
         Cancelled,
         CheckpointError,
@@ -100,7 +100,7 @@ _MODULES = {  # all others are in guerdon.errors
     "RewardClient": "guerdon.client",
     "RewardModelServer": "guerdon.adapters.nemo_aligner.reward_model_server",
     "Scores": "guerdon.client",
-    "TrainReport": "guerdon.core",
+    "TrainReport": "guerdon.critic_core",
 }
 
 

@@ -10,15 +10,13 @@ import pytest
 from guerdon import errors
 from guerdon.client.calls import ModelSignature, make_request
 from guerdon.client.critic_calls import make_train_request, prepare_control, prepare_infer, prepare_train
-from guerdon.core import (
+from guerdon.core import ModelInfo, Score, ScoreReply
+from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
     CriticState,
-    ModelInfo,
     Operation,
     OperationInfo,
-    Score,
-    ScoreReply,
     TrainReport,
     TrainRequest,
 )

@@ -26,7 +26,8 @@ import pytest
 from client.critic_server import CriticProcess
 from client.echo_server import ENV
 from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy
-from guerdon.core import ScoreReply, ScoreRequest, TrainRequest
+from guerdon.core import ScoreReply, ScoreRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.errors import (
     Cancelled,
     GuerdonError,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from guerdon.client import AsyncCriticClient, CriticClient
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.errors import CriticReset, InvalidRequest, TrainFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig

@@ -19,7 +19,7 @@ from pytriton.client import AsyncioModelClient, FuturesModelClient, ModelClient
 from tritonclient.utils import InferenceServerException
 
 from guerdon.client import CriticClient
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import ArithmeticService, after, request

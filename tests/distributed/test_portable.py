@@ -17,7 +17,8 @@ import torch
 
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.worker import Generate, GoOn, Measure, Open, Round, Save
-from guerdon.core import Command, Score, Scored, Sequence, Signal, TrainReport, TrainRequest
+from guerdon.core import Command, Score, Scored, Sequence, Signal
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import portable
 from guerdon.distributed.ranks import Member
 from guerdon.errors import Overloaded, SampleFailed, TrainFailed

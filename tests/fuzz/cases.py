@@ -14,17 +14,8 @@ import numpy as np
 import orjson
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon.core import (
-    CheckpointInfo,
-    ModelInfo,
-    Operation,
-    OperationInfo,
-    Score,
-    ScoreReply,
-    ScoreRequest,
-    TrainReport,
-    TrainRequest,
-)
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading
 from guerdon.wire import bodies, kserve, kserve_grpc

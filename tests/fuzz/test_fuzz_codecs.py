@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz import cases
-from guerdon.core import ModelInfo, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError
 from guerdon.wire import kserve, kserve_grpc
 from guerdon.wire.forms import FORMS

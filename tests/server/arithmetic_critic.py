@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from guerdon.core import Message, ModelInfo, Score, Sequence, TrainReport, TrainRequest, Truncation
+from guerdon.core import Message, ModelInfo, Score, Sequence, Truncation
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.group import Group
 from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed

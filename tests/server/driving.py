@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.core import ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from server.arithmetic_critic import ArithmeticService
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from guerdon.core import Operation
+from guerdon.critic_core import Operation
 from guerdon.errors import TrainFailed
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import FAIL_TOKEN, after, request

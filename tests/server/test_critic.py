@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.core import (
+from guerdon.core import ScoreReply, ScoreRequest
+from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
     CriticState,
     Operation,
     OperationInfo,
-    ScoreReply,
-    ScoreRequest,
     TrainReport,
     TrainRequest,
 )

@@ -16,7 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
-from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainRequest
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -16,7 +16,7 @@ import pytest
 
 import zoo
 from guerdon.client import CriticClient, RetryPolicy
-from guerdon.core import TrainReport, TrainRequest
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.errors import RanksLost
 from processes import environment
 from server.arithmetic_critic import SLOW_TOKEN, after, request

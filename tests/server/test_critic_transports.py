@@ -14,7 +14,7 @@ import orjson
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, kserve_grpc

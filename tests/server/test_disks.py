@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from disks import fill, remount, small_disk
-from guerdon.core import Operation, TrainReport
+from guerdon.critic_core import Operation, TrainReport
 from guerdon.errors import Offloaded, StartError, StorageFailed, TrainFailed
 from guerdon.server import status
 from processes import by_itself

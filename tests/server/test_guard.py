@@ -16,7 +16,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from guerdon.core import Operation
+from guerdon.critic_core import Operation
 from guerdon.server.front import guard, http_app
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig

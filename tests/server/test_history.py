@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from guerdon.core import ModelInfo, Operation, TrainReport, TrainRequest
+from guerdon.core import ModelInfo
+from guerdon.critic_core import Operation, TrainReport, TrainRequest
 from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartError, StorageFailed, TrainFailed
 from guerdon.server import status
 from guerdon.settings.config import LearningConfig

@@ -18,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 
 from guerdon import assembly
 from guerdon.client import CriticClient, RetryPolicy
-from guerdon.core import Command, ControlRequest, Operation, Sequence
+from guerdon.core import Command, Sequence
+from guerdon.critic_core import ControlRequest, Operation
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import ALONE
 from guerdon.distributed.worker import Worker

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from guerdon.core import ModelInfo, TrainRequest
+from guerdon.core import ModelInfo
+from guerdon.critic_core import TrainRequest
 from guerdon.errors import InvalidRequest
 from guerdon.server.critic.train_checks import MAX_ID_LENGTH, check
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModel
 
 import zoo
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 
 
 class PlainCritic:

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zoo
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.engine import logprobs
 from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
 

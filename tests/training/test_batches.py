@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.training.critic_trainer import global_batches
 
 NAN = np.nan

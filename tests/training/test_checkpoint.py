@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import zoo
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, StorageFailed

@@ -15,7 +15,8 @@ from critics import LR, build, same, values, weights
 from plain import request
 
 import zoo
-from guerdon.core import Sequence, TrainRequest
+from guerdon.core import Sequence
+from guerdon.critic_core import TrainRequest
 from guerdon.errors import Offloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.training.critic_trainer import CriticTrainer
 

@@ -12,7 +12,7 @@ from critics import LR, build, same, values, weights
 from plain import PlainCritic, request
 
 import zoo
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 from guerdon.training.critic_trainer import CriticTrainer
 
 SHARED = ((40, 5), (20, 3), (3, 3))

@@ -7,18 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from guerdon.core import (
-    CheckpointInfo,
-    ControlRequest,
-    CriticState,
-    ModelInfo,
-    Operation,
-    OperationInfo,
-    Score,
-    ScoreReply,
-    ScoreRequest,
-    TrainReport,
-)
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, OperationInfo, TrainReport
 from guerdon.errors import InvalidRequest
 from guerdon.wire import critic_tensors, kserve
 from guerdon.wire.tensors import InferRequest, Tensor

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from guerdon.core import ModelInfo, Operation, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import Operation, OperationInfo
 from guerdon.server.front import http_app
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from pytriton.model_config.parser import ModelConfigParser
 
-from guerdon.core import ModelInfo, Operation, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import Operation, OperationInfo
 from guerdon.wire import signature
 
 OUTPUTS = ("rewards", "attributes", "values", "step_rewards")

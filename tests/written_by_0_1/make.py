@@ -15,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from guerdon.assembly import build_service
-from guerdon.core import ControlRequest, Operation, ScoreRequest, TrainRequest
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.settings.config import CriticConfig, ServerConfig
 
 HERE = Path(__file__).parent

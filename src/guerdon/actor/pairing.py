@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from guerdon.actor.run_checkpoints import Checkpoint, Checkpoints
-from guerdon.core import CheckpointInfo, CriticState
+from guerdon.critic_core import CheckpointInfo, CriticState
 from guerdon.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)

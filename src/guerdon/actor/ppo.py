@@ -9,7 +9,7 @@ from guerdon.actor.preemption import Stopping
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.training_run import Run, RunSummary
-from guerdon.core import TrainReport
+from guerdon.critic_core import TrainReport
 from guerdon.settings.actors import PPORunConfig, check_actor
 from guerdon.training.algorithms.advantages import Moments
 

@@ -24,7 +24,7 @@ from guerdon.actor.remote_rewards import (
 from guerdon.actor.rollouts import Ending, Rollout
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.ordering import TrainFuture
-from guerdon.core import CheckpointInfo, CriticState, TrainReport
+from guerdon.critic_core import CheckpointInfo, CriticState, TrainReport
 from guerdon.errors import ConfigError, GuerdonError
 from guerdon.settings.actors import CriticNames, RemoteCriticConfig
 from guerdon.vocabulary import difference, identity

@@ -10,7 +10,8 @@ from typing import TextIO
 
 from guerdon import errors
 from guerdon.cli.colours import coloured
-from guerdon.core import CriticState, ModelInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, GuerdonError, StartError, install_command
 from guerdon.server import logs

@@ -13,7 +13,8 @@ import orjson
 
 from guerdon.client import calls
 from guerdon.client.calls import Call, ModelSignature, id_rows, number_row, pad_rows
-from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.wire.critic_tensors import TRAIN_ID, from_json
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor

@@ -23,7 +23,8 @@ from guerdon.client.critic_calls import (
 from guerdon.client.faces import AsyncClient, BlockingClient
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
-from guerdon.core import CheckpointInfo, ControlRequest, CriticState, Operation, ScoreRequest, TrainReport, TrainRequest
+from guerdon.core import ScoreRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")

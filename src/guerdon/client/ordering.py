@@ -14,7 +14,7 @@ from guerdon.client.addresses import Address
 from guerdon.client.calls import Call
 from guerdon.client.driver import Session
 from guerdon.client.retry import Caller, RetryPolicy, Steps
-from guerdon.core import CriticState, TrainReport
+from guerdon.critic_core import CriticState, TrainReport
 from guerdon.errors import Cancelled, CriticReset
 
 T = TypeVar("T")

@@ -32,6 +32,7 @@ _OWN_MODULES = frozenset(
         "guerdon.training.algorithms.losses",
         "guerdon.training.algorithms.policy_losses",
         "guerdon.core",
+        "guerdon.critic_core",
         "guerdon.distributed.ranks",
         "guerdon.errors",
         "guerdon.training.policy_trainer",

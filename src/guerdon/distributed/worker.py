@@ -7,7 +7,8 @@ from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from guerdon.core import Command, ModelInfo, Score, Scored, Sequence, Signal, TrainReport, TrainRequest
+from guerdon.core import Command, ModelInfo, Score, Scored, Sequence, Signal
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.distributed.shards import shards

@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from guerdon.core import Message, ModelInfo, OperationInfo, Truncation
+from guerdon.core import Message, ModelInfo, Truncation
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.sums import Sum

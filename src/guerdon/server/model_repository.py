@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from guerdon.core import Command, ModelInfo, OperationInfo, Signal
+from guerdon.core import Command, ModelInfo, Signal
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     Forbidden,
     GuerdonError,

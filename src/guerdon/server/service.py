@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import ControlRequest, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, TrainRequest
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
 from guerdon.server import reading, sums, tracing, triton
 from guerdon.server.auth import Access

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from guerdon.core import Operation
+from guerdon.critic_core import Operation
 from guerdon.errors import ConfigError
 from guerdon.settings.access import AccessConfig, check_reach, check_tls, check_traces_endpoint
 from guerdon.settings.fields import Mistakes, check_bounds, check_choice, setting

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import frames
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel

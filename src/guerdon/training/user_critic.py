@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.core import ModelInfo, Score, Sequence, TrainReport, TrainRequest
+from guerdon.core import ModelInfo, Score, Sequence
+from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.parts import WHOLE
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch

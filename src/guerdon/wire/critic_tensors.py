@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from guerdon.core import (
+from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
     CriticState,

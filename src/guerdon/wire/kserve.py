@@ -9,17 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.core import (
-    CheckpointInfo,
-    ControlRequest,
-    CriticState,
-    ModelInfo,
-    OperationInfo,
-    ScoreReply,
-    ScoreRequest,
-    TrainReport,
-    TrainRequest,
-)
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, TrainFailed, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from guerdon.core import ModelInfo, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import OperationInfo
 from guerdon.wire import kserve, signature
 from guerdon.wire.forms import FORMS, openai, page_bodies, triton_repository
 from guerdon.wire.forms.form import Form

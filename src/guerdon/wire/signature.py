@@ -8,7 +8,8 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from guerdon.core import ModelInfo, Operation, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import Operation, OperationInfo
 from guerdon.errors import InvalidRequest
 
 MODEL_VERSION = "1"

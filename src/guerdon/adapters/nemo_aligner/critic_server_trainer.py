@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from guerdon.assembly import Parts, build_service, run
-from guerdon.core import Command, ControlRequest, ModelInfo, Operation, Signal, TrainRequest
+from guerdon.core import Command, ModelInfo, Signal
+from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, check_batching

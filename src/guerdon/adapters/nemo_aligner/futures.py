@@ -10,7 +10,7 @@ import numpy as np
 
 from guerdon.client import CriticScores, Scores
 from guerdon.client.ordering import TrainFuture
-from guerdon.core import CheckpointInfo
+from guerdon.critic_core import CheckpointInfo
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from guerdon.core import CheckpointInfo
+from guerdon.critic_core import CheckpointInfo
 from guerdon.durable import ASIDE, DAMAGED, Damaged, make_folder, place, read_manifest, remove, seal, verify, write_new
 from guerdon.errors import InvalidRequest, StartError
 

@@ -18,15 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from guerdon.core import (
+from guerdon.core import Command, ModelInfo, Signal
+from guerdon.critic_core import (
     CheckpointInfo,
-    Command,
     ControlRequest,
     CriticState,
-    ModelInfo,
     Operation,
     OperationInfo,
-    Signal,
     TrainReport,
     TrainRequest,
 )

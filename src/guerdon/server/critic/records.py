@@ -19,7 +19,7 @@ import orjson
 from safetensors.numpy import load as unpack
 from safetensors.numpy import save as pack
 
-from guerdon.core import TrainRequest
+from guerdon.critic_core import TrainRequest
 
 NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
 """Matches a record's file name: the position, and how many global batches of a request that broke off stand."""

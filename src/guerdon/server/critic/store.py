@@ -20,7 +20,8 @@ from typing import Any, TextIO
 import orjson
 from safetensors import SafetensorError
 
-from guerdon.core import CheckpointInfo, Command, ModelInfo, Signal, TrainReport, TrainRequest
+from guerdon.core import Command, ModelInfo, Signal
+from guerdon.critic_core import CheckpointInfo, TrainReport, TrainRequest
 from guerdon.durable import ASIDE, DAMAGED, locked, make_folder, storing, sync, write_new
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
 from guerdon.server.critic.checkpoint_folder import Checkpoint, CheckpointFolder, DamagedCheckpoint

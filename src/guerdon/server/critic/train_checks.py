@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from guerdon.core import ModelInfo, TrainRequest
+from guerdon.core import ModelInfo
+from guerdon.critic_core import TrainRequest
 from guerdon.errors import InvalidRequest
 from guerdon.server.critic.records import digest_of
 

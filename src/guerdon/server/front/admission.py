@@ -12,7 +12,8 @@ import time
 from collections.abc import Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from guerdon.core import ModelInfo, OperationInfo, ScoreReply
+from guerdon.core import ModelInfo, ScoreReply
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError, Overloaded, Unauthenticated, UnknownModel
 from guerdon.server import tracing
 from guerdon.server.auth import Caller

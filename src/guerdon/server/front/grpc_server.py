@@ -14,7 +14,8 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon.core import ModelInfo, OperationInfo, ScoreReply
+from guerdon.core import ModelInfo, ScoreReply
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     GuerdonError,
     InvalidRequest,

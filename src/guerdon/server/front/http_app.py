@@ -14,7 +14,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon.core import ModelInfo, OperationInfo
+from guerdon.core import ModelInfo
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     Cancelled,
     Forbidden,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.critic_core import OperationInfo
 from guerdon.server.front.admission import Admission, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply, score_headers, version_header
 from guerdon.server.reading import off_loop

@@ -16,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from guerdon.core import ModelInfo, OperationInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.critic_core import OperationInfo
 from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
 from guerdon.server.auth import Caller

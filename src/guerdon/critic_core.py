@@ -1,0 +1,117 @@
+"""The nouns of a critic that learns: what is asked of it and what it answers; numpy only, as `core`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+
+class Operation(StrEnum):
+    """What can be asked of a critic beyond its values; each is served as a model named `<critic>_<operation>`."""
+
+    TRAIN = "train"
+    VALIDATE = "validate"
+    SAVE = "save"
+    LOAD = "load"
+    OFFLOAD = "offload"
+    ONLOAD = "onload"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationInfo:
+    """An operation on a critic as clients see it: a model of that name that takes one request at a time."""
+
+    name: str
+    operation: Operation
+    critic: str
+
+
+@dataclass(slots=True, eq=False)
+class TrainRequest:
+    """What a critic learns from, or is measured on: N sequences with a target for every token.
+
+    `tokens` is int64 `[N, T]`, right-padded with anything; `returns`, `prev_values` and `mask` are float32
+    `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; only where `mask` is above
+    0 is anything read. `id` names the request: what was applied under it is never applied again.
+    """
+
+    id: str
+    tokens: np.ndarray
+    returns: np.ndarray
+    prev_values: np.ndarray
+    mask: np.ndarray
+    timeout_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True)
+class TrainReport:
+    """What one train request did, or what a validation measured.
+
+    `step` counts the critic's optimiser steps, this request's included; `loss` is the mean over all its masked
+    tokens and `losses` that of each of its global batches. `clip_fraction` and `explained_variance` (NaN where the
+    returns do not vary) are over the same tokens, before the update. `grad_norm` is the last step's before
+    clipping, `learning_rate` the one that it used. `num_steps` were made, `num_skipped` left out because their
+    gradient was not finite.
+    """
+
+    id: str
+    step: int
+    weights_version: str
+    loss: float
+    losses: list[float]
+    num_tokens: int
+    clip_fraction: float
+    explained_variance: float
+    grad_norm: float
+    learning_rate: float
+    num_steps: int
+    num_skipped: int
+
+
+@dataclass(slots=True)
+class ControlRequest:
+    """Any other operation on a critic.
+
+    `checkpoint` names the one to load (None: the newest). `metrics` are kept with a checkpoint that is saved.
+    """
+
+    operation: Operation
+    checkpoint: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True)
+class CheckpointInfo:
+    """One checkpoint on the server's disk; `number` counts up with every save, `step` is the critic's."""
+
+    name: str
+    number: int
+    step: int
+    weights_version: str
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class CriticState:
+    """What a critic is at this moment.
+
+    `num_unsaved` counts the train requests since the newest checkpoint; where the server has no folder for
+    checkpoints, `is_durable` is False and they would be lost with it.
+    """
+
+    step: int
+    weights_version: str
+    learning_rate: float
+    is_offloaded: bool
+    is_durable: bool
+    num_unsaved: int
+    num_parameters: int
+    num_trainable: int
+    checkpoints: list[CheckpointInfo]
