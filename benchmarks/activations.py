@@ -25,7 +25,7 @@ from guerdon.critic_core import TrainRequest
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.training.policy_trainer import PolicyTrainer
 from report import machine
 

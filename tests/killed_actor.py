@@ -10,7 +10,7 @@ import torch
 from actor.runs import without_curves
 from guerdon import assembly
 from guerdon.actor import ppo, reinforce
-from guerdon.actor.run_checkpoints import Checkpoints
+from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.trackers import Trackers
 from guerdon.actor.training_run import Run
 from guerdon.client import CriticClient
@@ -22,18 +22,18 @@ from guerdon.training.policy_trainer import PolicyTrainer
 from killing import Points, kill_at
 
 POINTS: Points = {
-    "amid the rollouts": (Run, "heed", True),
+    "amid the rollouts": (Run, "check_preemption", True),
     "before the update": (PolicyTrainer, "reference_logprobs", False),
     "between two optimiser steps": (Optimiser, "apply", False),
     "before the metrics are logged": (Trackers, "log", True),
     "between the metrics and the save": (Trackers, "log", False),
     "amid a save": (PolicyTrainer, "save", False),
-    "at the end of a save": (Checkpoints, "save", False),
+    "at the end of a save": (RunCheckpoints, "save", False),
     "amid a resume": (PolicyTrainer, "load", False),
 }
 POINTS_WITH_CRITIC: Points = POINTS | {
     "when the critic's training is asked for": (CriticClient, "train", False),
-    "between the critic's save and the actor's": (Checkpoints, "_complete", True),
+    "between the critic's save and the actor's": (RunCheckpoints, "_complete", True),
     "between the actor's load and the critic's": (CriticClient, "load", True),
     "at the end of a resume": (CriticClient, "load", False),
 }

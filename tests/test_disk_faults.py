@@ -19,8 +19,7 @@ import pytest
 
 from disks import fill, remount, small_disk
 from guerdon import CriticClient, RetryPolicy, RewardClient, cli
-from guerdon.actor.run_checkpoints import Checkpoints, RunState
-from guerdon.actor.saving import Saving, Snapshot
+from guerdon.actor.run_checkpoints import CheckpointSaver, RunCheckpoints, RunState, Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
 from guerdon.client import Scores
 from guerdon.client.score_file import score_file
@@ -171,19 +170,19 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_and_notes_its_metrics_when_the
     small_disk(disk)
     with mock.patch("guerdon.actor.trackers.TensorBoard"):
         trackers = Trackers(disk, (), "", "", {}, 0)
-    saving = Saving(Checkpoints(disk / "checkpoints", keep=2), None, None)
+    saving = CheckpointSaver(RunCheckpoints(disk / "checkpoints", keep=2), None, None)
     runs = [Snapshot(RunState("run", step, {}, {}), save_policy, {}) for step in range(4)]
     trackers.log(0, {"reward": 0.0})
-    saving.save_every(1, runs[0], Future.result)
+    saving.save_if_due(1, runs[0], Future.result)
     filling = fill(disk)
     for step in (1, 2):
         # More than what of the file's last block is free.
         trackers.log(step, {"reward": float(step), **{f"m{i}": 0.5 for i in range(500 // step**4)}})
-        saving.save_every(2, runs[step], Future.result)
+        saving.save_if_due(2, runs[step], Future.result)
     assert saving.newest is not None and saving.newest.state.step == 0
     filling.unlink()
     trackers.log(3, {"reward": 3.0})
-    saving.save_every(2, runs[3], Future.result)
+    saving.save_if_due(2, runs[3], Future.result)
     assert saving.newest.state.step == 3, "what was due is done after the next step"
     trackers.close()
     assert [row["reward"] for row in read_metrics(disk / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0]

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from actor.runs import without_curves
-from guerdon.actor import launch, ppo, reinforce, worker
+from guerdon.actor import launch, policy_group, ppo, reinforce
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.training_run import Run
 from guerdon.errors import GuerdonError
@@ -31,7 +31,7 @@ Config = ReinforceRunConfig | PPORunConfig
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and what of `worker`'s fails on rank 1 alone."""
+    """A run, and what of `policy_group`'s fails on rank 1 alone."""
 
     config: Config
     broken: str = ""
@@ -87,13 +87,13 @@ def together(nproc: int, jobs: list[Job], folder: Path, timeout_s: float = 150.0
 def run(jobs: Path, folder: Path) -> None:
     """The runs, in each process of a launch."""
     torch.set_num_threads(1)
-    worker.STEPS = 3  # so that short responses take several rounds, too
+    policy_group.TOKENS_PER_ROUND = 3  # so that short responses take several rounds, too
     done = []
     for job in pickle.loads(jobs.read_bytes()):  # noqa: S301 - of the test's own
         with pytest.MonkeyPatch.context() as patch:
             without_curves(patch)
             if job.broken and os.environ["RANK"] == "1":
-                patch.setattr(worker, job.broken, _no_room)
+                patch.setattr(policy_group, job.broken, _no_room)
             done.append(alone(job.config))
     (folder / str(distributed.get_rank())).write_bytes(pickle.dumps(done))
 

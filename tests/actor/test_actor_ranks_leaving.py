@@ -95,6 +95,6 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_after_a_restart(
         code = launch.torchrun.wait(120)
         output = launch.output()
     assert code == 0, output
-    assert "rank 1 (" in output and f"goes on from the newest checkpoint in {out}" in output, output
-    assert "going on from" in output, output
+    assert "rank 1 (" in output and f"resumes from the newest checkpoint in {out}" in output, output
+    assert "resuming from" in output, output
     assert [row["step"] for row in metrics_of(out)] == [*range(1, 9)]

@@ -178,7 +178,7 @@ def test_what_is_sent_is_said_at_the_start(
         + (
             ", with nothing added"
             if ending is None
-            else f"; each answer, even a cut one, ends as its template has it: {ending!r}"
+            else f"; each answer, even a truncated one, ends as its template has it: {ending!r}"
         )
     ]
     assert says in warned and bool(says) == bool(warned)

@@ -7,16 +7,10 @@ import pytest
 import torch
 
 from actor.rollouts import rollout
-from guerdon.actor.experience import (
-    Experience,
-    advantage_metrics,
-    global_batches,
-    ppo_advantages,
-    reinforce_advantages,
-    rewarded,
-    table,
-    unpadded,
-)
+from guerdon.actor.experience import Experience, to_table, untable, with_rewards
+from guerdon.actor.ppo import ppo_advantages
+from guerdon.actor.reinforce import reinforce_advantages
+from guerdon.actor.update import advantage_metrics, global_batches
 from guerdon.errors import RunFailed
 from guerdon.settings.actors import AlgorithmConfig, PPOConfig, ReinforceConfig
 from guerdon.training.algorithms.advantages import RunningMean
@@ -101,14 +95,14 @@ def test_ppo_rewards_each_token_less_its_kl(experience: Experience) -> None:
 def test_failed_rollouts_leave_and_the_rest_are_in_order() -> None:
     rollouts = [rollout([1], [2], group=g, index=i, reward=1.0) for g in (1, 0) for i in (0, 1)]
     rollouts[1].reward, rollouts[1].error = None, "the server gave no finite reward"
-    kept = rewarded(rollouts, 0.25, step=3)
+    kept = with_rewards(rollouts, 0.25, step=3)
     assert [(r.group, r.index) for r in kept] == [(0, 0), (0, 1), (1, 0)]
-    with pytest.raises(RunFailed, match=r"1 of the 4 responses of step 3 .* 0.24; the first: the server gave no"):
-        rewarded(rollouts, 0.24, step=3)
+    with pytest.raises(RunFailed, match=r"1 of the 4 responses of step 3 .* 0.24; the first error: the server gave no"):
+        with_rewards(rollouts, 0.24, step=3)
     for r in rollouts:
         r.reward = None
     with pytest.raises(RunFailed, match="4 of the 4"):
-        rewarded(rollouts, 1.0, step=3)
+        with_rewards(rollouts, 1.0, step=3)
 
 
 @pytest.mark.parametrize(("num_rows", "sizes"), [(128, [64, 64]), (130, [44, 43, 43]), (127, [64, 63]), (3, [3])])
@@ -118,8 +112,8 @@ def test_global_batches_are_of_equal_size_and_in_order(num_rows: int, sizes: lis
     assert np.concatenate(batches).tolist() == list(range(num_rows))
 
 
-def test_unpadded_is_the_inverse_of_table() -> None:
+def test_untable_is_the_inverse_of_to_table() -> None:
     rollouts = [rollout([1], [2, 3]), rollout([1], [2, 3, 4], index=1)]
     rows = [np.array([1, 2], np.float32), np.array([3, 4, 5], np.float32)]
-    for row, back in zip(rows, unpadded(table(rows), rollouts), strict=True):
+    for row, back in zip(rows, untable(to_table(rows), rollouts), strict=True):
         np.testing.assert_array_equal(row, back)

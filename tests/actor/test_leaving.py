@@ -17,8 +17,8 @@ import pytest
 import zoo
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy
-from guerdon.actor import ppo, reinforce, saving
-from guerdon.actor.run_checkpoints import Checkpoints
+from guerdon.actor import ppo, reinforce, run_checkpoints
+from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.training_run import Run
 from guerdon.errors import ConfigError, RewardsFailed, StorageFailed
 from guerdon.server.runtime import RunningServer
@@ -137,13 +137,13 @@ def test_a_run_whose_critic_is_away_leaves_without_a_save_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(saving, "_LEAVING_S", 2.0)
+    monkeypatch.setattr(run_checkpoints, "_LEAVING_S", 2.0)
     with critic_of(folder, tmp_path) as critic, caplog.at_level(logging.ERROR), monkeypatch.context() as patch:
         leaves = Leaves(patch, where, name, 2, critic)
         summary = ppo.train(optimised(folder, tmp_path / "run", critic.http_url))
         leaves.assert_soon()
     assert (summary.step, summary.stopped, summary.exit_status) == (0, "SIGTERM", 143)
-    assert str(summary).endswith(f"goes on from {tmp_path / 'run'}/checkpoints/step-000000")
+    assert str(summary).endswith(f"resumes from {tmp_path / 'run'}/checkpoints/step-000000")
     assert ("step 1 cannot be saved" in caplog.text) == (name == "rollouts")
     with critic_of(folder, tmp_path) as critic:
         assert ppo.train(optimised(folder, tmp_path / "run", critic.http_url)).step == 3
@@ -190,7 +190,7 @@ def test_a_limit_into_which_no_step_fits_is_an_error(folder: Path, tmp_path: Pat
 def test_what_was_learnt_before_the_rewards_failed_is_saved(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewarded = reinforce.rewarded
+    rewarded = reinforce.with_rewards
 
     def failing(rollouts: Any, most: float, step: int) -> Any:
         if step == 3:
@@ -200,8 +200,8 @@ def test_what_was_learnt_before_the_rewards_failed_is_saved(
 
     with serving(EVEN) as server:
         config = reinforced(folder, tmp_path, server.http_url)
-        monkeypatch.setattr(reinforce, "rewarded", failing)
-        with pytest.raises(RewardsFailed, match="more max_failed_fraction"):
+        monkeypatch.setattr(reinforce, "with_rewards", failing)
+        with pytest.raises(RewardsFailed, match="raise max_failed_fraction"):
             reinforce.train(config)
         monkeypatch.undo()
         assert (tmp_path / "checkpoints/step-000002").is_dir()
@@ -254,7 +254,7 @@ def test_a_full_disk_of_the_actor_costs_the_critic_no_checkpoint(
         config.run.save_every = 1
         with pytest.raises(StorageFailed):
             ppo.train(config)
-        newest = Checkpoints(tmp_path / "run" / "checkpoints", 2).newest_whole()
+        newest = RunCheckpoints(tmp_path / "run" / "checkpoints", 2).newest_whole()
         assert newest is not None and newest.state.step == 0
         monkeypatch.setattr(PolicyTrainer, "save", save)
         assert ppo.train(config).step == 3  # its pair is still there
@@ -291,4 +291,4 @@ def test_other_weights_of_the_reward_model_are_told(
         caplog.clear()
         with serving(ModelConfig(model=str(model))) as server, caplog.at_level(logging.WARNING):
             reinforce.train(reinforced(folder, tmp_path / "run", server.http_url, steps=steps))
-        assert ("the reward model's weights are now" in caplog.text) == (steps == 2)
+        assert ("the reward model's weights changed" in caplog.text) == (steps == 2)

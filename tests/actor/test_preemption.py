@@ -10,15 +10,15 @@ import time
 
 import pytest
 
-from guerdon.actor.preemption import Stopping
+from guerdon.actor.preemption import Preemption
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import parse_time_limit
 from processes import environment
 
 RUN = """
 import time
-from guerdon.actor.preemption import Stopping
-stop = Stopping(None)
+from guerdon.actor.preemption import Preemption
+stop = Preemption(None)
 stop.listen()
 print("listening", flush=True)
 while stop.reason(0.0) is None:
@@ -39,21 +39,21 @@ def test_time_limits(limit: str | None, seconds: float | None) -> None:
 @pytest.mark.parametrize("limit", ["1:00:00", "soon", "-5", "1h", ""])
 def test_malformed_time_limits(limit: str) -> None:
     with pytest.raises(ConfigError, match=r"run.time_limit is"):
-        Stopping(limit)
+        Preemption(limit)
 
 
 def test_it_leaves_before_the_time_is_up() -> None:
-    stop = Stopping("00:00:01:40")
+    stop = Preemption("00:00:01:40")
     assert stop.reason(0.0) is None and stop.reason(90.0) is None
     assert stop.reason(99.5) == "time limit"  # a second is kept in reserve
     assert stop.exit_status() == 75
-    assert Stopping(None).reason(1e9) is None
+    assert Preemption(None).reason(1e9) is None
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_first_signal_asks(number: signal.Signals, status: int) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    stop = Stopping("1")
+    stop = Preemption("1")
     stop.listen()
     try:
         os.kill(os.getpid(), number)
@@ -67,7 +67,7 @@ def test_the_first_signal_asks(number: signal.Signals, status: int) -> None:
 def test_one_of_several_ranks_is_not_killed_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    stop = Stopping("1")
+    stop = Preemption("1")
     stop.listen()
     stop.close()
     found = [signal.signal(number, handler) for number, handler in before.items()]
@@ -85,14 +85,14 @@ def test_the_second_signal_kills(second: signal.Signals) -> None:
     assert process.stdout.readline() == "SIGINT 130\n"
     process.send_signal(second)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == -second and "saving and leaving" in errors
+    assert process.returncode == -second and "saving and stopping" in errors
 
 
 def test_other_threads_leave_the_signals_alone() -> None:
     import threading
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=Stopping(None).listen)
+    thread = threading.Thread(target=Preemption(None).listen)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before

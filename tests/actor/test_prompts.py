@@ -97,7 +97,7 @@ def test_a_hub_id_that_is_not_there_is_told(tokenizer: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./nowhere", "/no/such/folder"])
 def test_a_path_that_is_not_there_is_told(path: str, tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="there is no "):
+    with pytest.raises(ConfigError, match="does not exist"):
         prompts_of(path, tokenizer)
 
 
@@ -200,7 +200,7 @@ def test_long_prompts_stop_the_run_where_asked(tokenizer: Any, tmp_path: Path) -
     path = write(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS])
     with pytest.raises(ConfigError, match="10 prompts are longer than 2 tokens"):
         prompts_of(path, tokenizer, max_prompt_length=2, long_prompts="error")
-    with pytest.raises(ConfigError, match="no prompt to train on, beside 0 to validate on and 10 that are too long"):
+    with pytest.raises(ConfigError, match="no prompt to train on, beside 0 to validate on and 10 too long"):
         prompts_of(path, tokenizer, max_prompt_length=2)
     with pytest.raises(ConfigError, match="max_prompt_length is 50, and the policy has room for 40"):
         prompts_of(path, tokenizer, max_prompt_length=50, limit=40)
@@ -252,7 +252,7 @@ def test_the_digest_tells_other_prompts(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_all_too_long_prompts_are_named_in_the_file(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS])
-    with pytest.raises(ConfigError, match="10 that are too long"):
+    with pytest.raises(ConfigError, match="10 too long"):
         prompts_of(path, tokenizer, max_prompt_length=2)
     assert len((tmp_path / SKIPPED).read_text().splitlines()) == 10
 

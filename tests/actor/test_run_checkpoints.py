@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.actor.run_checkpoints import Checkpoints, RunState, check_settings, decisive_settings
+from guerdon.actor.run_checkpoints import RunCheckpoints, RunState, check_settings_unchanged, decisive_settings
 from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, RewardModelServer
@@ -32,18 +32,18 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_newest_is_found_again_as_it_was_saved(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     assert checkpoints.newest_whole() is None
     for step in (0, 20, 40):
         checkpoints.save(state(step, f"critic-{step}"), writes(b"weights %d" % step))
     assert names(tmp_path) == ["step-000020", "step-000040"]
-    found = Checkpoints(tmp_path, keep=2).newest_whole()
+    found = RunCheckpoints(tmp_path, keep=2).newest_whole()
     assert found is not None and found.state == state(40, "critic-40")
     assert (found.policy / "model.bin").read_bytes() == b"weights 40"
 
 
 def test_steps_of_seven_digits_are_newer_than_those_of_six(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
     for step in (999_999, 1_000_000):
         checkpoints.save(state(step), writes(b"x"))
     found = checkpoints.newest_whole()
@@ -63,12 +63,12 @@ def test_steps_of_seven_digits_are_newer_than_those_of_six(tmp_path: Path) -> No
 def test_a_damaged_one_is_put_aside_loudly_and_the_one_before_counts(
     file: str, damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     for step in (20, 40):
         checkpoints.save(state(step), writes(b"weights %d" % step))
     damage(tmp_path / "step-000040" / file)
     with caplog.at_level(logging.ERROR):
-        found = Checkpoints(tmp_path, keep=2).newest_whole()
+        found = RunCheckpoints(tmp_path, keep=2).newest_whole()
     assert found is not None and found.state.step == 20
     assert "step-000040 IS DAMAGED" in caplog.text
     assert names(tmp_path) == ["damaged-step-000040", "step-000020"]
@@ -78,21 +78,21 @@ def test_a_damaged_one_is_put_aside_loudly_and_the_one_before_counts(
 
 @by_itself
 def test_a_crash_amid_a_save_leaves_the_one_before(tmp_path: Path) -> None:
-    Checkpoints(tmp_path, keep=2).save(state(20), writes(b"weights"))
+    RunCheckpoints(tmp_path, keep=2).save(state(20), writes(b"weights"))
 
     def dies(folder: Path) -> None:
         (folder / "model.bin").write_bytes(b"half")
         os.kill(os.getpid(), 9)
 
-    assert end_of_child(lambda: Checkpoints(tmp_path, keep=2).save(state(40), dies)) == -9
+    assert end_of_child(lambda: RunCheckpoints(tmp_path, keep=2).save(state(40), dies)) == -9
     assert len(names(tmp_path)) == 2
-    found = Checkpoints(tmp_path, keep=2).newest_whole()
+    found = RunCheckpoints(tmp_path, keep=2).newest_whole()
     assert found is not None and found.state.step == 20
     assert names(tmp_path) == ["step-000020"]
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     checkpoints.save(state(20), writes(b"weights"))
 
     def full(folder: Path) -> None:
@@ -104,29 +104,31 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_of_the_critics_takes_the_first_ones_place(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     checkpoints.save(state(20, "critic-1"), writes(b"weights"))
     found = checkpoints.newest_whole()
     assert found is not None
     assert checkpoints.pair(found, "critic-2").state == state(20, "critic-2")
-    again = Checkpoints(tmp_path, keep=2).newest_whole()
+    again = RunCheckpoints(tmp_path, keep=2).newest_whole()
     assert again is not None and again.state == state(20, "critic-2")
     assert (again.policy / "model.bin").read_bytes() == b"weights"
     assert names(again.folder) == ["policy", "state.json"]
 
 
 def test_other_settings_are_named(tmp_path: Path) -> None:
-    folder = Checkpoints(tmp_path, keep=2).save(state(20), writes(b"weights")).folder
-    found = Checkpoints(tmp_path, keep=2).newest_whole()
+    folder = RunCheckpoints(tmp_path, keep=2).save(state(20), writes(b"weights")).folder
+    found = RunCheckpoints(tmp_path, keep=2).newest_whole()
     assert found is not None and found.folder == folder
-    check_settings(found.state, dict(SETTINGS), folder)
+    check_settings_unchanged(found.state, dict(SETTINGS), folder)
     with pytest.raises(CheckpointError, match=r"with policy.betas \[0.9, 0.98\]; now it is \[0.9, 0.99\]"):
-        check_settings(found.state, SETTINGS | {"policy.betas": [0.9, 0.99]}, folder)
+        check_settings_unchanged(found.state, SETTINGS | {"policy.betas": [0.9, 0.99]}, folder)
     with pytest.raises(CheckpointError, match=r"with rollouts.top_k None; now it is 5"):
-        check_settings(found.state, SETTINGS | {"rollouts.top_k": 5}, folder)
-    check_settings(found.state, SETTINGS | {"reinforce.kl_reduction": "sum"}, folder)  # an older version's checkpoint
+        check_settings_unchanged(found.state, SETTINGS | {"rollouts.top_k": 5}, folder)
+    check_settings_unchanged(
+        found.state, SETTINGS | {"reinforce.kl_reduction": "sum"}, folder
+    )  # an older version's checkpoint
     with pytest.raises(CheckpointError, match="kl_reduction 'sum'; now it is 'mean'"):
-        check_settings(found.state, SETTINGS | {"reinforce.kl_reduction": "mean"}, folder)
+        check_settings_unchanged(found.state, SETTINGS | {"reinforce.kl_reduction": "mean"}, folder)
 
 
 def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:
         checkpoints.save(state(step), writes(b"weights"))
         (tmp_path / f"step-{step:06d}/policy/model.bin").unlink()
 
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     checkpoints.save(state(20), writes(b"weights"))
     for _ in range(3):
         damaged(40)
@@ -148,7 +150,7 @@ def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:
 
 
 def test_one_of_another_version_is_not_damaged(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
     folder = checkpoints.save(state(20), writes(b"weights")).folder
     seal_again(folder, "state.json", {"state": {"run_id": "run", "steps_done": 20}})
     with pytest.raises(CheckpointError, match="made by another version of guerdon"):
@@ -159,9 +161,9 @@ def test_one_of_another_version_is_not_damaged(tmp_path: Path) -> None:
 def test_what_decides_a_run() -> None:
     config = PPORunConfig()
     then = RunState("run", 1, decisive_settings(config), {})
-    check_settings(then, decisive_settings(config), Path("x"))
+    check_settings_unchanged(then, decisive_settings(config), Path("x"))
     with pytest.raises(CheckpointError, match="with the command 'guerdon ppo'; now it is 'guerdon reinforce'"):
-        check_settings(then, decisive_settings(ReinforceRunConfig()), Path("x"))
+        check_settings_unchanged(then, decisive_settings(ReinforceRunConfig()), Path("x"))
     for change, path in (
         ({"send": "text"}, "send"),
         ({"suffix": "</s>"}, "suffix"),
@@ -170,6 +172,6 @@ def test_what_decides_a_run() -> None:
     ):
         other = replace(config, remote_critic_rm=replace(config.remote_critic_rm, **change))
         with pytest.raises(CheckpointError, match=rf"with remote_critic_rm\.{path} "):
-            check_settings(then, decisive_settings(other), Path("x"))
+            check_settings_unchanged(then, decisive_settings(other), Path("x"))
     elsewhere = replace(config, remote_critic_rm=replace(config.remote_critic_rm, timeout_s=1.0))
-    check_settings(then, decisive_settings(elsewhere), Path("x"))
+    check_settings_unchanged(then, decisive_settings(elsewhere), Path("x"))

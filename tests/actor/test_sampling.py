@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import zoo
-from guerdon.actor.sampling import Sampler, StopTexts, draw, uniforms
+from guerdon.actor.sampling import Sampler, StopTexts, sample_indices, uniforms
 from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import RolloutConfig
 
@@ -36,7 +36,7 @@ def grid(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300, 5000])
 def test_frequencies_are_the_probabilities(vocab: int) -> None:
     weights = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab)) ** 4
-    drawn = draw(weights.expand(20_000, vocab), grid(20_000))
+    drawn = sample_indices(weights.expand(20_000, vocab), grid(20_000))
     expected = weights.double() / weights.double().sum() * 20_000
     assert (torch.bincount(drawn, minlength=vocab) - expected).abs().max() <= 1.001
 
@@ -46,8 +46,8 @@ def test_what_has_no_weight_is_never_drawn() -> None:
     weights[0, 130] = weights[1, 0] = weights[2, 199] = 1e-30
     weights[3, [63, 64]] = torch.tensor([1.0, 1e-7])
     for number in (0.0, 0.5, 1 - 2**-53):
-        assert draw(weights, torch.full((4,), number, dtype=torch.float64))[:3].tolist() == [130, 0, 199]
-    assert draw(weights, torch.full((4,), 1 - 2**-53, dtype=torch.float64))[3] == 64
+        assert sample_indices(weights, torch.full((4,), number, dtype=torch.float64))[:3].tolist() == [130, 0, 199]
+    assert sample_indices(weights, torch.full((4,), 1 - 2**-53, dtype=torch.float64))[3] == 64
 
 
 def test_the_sampler_draws_from_the_softmax() -> None:

@@ -17,7 +17,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from guerdon.actor import curves, trackers
-from guerdon.actor.progress import Progress
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.trackers import Trackers, read_metrics, sample_table
@@ -120,7 +119,7 @@ def test_samples_on_disk_are_plain_text(tmp_path: Path) -> None:
         "  response:\n    *bold* & | <b>\n    2. reward 9.000\\x1b[31m\n\n"
         "2. no reward: no score\n\n"
         "  prompt:\n    say | `this`\n    and <b>that</b>\n\n"
-        "  response, cut at the longest:\n    fine\n"
+        "  response, truncated:\n    fine\n"
     )
 
 
@@ -142,7 +141,7 @@ def test_the_table_of_samples_shows_texts_as_they_are() -> None:
     assert first.count("|") == second.count("|") == 4
     assert first.startswith("| 1.250 | say &#124; &#96;this&#96;<br>and &lt;b&gt;that&lt;/b&gt; | &#42;bold&#42;")
     assert not re.search(r"[*`\[#](?!\d)", first)
-    assert second.startswith("| failed: no score |") and second.endswith("fine *(cut)* |")
+    assert second.startswith("| failed: no score |") and second.endswith("fine *(truncated)* |")
 
 
 # ------------------------------------------------------------------------------------------- extras
@@ -235,7 +234,7 @@ def test_an_error_of_mlflows_without_a_text_is_told_by_its_name(
 
     exceptions = SimpleNamespace(MlflowException=MlflowException)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(exceptions=exceptions, set_experiment=fails))
-    with pytest.raises(ConfigError, match="MLflow cannot begin: MlflowException"):
+    with pytest.raises(ConfigError, match="MLflow cannot start: MlflowException"):
         opened(tmp_path, names=("mlflow",))
 
 
@@ -243,12 +242,12 @@ def test_an_error_of_mlflows_without_a_text_is_told_by_its_name(
 
 
 def test_the_bar_shows_reward_kl_entropy_and_length(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(3, 10, is_wanted=True)
+    bar = trackers.ProgressBar(3, 10, is_wanted=True)
     bar.update({"reward": 1.23456, "kl": 0.5, "entropy": 2.0, "response_length": 17.25, "loss": 9.0})
     bar.close()
     shown = capsys.readouterr().err
     assert "4/10" in shown and "reward=1.23, KL=0.5, entropy=2, length=17.2" in shown and "loss" not in shown
-    Progress(0, 10, is_wanted=False).update({})
+    trackers.ProgressBar(0, 10, is_wanted=False).update({})
     assert capsys.readouterr().err == ""
 
 

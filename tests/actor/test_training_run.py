@@ -32,7 +32,7 @@ from guerdon.engine.checkpoint.stored import Checkpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 
 STEPS = 5
 
@@ -150,11 +150,11 @@ def test_a_summary_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> Non
     done = RunSummary(tmp_path, 7, 7, None, {}, 0, tmp_path / "checkpoints/step-000007")
     assert (
         str(done)
-        == f"7 steps are done: the policy is in {tmp_path}/checkpoints/step-000007/policy, all else in {tmp_path}"
+        == f"7 steps are done: the policy is in {tmp_path}/checkpoints/step-000007/policy, the rest in {tmp_path}"
     )
     left = RunSummary(tmp_path, 3, 7, "SIGTERM", {}, 143, tmp_path / "step-000003")
-    assert str(left) == f"SIGTERM: left after step 3 of 7; the same again goes on from {tmp_path}/step-000003"
-    assert str(replace(left, checkpoint=None)).endswith("the same again begins anew")
+    assert str(left) == f"SIGTERM: stopped after step 3 of 7; the same command resumes from {tmp_path}/step-000003"
+    assert str(replace(left, checkpoint=None)).endswith("the same command starts over")
 
 
 # ------------------------------------------------------------------------------------------- stopping and going on
@@ -242,7 +242,9 @@ def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: 
     for seed in (0, 1):
         config = config_of(folder, tmp_path / str(seed), run={"seed": seed}, lora=4)
         with Run(config, score=score) as run:
-            begun.append({n: p.detach().clone() for n, p in run.policy.model.named_parameters() if "lora_A" in n})
+            begun.append(
+                {n: p.detach().clone() for n, p in run.policy.trainer.model.named_parameters() if "lora_A" in n}
+            )
     assert begun[0] and not any(torch.equal(begun[0][name], begun[1][name]) for name in begun[0])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -312,7 +314,7 @@ def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
         patch.setattr("guerdon.actor.training_run.decisive_contents", kept_by_0_1)
         train(config(1))
     assert train(config(2)).step == 2
-    assert ("begun by guerdon 0.1, which did not end answers" in caplog.text) == warned
+    assert ("started by guerdon 0.1, which did not end answers" in caplog.text) == warned
     caplog.clear()
     assert train(config(3)).step == 3
     assert "guerdon 0.1" not in caplog.text
@@ -332,7 +334,7 @@ def test_what_may_change_does_not_stop_it(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_runs_at_a_time(folder: Path, tmp_path: Path) -> None:
-    with Run(config_of(folder, tmp_path), score=score), pytest.raises(ConfigError, match="another run works in"):
+    with Run(config_of(folder, tmp_path), score=score), pytest.raises(ConfigError, match="another run is using"):
         Run(config_of(folder, tmp_path), score=score)
     with pytest.raises(ConfigError, match="cannot write to"):
         Run(config_of(folder, Path("/proc/nowhere")), score=score)
@@ -409,7 +411,7 @@ def test_each_checkpoint_names_the_critics_and_a_lost_one_is_told(
             Run(paired(folder, out, steps=3), score=score, critic=critic)
         with caplog.at_level(logging.WARNING):
             train(paired(folder, tmp_path / "new", steps=1), critic=critic)
-    assert "the critic has learnt 1 steps already" in caplog.text
+    assert "the critic is at step 1 already" in caplog.text
 
 
 def test_a_critic_that_drops_checkpoints_too_soon_is_told(
@@ -424,4 +426,4 @@ def test_a_critic_that_drops_checkpoints_too_soon_is_told(
             paired(folder, tmp_path / "run", steps=1), critic=critic,
             amid=lambda step: critic.train(rows, ones, ones, ones).result() and None,
         )  # fmt: skip
-    assert "has dropped checkpoint-000001" in caplog.text
+    assert "has removed checkpoint-000001" in caplog.text

@@ -129,8 +129,8 @@ def test_without_vllm_the_run_does_not_start(tmp_path: Path) -> None:
 
 
 def test_log_probs_that_vllm_cannot_tell_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only as they are after top_k"):
-        VllmGenerator(trainer(tmp_path / "model").policy, RolloutConfig(engine="vllm", temperature=0.8, top_k=5))
+    with pytest.raises(ConfigError, match="only after top_k"):
+        VllmGenerator(trainer(tmp_path / "model").loaded, RolloutConfig(engine="vllm", temperature=0.8, top_k=5))
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from guerdon.actor.policy_group import Call, Generate, GenerateMore, GenerationRound, Open
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.worker import Generate, GoOn, Measure, Open, Round, Save
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import portable
@@ -93,10 +93,10 @@ VALUES: list[Any] = [
     TrainFailed("broke", 3),
     Open(PolicyConfig(), RolloutConfig(), 3),
     Generate([PROMPT], 2, RolloutConfig(), (1, 2), False),
-    Round([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text")]], True),
-    GoOn(),
-    Measure([ROW], ROW, 1.0),
-    Save(Path("/tmp/x")),
+    GenerationRound([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text")]], True),
+    GenerateMore(),
+    Call("logprobs", ([ROW], ROW, 1.0)),
+    Call("save", (Path("/tmp/x"),), {}),
     AlgorithmConfig(),
 ]
 

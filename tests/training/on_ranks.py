@@ -30,7 +30,7 @@ from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError, ServerFault, StorageFailed, TrainFailed
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ParallelConfig
-from guerdon.training.algorithms.policy_losses import (
+from guerdon.training.algorithms.losses import (
     Aggregation,
     GlobalCounts,
     PolicyLossStats,

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import zoo
 from guerdon.critic_core import TrainRequest
 from guerdon.engine import logprobs
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, reinforce_loss
 
 PROMPT, RESPONSE, PER_PROMPT = 24, 40, 4
 GROUP = PROMPT + PER_PROMPT * RESPONSE

@@ -13,7 +13,7 @@ from policies import PlainPolicy, at_responses, build, caught_gradients, rollout
 import zoo
 from guerdon.engine import logprobs
 from guerdon.training.algorithms.advantages import estimate_advantages
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 from guerdon.training.policy_trainer import Loss, PolicyTrainer
 
 SINGLE = ("gptj", "falcon", "mamba", "jamba", "falcon-h1")

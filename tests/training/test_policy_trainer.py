@@ -20,7 +20,7 @@ from guerdon.engine.checkpoint import placement
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import CheckpointError, ServerFault
 from guerdon.settings.actors import PolicyConfig
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.lora import is_adapter
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import Loss, PolicyTrainer, StepReport

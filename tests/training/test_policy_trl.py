@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import zoo
 from guerdon.training.algorithms.advantages import estimate_advantages
 from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, reinforce_loss
 from guerdon.training.policy_trainer import PolicyTrainer
 
 pytestmark = pytest.mark.slow

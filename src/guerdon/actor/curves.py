@@ -1,4 +1,4 @@
-"""The picture of a run: what its metrics did over the steps."""
+"""The plot of a run: its metrics over the steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PANELS: tuple[tuple[str, str, str], ...] = (  # metric, title, unit of its axis
     ("grad_norm", "Norm of the gradient", "before clipping"),
     ("tokens_per_second", "Speed", "response tokens a second"),
 )
-_SMOOTHED_FROM = 20
-"""With fewer steps every point is shown as it is."""
+_SMOOTHED_FROM_STEPS = 20
+"""Shorter runs show every point."""
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws the rows of a metrics file, a panel for each metric that they have, and writes a PNG."""
+    """Draws the rows of a metrics file, one panel for each metric that they have, and writes a PNG."""
     panels = [panel for panel in PANELS if len(_points(rows, panel[0])[0])]
     if not panels:
         return
@@ -57,7 +57,7 @@ def save(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """The mean over the values around each one, a tenth of all together; at both ends over those that are there."""
+    """Returns the moving average over a tenth of the values; fewer at both ends."""
     half = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(len(values))
@@ -69,7 +69,7 @@ def _draw(axes: Axes, rows: Sequence[dict[str, Any]], name: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     steps, values = _points(rows, name)
-    is_long = len(steps) >= _SMOOTHED_FROM
+    is_long = len(steps) >= _SMOOTHED_FROM_STEPS
     if name == "reward":
         spread = {row["step"]: row.get("reward_std") for row in rows}
         stds = np.array([spread[step] or 0.0 for step in steps])
@@ -93,7 +93,7 @@ def _draw(axes: Axes, rows: Sequence[dict[str, Any]], name: str) -> None:
 
 
 def _points(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, where it is known and finite."""
+    """Returns steps and values of a metric that are present and finite."""
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
     steps, values = zip(*found, strict=True) if found else ((), ())
     return np.array(steps), np.array(values, dtype=float)

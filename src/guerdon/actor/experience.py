@@ -1,12 +1,11 @@
-"""What a step learns from: rollouts and log-probs made into tables, advantages, global batches; pure, on the CPU.
+"""What a step learns from: its rollouts, and log-probs of policy and reference, as tables on the CPU.
 
-Tables are float32 `[B, R]`: B responses that have a reward, the longest of R tokens. Entry r of a row is about the
+Tables are float32 `[B, R]`: B responses with a reward, the longest of R tokens. Entry r of a row is about the
 response's token r, the action in the state after token P + r - 1; behind a response all tables are 0.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,20 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run_metrics import timed
 from guerdon.errors import RewardsFailed
-from guerdon.settings.actors import AlgorithmConfig, PPOConfig, ReinforceConfig
-from guerdon.training.algorithms.advantages import Moments, RunningMean, estimate_advantages, gae, whiten
-from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards, token_rewards
+from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
+from guerdon.training.algorithms.masking import Moments
+from guerdon.training.policy_trainer import PolicyTrainer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """B rollouts with rewards, and what policy and reference make of their tokens before the step's first update.
+    """B rollouts with rewards, and log-probs of their tokens before the step's first update.
 
     `mask` is 1 at the response's tokens; `logprobs`, `ref_logprobs` and `entropies` are the trainer's own,
-    `engine_logprobs` those of the engine that sampled, `kl` the tokens' KL by the chosen estimator. `rewards`
-    float32 `[B]`, `groups` int64 `[B]`, `is_end` bool `[B]`.
+    `engine_logprobs` those of the engine that sampled, `kl` the tokens' KL by the chosen estimator. `rewards` float32
+    `[B]`, `groups` int64 `[B]`, `is_end` bool `[B]`.
     """
 
     rollouts: list[Rollout]
@@ -45,15 +46,15 @@ class Experience:
     def of(
         cls, rollouts: list[Rollout], logprobs: Tensor, ref_logprobs: Tensor, entropies: Tensor, kl_estimator: str
     ) -> Experience:
-        """Assembles them; each rollout must have a reward. Raises ValueError where tables are not `[B, R]`."""
-        mask = table([np.ones(rollout.response_length, np.float32) for rollout in rollouts])
+        """Builds the tables; each rollout must have a reward. Raises ValueError if tables are not `[B, R]`."""
+        mask = to_table([np.ones(rollout.response_length, np.float32) for rollout in rollouts])
         return cls(
             rollouts,
             mask,
             logprobs,
             ref_logprobs,
             entropies,
-            table([rollout.logprobs for rollout in rollouts]),
+            to_table([rollout.logprobs for rollout in rollouts]),
             kl_per_token(logprobs, ref_logprobs, mask, kl_estimator),
             torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
             torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
@@ -67,19 +68,19 @@ class Experience:
 
     @property
     def values(self) -> Tensor:
-        """The critic's values of the states in which the response's tokens were chosen."""
+        """The critic's values of the states before each action."""
         rows = []
         for rollout in self.rollouts:
-            assert rollout.values is not None, "only PPO asks for values, and its rollouts have them"
+            assert rollout.values is not None, "only PPO needs values, and its rollouts have them"
             rows.append(rollout.values[rollout.prompt_length - 1 : -1])
-        return table(rows)
+        return to_table(rows)
 
     def penalised(self, beta: float, reduction: str = "sum") -> Tensor:
-        """Returns each reward less its response's KL, by `kl_per_sequence`'s reduction, float32 `[B]`."""
+        """Returns each reward with its response's KL penalty, by `kl_per_sequence`'s reduction, float32 `[B]`."""
         return penalised_rewards(self.rewards, kl_per_sequence(self.kl, self.mask, reduction), beta)
 
     def metrics(self) -> dict[str, float]:
-        """How far the policy is from its reference, and how undecided."""
+        """Returns the KL to the reference and the entropy."""
         return {
             "kl": kl_per_sequence(self.kl, self.mask).mean().item(),
             "kl_per_token": Moments.of(self.kl, self.mask).mean,
@@ -87,72 +88,54 @@ class Experience:
         }
 
 
-def rewarded(rollouts: Sequence[Rollout], max_failed_fraction: float, step: int) -> list[Rollout]:
-    """The rollouts that have a reward, in the order of group and index; RewardsFailed where too many have none."""
+def with_rewards(rollouts: Sequence[Rollout], max_failed_fraction: float, step: int) -> list[Rollout]:
+    """Returns the rollouts that have a reward, sorted by group and index; raises RewardsFailed if too many failed."""
     failed = [rollout for rollout in rollouts if rollout.reward is None]
     if len(failed) > max_failed_fraction * len(rollouts) or len(failed) == len(rollouts):
         raise RewardsFailed(
             f"{len(failed)} of the {len(rollouts)} responses of step {step} got no reward, and max_failed_fraction is "
-            f"{max_failed_fraction:g}; the first: {failed[0].error}; see the log of the reward model's server, or give "
-            "more max_failed_fraction; the same command goes on from the last checkpoint"
+            f"{max_failed_fraction:g}; the first error: {failed[0].error}; see the log of the reward model's server, "
+            "or raise max_failed_fraction; the same command resumes from the last checkpoint"
         )
     kept = [rollout for rollout in rollouts if rollout.reward is not None]
     return sorted(kept, key=lambda rollout: (rollout.group, rollout.index))
 
 
-def reinforce_advantages(
-    experience: Experience, config: ReinforceConfig, running: RunningMean
-) -> tuple[Tensor, RunningMean]:
-    """The advantage of every token by the estimator's name, and the next running mean."""
-    beta = config.kl_coefficient if config.kl_placement == "reward" else 0.0
-    return estimate_advantages(
-        config.advantage_estimator,
-        experience.penalised(beta, config.kl_reduction),
-        experience.groups,
-        experience.mask,
-        is_end=experience.is_end if config.leave_out_truncated else None,
-        running=running,
-    )
+def measure(
+    policy: PolicyGroup | PolicyTrainer,
+    rollouts: list[Rollout],
+    temperature: float,
+    kl_estimator: str,
+    metrics: dict[str, float],
+) -> Experience:
+    """Computes log-probs of policy and reference before the step's first update.
 
-
-def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, Tensor]:
-    """The advantage of every token by GAE, whitened where asked, and the returns that the critic is to learn."""
-    mask = experience.mask
-    rewards = token_rewards(experience.rewards, experience.kl, mask, config.kl_coefficient)
-    advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
-    if config.whiten_advantages:
-        advantages = whiten(advantages, mask, Moments.of(advantages, mask))
-    return advantages, returns
-
-
-def advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean and standard deviation over all tokens."""
-    moments = Moments.of(advantages, mask)
-    return {"advantage_mean": moments.mean, "advantage_std": math.sqrt(moments.variance)}
-
-
-def global_batches(num_rows: int, config: AlgorithmConfig) -> list[np.ndarray]:
-    """Numbers of the rows of each optimiser step of one epoch, int64.
-
-    As many as rows of `global_batch_size` need, but of equal size: a last one of few rows would step as far as the
-    others, on less evidence. The order stays, so that responses to one prompt stay together, and share it.
+    The trainer's own log-probs, not the engine's, because those are what its updates change.
     """
-    return np.array_split(np.arange(num_rows), -(-num_rows // config.global_batch_size))
+    rows, lengths = [rollout.tokens for rollout in rollouts], prompt_lengths(rollouts)
+    with timed(metrics, "seconds_logprobs"):
+        own = policy.logprobs(rows, lengths, temperature, with_entropies=True)
+    with timed(metrics, "seconds_reference"):
+        ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
+    assert own.entropies is not None
+    experience = Experience.of(rollouts, own.logprobs, ref_logprobs, own.entropies, kl_estimator)
+    metrics.update(experience.metrics())
+    return experience
 
 
-def table(rows: Sequence[np.ndarray]) -> Tensor:
-    """float32 `[B, R]` of ragged rows, with 0 behind each."""
+def to_table(rows: Sequence[np.ndarray]) -> Tensor:
+    """Pads ragged rows with 0 to float32 `[B, R]`."""
     made = np.zeros((len(rows), max(map(len, rows))), np.float32)
     for out, row in zip(made, rows, strict=True):
         out[: len(row)] = row
     return torch.from_numpy(made)
 
 
-def unpadded(values: Tensor, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """The rows of `[B, R]` without what is behind each response: the inverse of `table`."""
+def untable(values: Tensor, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Returns the rows of `[B, R]` without padding: the inverse of `to_table`."""
     return [row[: rollout.response_length].numpy() for row, rollout in zip(values, rollouts, strict=True)]
 
 
 def prompt_lengths(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """P of each rollout, int64 `[B]`."""
+    """Returns P of each rollout, int64 `[B]`."""
     return np.array([rollout.prompt_length for rollout in rollouts], np.int64)

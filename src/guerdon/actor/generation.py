@@ -1,4 +1,4 @@
-"""Rollouts: responses to prompts, drawn from the policy as it is, a group at a time as each is finished."""
+"""Rollouts: responses to prompts, sampled from the current policy and yielded by group as each is finished."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from guerdon.settings.actors import RolloutConfig
 from guerdon.training.policy_trainer import PolicyTrainer
 
 MAX_BATCH_ROLLOUTS = 256
-"""Beyond about this many rows a matrix product gains nothing on a CPU, and what they keep in memory grows.
+"""Beyond about this many rows a matrix product on a CPU gets no faster, and the key-value cache grows.
 
-It is no bound of that: where long responses of so many do not fit, `rollouts.max_batch_rollouts` is to be lowered.
+It does not bound memory: if long responses of so many rows do not fit, lower `rollouts.max_batch_rollouts`.
 """
 
 
 class Generator(Protocol):
-    """What generates rollouts."""
+    """Generates rollouts."""
 
     def generate(
         self,
@@ -40,30 +40,30 @@ class Generator(Protocol):
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Iterator[list[Rollout]]:
-        """Yields each prompt's `num` rollouts as soon as the last of them is finished; `group` is its place in prompts.
+        """Yields each prompt's `num` rollouts as soon as the last of them is finished; `group` is the prompt's index.
 
-        What is drawn is a function of the weights, the prompt, `config`, `seed` (of numbers of at least 0) and the
-        rollout's group and index, whatever is drawn beside it. With `greedy` the most likely token is taken
-        instead of one that is drawn. The weights must not change before the end.
+        The samples are a function of the weights, the prompt, `config`, `seed` (numbers of at least 0) and the
+        rollout's group and index, whatever shares the batch. With `greedy` it takes the most likely token instead of
+        sampling. The weights must not change before the end.
         """
 
     def sync(self) -> None:
-        """To be called after the policy's weights have changed."""
+        """Call it after the policy's weights have changed."""
 
 
 def make_generator(policy: PolicyTrainer, config: RolloutConfig) -> Generator:
-    """The generator that `config.engine` names, for the policy that is trained; raises ConfigError, CheckpointError."""
+    """Returns the generator that `config.engine` names, for this policy; raises ConfigError, CheckpointError."""
     if config.engine == "vllm":
         from guerdon.actor.vllm_generator import VllmGenerator
 
-        return VllmGenerator(policy.policy, config)
-    return TransformersGenerator(policy.policy, policy.engine, config.max_batch_rollouts)
+        return VllmGenerator(policy.loaded, config)
+    return TransformersGenerator(policy.loaded, policy.engine, config.max_batch_rollouts)
 
 
 class TransformersGenerator:
-    """Generates with the policy's own modules, so that there are no weights to copy.
+    """Generates with the policy's own modules, so that no weights need copying.
 
-    A finished rollout leaves the batch, and where the model allows it the next prompts join it half empty.
+    A finished rollout leaves the batch; if the model allows it, the next prompts join when half of it is empty.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class TransformersGenerator:
         max_batch_rollouts: int | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Raises CheckpointError where the model cannot generate token by token.
+        """Raises CheckpointError if the model cannot generate token by token.
 
-        The tensor-parallel `ranks` of one part must all be given the same to generate, and draw the same.
+        Tensor-parallel `ranks` must all get the same calls, and sample the same tokens.
         """
         self._policy, self._engine, self._ranks = policy, engine, ranks
-        self._most = max_batch_rollouts or MAX_BATCH_ROLLOUTS
+        self._max_batch_rollouts = max_batch_rollouts or MAX_BATCH_ROLLOUTS
         self._choice = DecoderChoice(policy, engine)
 
     def generate(
@@ -90,10 +90,10 @@ class TransformersGenerator:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Iterator[list[Rollout]]:
-        """As `Generator`; raises ConfigError for a prompt that leaves no room, or a stop text without a tokenizer.
+        """As `Generator`; raises ConfigError if a prompt leaves no room, or for a stop text without a tokenizer.
 
-        Also where the model's rotary frequencies would change within a response (longrope, dynamic): what is drawn
-        would not be what the trainer's log-probs, of whole sequences, are about.
+        Also if the model's rotary frequencies would change within a response (longrope, dynamic): the samples would not
+        match the trainer's log-probs of whole sequences.
         """
         work = self.begin(enumerate(prompts), num=num, config=config, seed=seed, greedy=greedy)
         while work.is_left:
@@ -108,36 +108,44 @@ class TransformersGenerator:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Generation:
-        """What `generate` does, to be done bit by bit; each prompt comes with the number of its group.
+        """Starts what `generate` does, to be run step by step; each prompt comes with its group number.
 
-        Of what one process would generate a part may be given, and becomes the same. Raises as `generate`.
+        A subset of the prompts gives the same rollouts for them. Raises as `generate`.
         """
         work = Generation(
-            self._policy, self._choice.make(), self._engine, config, seed, num, greedy, self._most, self._ranks
+            self._policy,
+            self._choice.make(),
+            self._engine,
+            config,
+            seed,
+            num,
+            greedy,
+            self._max_batch_rollouts,
+            self._ranks,
         )
         work.add(prompts)
         return work
 
     def sync(self) -> None:
-        """Nothing: the weights are in place."""
+        """Does nothing: the weights are shared."""
 
 
-def room_of(prompt: Prompt, config: RolloutConfig, max_length: int | None) -> int:
-    """Tokens that a response to the prompt may have, at least 1; ConfigError where the longest sequence leaves none."""
+def max_response_length(prompt: Prompt, config: RolloutConfig, max_length: int | None) -> int:
+    """Returns the tokens that a response may have, at least 1; raises ConfigError if the prompt leaves no room."""
     room = config.max_new_tokens
     if max_length is not None:
         room = min(room, max_length - len(prompt.tokens))
     if room < 1 or not len(prompt.tokens):
         raise ConfigError(
             f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {max_length}",
-            "lower data.max_prompt_length, and leave out what is empty",
+            "lower data.max_prompt_length, and remove empty prompts",
         )
     return room
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    """A rollout on the way."""
+class _ActiveRollout:
+    """A rollout in progress."""
 
     prompt: Prompt
     group: int
@@ -154,7 +162,7 @@ class _Row:
 
 
 class Generation:
-    """What one call of `generate` has to do, and the batch that is under way."""
+    """One call of `generate` in progress, and its batch."""
 
     def __init__(
         self,
@@ -165,46 +173,47 @@ class Generation:
         seed: tuple[int, ...],
         num: int,
         greedy: bool,
-        most: int,
+        max_batch_rollouts: int,
         ranks: Ranks = ALONE,
     ) -> None:
         self._policy, self._decoder, self._engine, self._config = policy, decoder, engine, config
         self._ranks = ranks
-        self._seed, self._num, self._most = seed, num, most
+        self._seed, self._num, self._max_batch_rollouts = seed, num, max_batch_rollouts
         self._eos = frozenset(policy.eos_token_ids)
-        self._sample = Sampler(config, policy.eos_token_ids, greedy=greedy)
+        self._sampler = Sampler(config, policy.eos_token_ids, greedy=greedy)
         self._stops = StopTexts(config.stop, policy.tokenizer)
-        self._waiting: deque[list[_Row]] = deque()
-        self._rows: list[_Row] = []  # in the decoder's order, with those that are done and have not left
+        self._waiting: deque[list[_ActiveRollout]] = deque()
+        self._rows: list[_ActiveRollout] = []  # in the decoder's order, finished ones included until they are dropped
         self._newest: Tensor | None = None
         self._seen: Tensor | None = None
-        self._idle = 0
+        self._idle_steps = 0
         self._finished: dict[int, list[Rollout]] = {}
 
     def add(self, prompts: Iterable[tuple[int, Prompt]]) -> None:
-        """Lets the prompts wait; raises ConfigError where there is no room for a response to one."""
+        """Queues the prompts; raises ConfigError if one leaves no room for a response."""
         for group, prompt in prompts:
-            room = room_of(prompt, self._config, self._policy.max_length)
+            room = max_response_length(prompt, self._config, self._policy.max_length)
             if not self._engine.in_one_class(len(prompt.tokens), len(prompt.tokens) + room):
                 raise ConfigError(
                     f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and within the {room} that its response may "
-                    "have the policy's rotary embedding changes its frequencies, by which it becomes another model",
-                    "lower rollouts.max_new_tokens or policy.max_length, so that no response gets so far",
+                    "have the policy's rotary embedding changes its frequencies, so that log-probs would not match",
+                    "lower rollouts.max_new_tokens or policy.max_length, so that no response gets that long",
                 )
-            rows = [_Row(prompt, group, i, uniforms(self._seed, group, i, room), room) for i in range(self._num)]
-            for start in range(0, self._num, self._most):
-                self._waiting.append(rows[start : start + self._most])
+            all_numbers = [uniforms(self._seed, group, i, room) for i in range(self._num)]
+            rows = [_ActiveRollout(prompt, group, i, numbers, room) for i, numbers in enumerate(all_numbers)]
+            for start in range(0, self._num, self._max_batch_rollouts):
+                self._waiting.append(rows[start : start + self._max_batch_rollouts])
 
     @property
     def is_left(self) -> bool:
-        """Whether a group is not finished yet."""
+        """Whether a group is unfinished."""
         return bool(self._waiting) or not all(row.is_done for row in self._rows)
 
     def run(self, steps: int | None = None) -> list[list[Rollout]]:
-        """Goes on until groups are finished, or for so many tokens of each row; the groups that are finished then."""
+        """Runs until groups are finished, or for so many tokens of each row; returns the finished groups."""
         groups: list[list[Rollout]] = []
         done = 0
-        # Nothing stays set between two calls, for the caller may use the model then.
+        # Contexts end with every call, because the caller may use the model in between.
         with self._engine.no_gradients(), self._decoder.running():
             while self.is_left and (not groups if steps is None else done < steps):
                 groups += self._step()
@@ -212,54 +221,54 @@ class Generation:
         return groups
 
     def _step(self) -> list[list[Rollout]]:
-        """The next token of every row, or the first of new ones; the groups that are finished with it."""
-        self._leave()
-        if items := self._next():
+        """Samples the next token of every row, or the first of new ones; returns the groups that it finishes."""
+        self._drop_finished()
+        if items := self._next_prompts():
             counts = [len(item) for item in items]
             logits = self._decoder.begin([item[0].prompt.tokens for item in items], counts)
             fresh = [row for item in items for row in item]
-            self._see(fresh, logits.shape[-1])
+            self._mark_seen(fresh, logits.shape[-1])
             self._rows += fresh
-            return self._take(fresh, logits)
+            return self._sample_tokens(fresh, logits)
         assert self._newest is not None
         logits = self._decoder.step(self._newest)
         self._newest = None
-        return self._take(self._rows, logits)
+        return self._sample_tokens(self._rows, logits)
 
-    def _leave(self) -> None:
-        """Lets the rows that are done leave once they have cost as much as their leaving does.
+    def _drop_finished(self) -> None:
+        """Drops finished rows from the batch once they have cost as much as dropping them.
 
-        That moves what is kept of the others, which takes about as long as a step of these.
+        Dropping moves the remaining rows' cache, which takes about as long as a step of them.
         """
         alive = np.array([i for i, row in enumerate(self._rows) if not row.is_done], dtype=np.int64)
-        self._idle += len(self._rows) - len(alive)
-        makes_room = self._waiting and self._decoder.joins and len(alive) <= self._most // 2
-        if len(alive) == len(self._rows) or (self._idle < len(alive) and not makes_room):
+        self._idle_steps += len(self._rows) - len(alive)
+        makes_room = self._waiting and self._decoder.joins and len(alive) <= self._max_batch_rollouts // 2
+        if len(alive) == len(self._rows) or (self._idle_steps < len(alive) and not makes_room):
             return
         self._decoder.keep(alive)
         self._rows = [self._rows[i] for i in alive]
         chosen = self._engine.index(alive)
         self._newest = None if self._newest is None else self._newest[chosen]
         self._seen = None if self._seen is None else self._seen[chosen]
-        self._idle = 0
+        self._idle_steps = 0
 
-    def _next(self) -> list[list[_Row]]:
-        """The rows, prompt by prompt, that begin now; none as long as those under way fill half of the batch."""
-        if self._rows and (not self._decoder.joins or len(self._rows) > self._most // 2):
+    def _next_prompts(self) -> list[list[_ActiveRollout]]:
+        """Returns the rows, prompt by prompt, that start now; none while half of the batch or more is in progress."""
+        if self._rows and (not self._decoder.joins or len(self._rows) > self._max_batch_rollouts // 2):
             return []
-        room, count = self._most - len(self._rows), 0
+        room, count = self._max_batch_rollouts - len(self._rows), 0
         while count < len(self._waiting) and len(self._waiting[count]) <= room:
             room -= len(self._waiting[count])
             count += 1
         if not count:
             return []
         count = self._decoder.together([len(self._waiting[i][0].prompt.tokens) for i in range(count)])
-        # Side by side, prompts of like length need little padding.
+        # Sorted, because neighbours of similar length need little padding.
         return sorted((self._waiting.popleft() for _ in range(count)), key=lambda rows: len(rows[0].prompt.tokens))
 
-    def _see(self, fresh: list[_Row], vocab_size: int) -> None:
-        """Notes the tokens of the prompts of rows that begin, where the sampler asks for it."""
-        if not self._sample.penalises:
+    def _mark_seen(self, fresh: list[_ActiveRollout], vocab_size: int) -> None:
+        """Marks the prompt tokens of new rows as seen, if the sampler needs that."""
+        if not self._sampler.penalises:
             return
         seen = np.zeros((len(fresh), vocab_size), dtype=bool)
         for i, row in enumerate(fresh):
@@ -267,16 +276,16 @@ class Generation:
         new = self._engine.index(seen)
         self._seen = new if self._seen is None else torch.cat([self._seen, new])
 
-    def _take(self, rows: list[_Row], logits: Tensor) -> list[list[Rollout]]:
-        """Draws a token for each of the last rows, which `rows` are; the groups that are finished with it."""
+    def _sample_tokens(self, rows: list[_ActiveRollout], logits: Tensor) -> list[list[Rollout]]:
+        """Samples a token for each of the last rows, which `rows` are; returns the groups that it finishes."""
         counts = [len(row.tokens) for row in rows]
         numbers = [0.0 if row.is_done else row.numbers[n] for row, n in zip(rows, counts, strict=True)]
         seen = None if self._seen is None else self._seen[-len(rows) :]
-        tokens, logprobs = self._sample(
+        tokens, logprobs = self._sampler(
             logits, self._engine.index(np.array(numbers)), self._engine.index(np.array(counts)), seen
         )
         if self._ranks.tensor_size > 1:
-            # Were the last bits of their logits not the same, the ranks would go on with other rows, and wait for good.
+            # If the last bits of their logits differed, the ranks would sample different tokens and deadlock.
             distributed.broadcast(tokens, group=self._ranks.tensor_group, group_src=0)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
@@ -290,14 +299,14 @@ class Generation:
                     groups.append(sorted(self._finished.pop(row.group), key=lambda rollout: rollout.index))
         return groups
 
-    def _append(self, row: _Row, token: int, logprob: float) -> Rollout | None:
-        """The rollout, where the token is its last."""
+    def _append(self, row: _ActiveRollout, token: int, logprob: float) -> Rollout | None:
+        """Returns the rollout if the token is its last."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.is_end = token in self._eos or self._stops.complete(row.tokens)
         return self._rollout(row) if row.is_done else None
 
-    def _rollout(self, row: _Row) -> Rollout:
+    def _rollout(self, row: _ActiveRollout) -> Rollout:
         has_eos = row.tokens[-1] in self._eos
         return Rollout(
             prompt=row.prompt,

@@ -1,16 +1,16 @@
-"""An actor's start and end: in one process, or on all that torchrun has started.
+"""Starts an actor: in one process, or on all ranks that torchrun has started.
 
 ```
-rank 0                                                   every other rank
-cli.run_reinforce -> launch.run                          launch.run
-reinforce.train      the loop, as with one process       launch._follow
-run.Run              prompts, rewards, checkpoints
-learning.update
-shared.SharedPolicy.step
-Group.lead           -- Step, the rows and the loss -->  Group.follow
-PolicyWorker.execute                                     PolicyWorker.execute
-PolicyTrainer.step   its shard of the rows               PolicyTrainer.step
-Group.lead           <-- outcome -----------------------  Group.follow
+rank 0                                                       every other rank
+cli.run_reinforce -> launch.run                              launch.run
+reinforce.train       the loop, as in one process            launch._follow
+training_run.Run      prompts, rewards, checkpoints
+update.update
+PolicyGroup.step
+Group.lead            -- Call, the rows and the loss ----->  Group.follow
+PolicyWorker.execute                                         PolicyWorker.execute
+PolicyTrainer.step    its shard of the rows                  PolicyTrainer.step
+Group.lead            <-- result --------------------------  Group.follow
 ```
 """
 
@@ -23,9 +23,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from guerdon.actor.policy_group import SharedPolicy
+from guerdon.actor.policy_group import PolicyGroup, PolicyWorker
 from guerdon.actor.training_run import RunSummary
-from guerdon.actor.worker import PolicyWorker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import Ranks, start
@@ -38,15 +37,15 @@ Config = TypeVar("Config", ReinforceRunConfig, PPORunConfig)
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
-"""For the pulse to tell of a loss, and to end the process."""
+"""Seconds for the pulse to log a loss and end the process."""
 
 
-def run(config: Config, train: Callable[[Config, SharedPolicy | None], RunSummary]) -> int:
-    """Trains, where this is rank 0 of several with the others' help; what this process is to exit with.
+def run(config: Config, train: Callable[[Config, PolicyGroup | None], RunSummary]) -> int:
+    """Trains, with all ranks if there are several; returns the exit status.
 
-    Raises what `train` does, and StartError where the ranks do not find each other. The other ranks take all settings
-    but `parallel` and `policy.device` from rank 0, and exit with 0 however its run ends. Where a rank is lost, all
-    others end at once, with EXIT_STATUS.
+    Raises what `train` raises, and StartError if the ranks do not find each other. The other ranks take all settings
+    but `parallel` and `policy.device` from rank 0, and exit with 0 however its run ends. If a rank is lost, all others
+    end at once with EXIT_STATUS.
     """
     ranks = start(config.parallel, config.policy.device)
     if ranks.size == 1:
@@ -56,25 +55,25 @@ def run(config: Config, train: Callable[[Config, SharedPolicy | None], RunSummar
     try:
         if not ranks.is_leader:
             return _follow(ranks, pulse)
-        shared = SharedPolicy(ranks, pulse)
-        pulse.on_lost = lambda _: _tell(shared.error, config.run.output_dir)
-        with shared as policy:
+        group = PolicyGroup(ranks, pulse)
+        pulse.on_lost = lambda _: _log_lost_rank(group.error, config.run.output_dir)
+        with group as policy:
             return train(config, policy).exit_status
     except RanksLost as e:
         sys.stdout.flush()
         sys.stderr.flush()
-        # The pulse tells the log of it, and ends this process; Python's own end would wait for threads that may be
-        # inside a collective.
+        # The pulse logs the loss and ends this process: Python's own exit would wait for threads that may hang in a
+        # collective.
         pulse.verdict(e)
         time.sleep(_PATIENCE_S)
         os._exit(EXIT_STATUS)
 
 
-def _tell(error: BaseException | None, output_dir: str) -> None:
-    """Says where the run goes on, after what it was about to end with: that is told nowhere else."""
+def _log_lost_rank(error: BaseException | None, output_dir: str) -> None:
+    """Logs where the run resumes, after the error that it was about to end with, which is logged nowhere else."""
     if error is not None and not isinstance(error, RanksLost):
-        log.critical("the run was about to end with this, and without the rank that is lost:", exc_info=error)
-    log.critical("the run ends here; the same command goes on from the newest checkpoint in %s", output_dir)
+        log.critical("the run was about to end with this error when a rank was lost:", exc_info=error)
+    log.critical("the run ends here; the same command resumes from the newest checkpoint in %s", output_dir)
 
 
 def _follow(ranks: Ranks, pulse: Pulse) -> int:

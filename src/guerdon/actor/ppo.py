@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from guerdon.actor.experience import ppo_advantages, rewarded, unpadded
-from guerdon.actor.learning import measure, timed, update
-from guerdon.actor.policy_group import SharedPolicy
-from guerdon.actor.preemption import Stopping
+from torch import Tensor
+
+from guerdon.actor.experience import Experience, measure, untable, with_rewards
+from guerdon.actor.policy_group import PolicyGroup
+from guerdon.actor.preemption import Preemption
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run_metrics import timed
 from guerdon.actor.training_run import Run, RunSummary
+from guerdon.actor.update import update
 from guerdon.critic_core import TrainReport
-from guerdon.settings.actors import PPORunConfig, check_actor
-from guerdon.training.algorithms.advantages import Moments
+from guerdon.settings.actors import PPOConfig, PPORunConfig, check_actor
+from guerdon.training.algorithms.advantages import gae, whiten
+from guerdon.training.algorithms.kl import token_rewards
+from guerdon.training.algorithms.masking import Moments
 
 
-def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummary:
-    """Trains the policy, and the critic on its server; goes on from the newest pair of checkpoints.
+def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary:
+    """Trains the policy, and the critic on its server; resumes from the newest pair of checkpoints.
 
-    On rank 0 of several `shared` is the policy, and leads the others; see `launch`. Raises ConfigError,
-    CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards fail, and what the
-    critic's server raises where it cannot train.
+    With several ranks it runs on rank 0, and `policy` leads the others; see `launch`. Raises ConfigError,
+    CheckpointError or StartError if it cannot start, RewardsFailed if too many rewards fail, and the errors of the
+    critic's server.
     """
     check_actor(config)
-    stopping = Stopping(config.run.time_limit)
+    preemption = Preemption(config.run.time_limit)
     algorithm, sampling = config.ppo, config.rollouts
     with RemoteCritic(config.remote_critic_rm) as critic:
-        critic.wait_ready(stopping.left_s())
-        with Run(config, score=critic.score, critic=critic, stopping=stopping, shared=shared) as run:
-            critic.check_tokenizer(run.policy.policy.tokenizer, run.data.ending)
+        critic.wait_ready(preemption.seconds_left())
+        with Run(config, score=critic.score, critic=critic, preemption=preemption, policy=policy) as run:
+            critic.check_tokenizer(run.policy.trainer.tokenizer, run.data.ending)
             critic.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}
@@ -38,8 +43,8 @@ def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummar
                     critic.submit(group)
                     rollouts += group
                 with timed(metrics, "seconds_values"):
-                    critic.collect(run.heed)
-                kept = rewarded(rollouts, algorithm.max_failed_fraction, step)
+                    critic.collect(run.check_preemption)
+                kept = with_rewards(rollouts, algorithm.max_failed_fraction, step)
 
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)
                 advantages, returns = ppo_advantages(experience, algorithm)
@@ -47,14 +52,24 @@ def train(config: PPORunConfig, shared: SharedPolicy | None = None) -> RunSummar
                 metrics["value_mean"] = Moments.of(experience.values, experience.mask).mean
                 metrics["return_mean"] = Moments.of(returns, experience.mask).mean
 
-                # The critic learns on its server while the policy learns here; the next values are those after it.
-                training = critic.train(f"{run.id}-{step}", kept, unpadded(returns, kept))
+                # The critic learns on its server while the policy learns here; the next values come after it.
+                training = critic.train(f"{run.id}-{step}", kept, untable(returns, kept))
                 if step > algorithm.critic_warmup_steps:
                     update(run.policy, experience, advantages, algorithm, sampling, metrics)
                 with timed(metrics, "seconds_critic_wait"):
-                    report = run.outcome(training)
+                    report = run.wait_for_critic(training)
                 run.finish(step, metrics | _critic_metrics(report), rollouts)
     return run.summary()
+
+
+def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Returns the advantage of every token by GAE, whitened if configured, and the critic's target returns."""
+    mask = experience.mask
+    rewards = token_rewards(experience.rewards, experience.kl, mask, config.kl_coefficient)
+    advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask, Moments.of(advantages, mask))
+    return advantages, returns
 
 
 def _critic_metrics(report: TrainReport) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""When a run leaves before its last step: at SIGTERM or SIGINT, or when the time is up."""
+"""When a run stops before its last step: at SIGTERM or SIGINT, or at the time limit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TIME_IS_UP = "time limit"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RESERVE_S = 1.0
-"""Of the time limit, for what comes after the last save."""
-_HEED_EVERY_S = 0.5
+"""Seconds of the time limit that are reserved for what follows the last save."""
+_CHECK_EVERY_S = 0.5
 
 
-class Left(BaseException):
-    """Goes up through a loop that is asked to stop; Run's `with` block ends it.
+class Preempted(BaseException):
+    """Unwinds a loop that must stop; Run's `with` block catches it.
 
-    `is_between` says whether policy, memory and critic are as they were between two steps, and so fit to be saved.
+    `is_between` says whether policy, memory and critic are as between two steps, and may be saved.
     """
 
     def __init__(self, *, is_between: bool = True) -> None:
@@ -38,18 +38,18 @@ class Left(BaseException):
         self.is_between = is_between
 
 
-def heeding(future: Future[T], heed: Callable[[], None]) -> T:
-    """The future's result; meanwhile `heed` is called now and then, and what it raises ends the waiting."""
-    while not wait([future], _HEED_EVERY_S).done:
-        heed()
+def wait_for(future: Future[T], check: Callable[[], None]) -> T:
+    """Returns the future's result; calls `check` regularly while waiting, whose exceptions end the wait."""
+    while not wait([future], _CHECK_EVERY_S).done:
+        check()
     return future.result()
 
 
-class Stopping:
-    """Says whether to leave now, and why; counts the time limit from when it was made.
+class Preemption:
+    """Decides whether to stop now, and why; the time limit counts from its creation.
 
-    From `listen` to `close` it takes SIGTERM and SIGINT, where this is the main thread: the first one asks the run to
-    save and leave, and the second kills it.
+    From `listen` to `close` it handles SIGTERM and SIGINT, if this is the main thread: the first one asks the run to
+    save and stop, the second kills it.
     """
 
     def __init__(self, time_limit: str | None) -> None:
@@ -60,44 +60,44 @@ class Stopping:
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Takes the signals over, once."""
+        """Installs the signal handlers, once."""
         if threading.current_thread() is threading.main_thread() and not self._handlers:
             self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
 
     def close(self) -> None:
-        """Gives the signals back; one of several ranks does not heed them any more, and ends when the others do."""
+        """Restores the signal handlers; with several ranks, ignores the signals instead until all ranks end."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler if num_started() == 1 else signal.SIG_IGN)
         self._handlers = {}
 
-    def ask(self) -> None:
-        """Asks the run to leave as SIGTERM does; from any thread."""
+    def request(self) -> None:
+        """Asks the run to stop as SIGTERM does; from any thread."""
         if self._signal is None:
             self._signal = signal.SIGTERM
 
-    def left_s(self) -> float:
-        """Seconds until the time is up; infinity where there is no limit."""
+    def seconds_left(self) -> float:
+        """Seconds until the time limit; infinite without one."""
         return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic() - _RESERVE_S)
 
     def reason(self, seconds_ahead: float) -> str | None:
-        """Why to leave now, None to go on; `seconds_ahead` is what goes on would take, the save behind it included."""
+        """Returns why to stop now, None to go on; `seconds_ahead` is what continuing would take, its save included."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        if seconds_ahead >= self.left_s():
+        if seconds_ahead >= self.seconds_left():
             return TIME_IS_UP
         return None
 
     def exit_status(self) -> int:
-        """The status of a command that left for such a reason: that of a shell for signals."""
+        """Returns the command's exit status: 128 + signal number, as in a shell, or "try again" at the time limit."""
         return Exit.TRY_AGAIN if self._signal is None else 128 + self._signal
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._signal = number
         for other in _SIGNALS:
             signal.signal(other, signal.SIG_DFL)
-        # Not through logging, whose locks the interrupted code may hold.
+        # Not by logging: the interrupted code may hold its locks.
         name = signal.Signals(number).name
         os.write(
             sys.__stderr__.fileno() if sys.__stderr__ else 2,
-            f"\n{name}: saving and leaving; once more kills\n".encode(),
+            f"\n{name}: saving and stopping; send it again to kill\n".encode(),
         )

@@ -1,4 +1,4 @@
-"""Prompts: read, tokenised, measured against the longest that fits, and dealt out to the steps."""
+"""Prompts: read, tokenised, checked against the longest allowed, and assigned to steps; and how answers to them end."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 import numpy as np
 import orjson
 
-from guerdon.actor.endings import find_ending
-from guerdon.actor.rollouts import Ending, Prompt
+from guerdon.actor.rollouts import Ending, Prompt, response_text
 from guerdon.client.jsonl import read_rows
 from guerdon.core import Message
 from guerdon.durable import write_new
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest, StartError, install_command
+from guerdon.messages import answered
 from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 
 log = logging.getLogger(__name__)
 
 SKIPPED = "skipped_prompts.jsonl"
-"""The file in output_dir that names each prompt which was too long."""
+"""The file in output_dir that lists each prompt that was too long."""
 
-_AT_ONCE = 1024
+_CHUNK = 1024
 """Prompts that are tokenised together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A prompt that was left out: its `row`, counted from 0, in `source`, and its length in tokens."""
+    """A prompt that was too long: its `row` in `source`, counted from 0, and its length in tokens."""
 
     source: str
     row: int
@@ -42,8 +42,8 @@ class Skipped:
 class Prompts:
     """The prompts to train on and those to validate on.
 
-    Which prompts a step has depends on the step's number, the seed and the data alone, so that a run that goes on
-    after any step goes on with the prompts that it would have had. `skipped` are those that were too long.
+    A step's prompts depend on its number, the seed and the data only, so that a resumed run continues with the prompts
+    that it would have had. `skipped` lists those that were too long.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Prompts:
         seed: int,
         output_dir: Path,
     ) -> None:
-        """Reads and tokenises everything; raises ConfigError saying which row of what cannot be taken.
+        """Reads and tokenises everything; raises ConfigError that names the row which is wrong.
 
-        `tokenizer` is the policy's, of transformers; `max_prompt_length` the longest prompt in tokens that the policy
-        has room for, None where that has no end. Prompts that are too long are named in a file in `output_dir`.
+        `tokenizer` is the policy's, of transformers; `max_prompt_length` the longest prompt in tokens that fits the
+        policy, None if unlimited. Prompts that are too long are listed in a file in `output_dir`.
         """
         self._prompts_per_step = prompts_per_step
         self._seed = seed
@@ -72,7 +72,7 @@ class Prompts:
             raise ConfigError(
                 f"data.max_prompt_length is {limit}, and the policy has room for {max_prompt_length} tokens beside "
                 "rollouts.max_new_tokens",
-                "give less of one of the two",
+                "lower one of the two",
             )
         self.skipped: list[Skipped] = []
         reader = _Reader(config, tokenizer, limit, self.skipped)
@@ -85,12 +85,12 @@ class Prompts:
             prompts, self.validation = prompts[:first], prompts[first:]
         self.training = prompts
         self._write_skipped(output_dir / SKIPPED)
-        self._report(config, limit)
+        self._check_skipped(config, limit)
         if not prompts:
             raise ConfigError(
                 f"{config.prompts} has no prompt to train on, beside {len(self.validation)} to validate on and "
-                f"{len(self.skipped)} that are too long",
-                "give more prompts, or less of data.num_validation",
+                f"{len(self.skipped)} too long ones",
+                "give more prompts, or lower data.num_validation",
             )
 
     @property
@@ -110,17 +110,17 @@ class Prompts:
         return digest.hexdigest()
 
     def epoch(self, step: int) -> float:
-        """How often all prompts were used when that step is over."""
+        """Returns how many epochs are done after that step."""
         return step * self._prompts_per_step / len(self.training)
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of that step, counted from 1; an epoch's last step is filled up from the next epoch."""
+        """Returns the prompts of a step, counted from 1; an epoch's last step is filled up from the next epoch."""
         first = (step - 1) * self._prompts_per_step
         places = (divmod(i, len(self.training)) for i in range(first, first + self._prompts_per_step))
         return [self.training[self._permutation(epoch)[place]] for epoch, place in places]
 
     def _write_skipped(self, path: Path) -> None:
-        """A line for each skipped prompt; removes the file of an earlier start."""
+        """Writes a line for each skipped prompt; removes the file of an earlier start."""
         path.unlink(missing_ok=True)
         if self.skipped:
             rows = [{"source": s.source, "row": s.row, "num_tokens": s.num_tokens} for s in self.skipped]
@@ -134,21 +134,19 @@ class Prompts:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _report(self, config: DataConfig, limit: int | None) -> None:
+    def _check_skipped(self, config: DataConfig, limit: int | None) -> None:
         if not self.skipped:
             return
         first = ", ".join(f"row {s.row} ({s.num_tokens})" for s in self.skipped[:5])
         more = ", ..." if len(self.skipped) > 5 else ""
         text = f"{len(self.skipped)} prompts are longer than {limit} tokens: {first}{more} of {self.skipped[0].source}"
         if config.long_prompts == "error":
-            raise ConfigError(
-                text, "shorten them, give more data.max_prompt_length, or set data.long_prompts to skip them"
-            )
-        log.warning("%s; they are left out, and named in %s", text, SKIPPED)
+            raise ConfigError(text, "shorten them, raise data.max_prompt_length, or set data.long_prompts to skip")
+        log.warning("%s; they are skipped, and listed in %s", text, SKIPPED)
 
 
 def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max_new_tokens: int) -> None:
-    """Logs what the servers of the section `where` are sent; raises ConfigError if these prompts cannot become that."""
+    """Logs what the servers of the section `where` get; raises ConfigError if these prompts cannot be sent so."""
     everyone = [*prompts.training, *prompts.validation]
     plain = next((prompt for prompt in everyone if prompt.messages is None), None)
     if remote.send == "messages" and plain is not None:
@@ -161,29 +159,30 @@ def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max
     if remote.pad_to_length is not None and longest > remote.pad_to_length:
         raise ConfigError(
             f"{where}.pad_to_length is {remote.pad_to_length}, and prompt and response may have {longest} tokens",
-            "give more, or less of data.max_prompt_length or rollouts.max_new_tokens",
+            "raise it, or lower data.max_prompt_length or rollouts.max_new_tokens",
         )
     _log_what_is_sent(remote, where, ending)
 
 
 def sent_ending(ending: Ending | None, remote: RemoteRewardConfig) -> str:
-    """Returns what is added to each answer as the chat template ends it; empty if nothing of that is sent."""
+    """Returns the chat template's ending if it is added to answers that are sent, else an empty string."""
     return "" if ending is None or remote.send == "messages" or remote.suffix else ending.text
 
 
 def _log_what_is_sent(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None:
-    """Logs what the reward model gets of an answer."""
     if remote.send == "messages":
         log.info("the reward model gets messages, which its own chat template formats")
         return
     what = {"tokens": "the policy's token ids", "text": "the text of prompt and response"}[remote.send]
     if remote.suffix:
-        log.info("the reward model gets %s, and %r behind a response that an EOS ended", what, remote.suffix)
+        log.info("the reward model gets %s, and %r after a response that ended by EOS", what, remote.suffix)
     elif ending is None:
         log.info("the reward model gets %s, with nothing added", what)
     else:
         log.info(
-            "the reward model gets %s; each answer, even a cut one, ends as its template has it: %r", what, ending.text
+            "the reward model gets %s; each answer, even a truncated one, ends as its template has it: %r",
+            what,
+            ending.text,
         )
         if ending.differs:
             log.warning(
@@ -195,7 +194,7 @@ def _log_what_is_sent(remote: RemoteRewardConfig, where: str, ending: Ending | N
 
 
 class _Reader:
-    """Rows of a source as prompts."""
+    """Turns rows of a source into prompts."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, limit: int | None, skipped: list[Skipped]) -> None:
         if tokenizer is None:
@@ -212,24 +211,24 @@ class _Reader:
         self._ending: Ending | InvalidRequest | None = None
 
     def read(self, source: str, split: str) -> list[Prompt]:
-        """The source's prompts in their order, without those that are too long."""
+        """Returns the source's prompts in their order, without those that are too long."""
         prompts: list[Prompt] = []
         chunk: list[tuple[int, str | list[Message]]] = []
         for row, value in enumerate(_values(source, split, self._config.field)):
-            chunk.append((row, self._checked(value, source, row)))
-            if len(chunk) == _AT_ONCE:
-                prompts += self._made(chunk, source)
+            chunk.append((row, self._check_value(value, source, row)))
+            if len(chunk) == _CHUNK:
+                prompts += self._tokenise(chunk, source)
                 chunk = []
-        return prompts + self._made(chunk, source)
+        return prompts + self._tokenise(chunk, source)
 
-    def _checked(self, value: Any, source: str, row: int) -> str | list[Message]:
+    def _check_value(self, value: Any, source: str, row: int) -> str | list[Message]:
         if isinstance(value, str):
             return [{"role": "user", "content": value}] if self._config.template else value
         if isinstance(value, list):
-            return value  # the encoder looks into it
-        raise _wrong(source, row, f"{self._config.field} is neither text nor a list of messages")
+            return value  # checked by the encoder
+        raise _bad_row(source, row, f"{self._config.field} is neither text nor a list of messages")
 
-    def _made(self, chunk: Sequence[tuple[int, str | list[Message]]], source: str) -> list[Prompt]:
+    def _tokenise(self, chunk: Sequence[tuple[int, str | list[Message]]], source: str) -> list[Prompt]:
         conversations = {row: value for row, value in chunk if isinstance(value, list)}
         texts: dict[int, str | InvalidRequest] = {row: value for row, value in chunk if isinstance(value, str)}
         if conversations and not self._encoder.takes_messages:
@@ -241,54 +240,98 @@ class _Reader:
         texts |= zip(conversations, self._encoder.render_prompts(list(conversations.values())), strict=True)
         for row, text in texts.items():
             if isinstance(text, InvalidRequest):
-                raise _wrong(source, row, str(text))
+                raise _bad_row(source, row, str(text))
         plain = [str(texts[row]) for row, _ in chunk]
         ending = self._ending_of(conversations, texts)
         prompts = []
         for (row, _), text, ids in zip(chunk, plain, self._encoder.encode(plain), strict=True):
             if isinstance(ids, InvalidRequest):
-                raise _wrong(source, row, str(ids))
+                raise _bad_row(source, row, str(ids))
             messages = conversations.get(row)
             if messages is None and self._bos and ids[:1].tolist() != self._bos:
                 ids = np.concatenate([np.array(self._bos, dtype=np.int64), ids])
             if not len(ids):
-                raise _wrong(source, row, "the prompt is empty")
+                raise _bad_row(source, row, "the prompt is empty")
             own_ending = None if messages is None else ending
-            # An answer of max_new_tokens must leave room for its ending, too, in a reward model of the same length.
-            spared = 0 if own_ending is None or self._config.max_prompt_length else len(own_ending.tokens)
-            if self._limit is not None and len(ids) > self._limit - spared:
+            # An answer of max_new_tokens with its ending must fit a reward model of the same length.
+            reserved = 0 if own_ending is None or self._config.max_prompt_length else len(own_ending.tokens)
+            if self._limit is not None and len(ids) > self._limit - reserved:
                 self._skipped.append(Skipped(source, row, len(ids)))
             else:
-                asked = None if messages is None else tuple(messages)
-                prompts.append(Prompt(row, ids, text, asked, own_ending))
+                conversation = None if messages is None else tuple(messages)
+                prompts.append(Prompt(row, ids, text, conversation, own_ending))
         return prompts
 
     def _ending_of(self, conversations: dict[int, list[Message]], texts: dict[int, Any]) -> Ending | None:
-        """Returns how the template ends answers, which is found once, by the first conversation."""
+        """Returns how the template ends answers; found once, with the first conversation."""
         if self._ending is None and conversations:
             row, first = next(iter(conversations.items()))
             self._ending = find_ending(self._encoder, self._tokenizer, first, texts[row])
             if isinstance(self._ending, InvalidRequest):
-                log.warning(
-                    "it is not known how the chat template ends an answer, and nothing is added: %s", self._ending
-                )
+                log.warning("cannot find how the chat template ends an answer; nothing is added: %s", self._ending)
         return None if isinstance(self._ending, InvalidRequest) else self._ending
 
 
 def _leading_bos(tokenizer: Any) -> list[int]:
-    """The BOS with which the tokenizer begins a text, as `generate`'s users give it; none where it adds none.
+    """Returns the BOS that the tokenizer puts before a text, as users of `generate` give it; empty if it adds none.
 
-    Whatever it adds behind a text is left out: a prompt that ends with EOS asks for nothing.
+    What it adds behind a text is left out, because a prompt that ends with EOS asks for nothing.
     """
     added = tokenizer("").input_ids[:1]
     return added if added == [tokenizer.bos_token_id] else []
+
+
+# ------------------------------------------------------------------------------------------- the ending of answers
+
+
+_ANSWER = "guerdon's answer"
+_ANSWER_TO_STRIP = f" \n<think>\nso\n</think>\n\n{_ANSWER}\n "
+"""An answer with everything that templates are known to strip."""
+
+
+def find_ending(
+    encoder: TextEncoder, tokenizer: Any, conversation: Sequence[Message], prompt: str
+) -> Ending | InvalidRequest:
+    """Returns how the template ends an answer to the conversation, which it rendered as `prompt`.
+
+    Reward models were trained on whole turns (ChatML: `<|im_end|>` and a newline), while a policy stops at its EOS. The
+    score is read at the end, so that it depends on the ending. Returns an error if the template refuses an answer, or
+    does not write it.
+    """
+    whole = encoder.render(answered(conversation, _ANSWER))
+    if isinstance(whole, InvalidRequest):
+        return whole
+    start = whole.rfind(_ANSWER)
+    if start < 0:
+        return InvalidRequest("the chat template does not write the assistant's answer")
+    behind = start + len(_ANSWER)
+    encoded = encoder.encode([prompt, whole[:behind], whole, whole[behind:]])
+    if wrong := [ids for ids in encoded if isinstance(ids, InvalidRequest)]:
+        return wrong[0]
+    asked, cut, ids, alone = (np.asarray(ids) for ids in encoded)
+    # Tokenised in context: alone it may get a leading blank.
+    is_prefix = np.array_equal(ids[: len(cut)], cut)
+    tokens = ids[len(cut) :] if is_prefix else alone
+    extends_prompt = whole[:start].startswith(prompt)
+    lead = whole[len(prompt) : start] if extends_prompt else ""
+    if not extends_prompt or lead.strip():
+        differs = f"it writes {whole[:start][-40:]!r} before an answer, and {prompt[-40:]!r} to ask for one"
+    elif encoder.render(answered(conversation, _ANSWER_TO_STRIP)) != whole.replace(_ANSWER, _ANSWER_TO_STRIP):
+        differs = "it strips blanks or reasoning of answers"
+    elif not is_prefix or not np.array_equal(cut[: len(asked)], asked):
+        differs = "an answer and what stands around it share tokens"
+    elif response_text(tokenizer, cut[len(asked) :].tolist(), has_eos=False) != _ANSWER:
+        differs = f"it writes {lead!r} before an answer"
+    else:
+        differs = ""
+    return Ending(whole[behind:], tokens, lead, differs)
 
 
 # ------------------------------------------------------------------------------------------- sources
 
 
 def _values(source: str, split: str, field: str) -> Iterator[Any]:
-    """The prompt's field of each row."""
+    """Yields the prompt's field of each row."""
     path = Path(source)
     if path.is_file() and path.suffix == ".parquet":
         rows = _parquet_rows(path)
@@ -298,7 +341,7 @@ def _values(source: str, split: str, field: str) -> Iterator[Any]:
         rows = _data_set_rows(source, split)
     for number, row in enumerate(rows):
         if field not in row:
-            raise _wrong(source, number, f"it has no field {field}, only {', '.join(map(str, row))}")
+            raise _bad_row(source, number, f"it has no field {field}, only {', '.join(map(str, row))}")
         yield row[field]
 
 
@@ -306,7 +349,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         yield from (row for _, row in read_rows(path))
     except StartError as e:
-        raise ConfigError(str(e), "each line must be a JSON object, and a .gz file whole") from e
+        raise ConfigError(str(e), "each line must be a JSON object, and a .gz file complete") from e
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -320,14 +363,14 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as e:
-        raise ConfigError(f"cannot read {path}: {e}", "check that it is a whole Parquet file") from e
+        raise ConfigError(f"cannot read {path}: {e}", "check that the Parquet file is complete") from e
 
 
 def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
-    """Rows of a folder that `datasets` saved or reads, or of a data set of the hub."""
+    """Yields the rows of a folder that `datasets` saved or reads, or of a data set of the hub."""
     path = Path(source)
     if not path.is_dir() and (path.suffix or source.startswith((".", "/", "~"))):
-        raise ConfigError(f"there is no {source}", "name a JSONL (.gz) or Parquet file, a folder, or a hub id")
+        raise ConfigError(f"{source} does not exist", "name a JSONL (.gz) or Parquet file, a folder, or a hub id")
     try:
         import datasets
     except ImportError as e:
@@ -338,7 +381,7 @@ def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
             data = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             data = datasets.load_dataset(source, split=split)
-    # What a folder or the hub has to offer makes datasets raise whatever it likes.
+    # datasets raises anything, depending on what the folder or the hub has.
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ConfigError(
@@ -351,5 +394,5 @@ def _needs_data_extra(source: str | Path) -> ConfigError:
     return ConfigError(f"{source} needs the library datasets", install_command("data"))
 
 
-def _wrong(source: str, row: int, why: str) -> ConfigError:
-    return ConfigError(f"{source}, row {row} (from 0): {why}", "mend the row, or name another data.field")
+def _bad_row(source: str, row: int, why: str) -> ConfigError:
+    return ConfigError(f"{source}, row {row} (from 0): {why}", "correct the row, or name another data.field")

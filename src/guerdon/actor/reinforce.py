@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from guerdon.actor.experience import reinforce_advantages, rewarded
-from guerdon.actor.learning import measure, timed, update
-from guerdon.actor.policy_group import SharedPolicy
-from guerdon.actor.preemption import Stopping
+from torch import Tensor
+
+from guerdon.actor.experience import Experience, measure, with_rewards
+from guerdon.actor.policy_group import PolicyGroup
+from guerdon.actor.preemption import Preemption
 from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.actor.rollouts import Rollout
+from guerdon.actor.run_metrics import timed
 from guerdon.actor.training_run import Run, RunSummary
-from guerdon.settings.actors import ReinforceRunConfig, check_actor
-from guerdon.training.algorithms.advantages import RunningMean
+from guerdon.actor.update import update
+from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, check_actor
+from guerdon.training.algorithms.advantages import RunningMean, estimate_advantages
 
 
-def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> RunSummary:
-    """Trains the policy against the reward model's server; goes on from the newest checkpoint in the output folder.
+def train(config: ReinforceRunConfig, policy: PolicyGroup | None = None) -> RunSummary:
+    """Trains the policy against the reward model's server; resumes from the newest checkpoint in the output folder.
 
-    On rank 0 of several `shared` is the policy, and leads the others; see `launch`. Raises ConfigError,
-    CheckpointError or StartError where it cannot start, RewardsFailed where too many rewards fail.
+    With several ranks it runs on rank 0, and `policy` leads the others; see `launch`. Raises ConfigError,
+    CheckpointError or StartError if it cannot start, RewardsFailed if too many rewards fail.
     """
     check_actor(config)
-    stopping = Stopping(config.run.time_limit)
+    preemption = Preemption(config.run.time_limit)
     algorithm, sampling = config.reinforce, config.rollouts
     with RemoteRewards(config.remote_rm) as rewards:
-        rewards.wait_ready(stopping.left_s())
-        with Run(config, score=rewards.score, stopping=stopping, shared=shared) as run:
-            rewards.check_tokenizer(run.policy.policy.tokenizer, run.data.ending)
+        rewards.wait_ready(preemption.seconds_left())
+        with Run(config, score=rewards.score, preemption=preemption, policy=policy) as run:
+            rewards.check_tokenizer(run.policy.trainer.tokenizer, run.data.ending)
             rewards.remember_in(run.memory)
             for step in run.steps():
                 metrics: dict[str, float] = {}
@@ -36,8 +39,8 @@ def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> Run
                     rewards.submit(group)
                     rollouts += group
                 with timed(metrics, "seconds_reward_wait"):
-                    rewards.collect(run.heed)
-                kept = rewarded(rollouts, algorithm.max_failed_fraction, step)
+                    rewards.collect(run.check_preemption)
+                kept = with_rewards(rollouts, algorithm.max_failed_fraction, step)
 
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)
                 in_reward = algorithm.kl_placement == "reward"
@@ -51,3 +54,18 @@ def train(config: ReinforceRunConfig, shared: SharedPolicy | None = None) -> Run
                 update(run.policy, experience, advantages, algorithm, sampling, metrics, kl_in_loss=not in_reward)
                 run.finish(step, metrics, rollouts)
     return run.summary()
+
+
+def reinforce_advantages(
+    experience: Experience, config: ReinforceConfig, running: RunningMean
+) -> tuple[Tensor, RunningMean]:
+    """Returns the advantage of every token by the configured estimator, and the next running mean."""
+    beta = config.kl_coefficient if config.kl_placement == "reward" else 0.0
+    return estimate_advantages(
+        config.advantage_estimator,
+        experience.penalised(beta, config.kl_reduction),
+        experience.groups,
+        experience.mask,
+        is_end=experience.is_end if config.leave_out_truncated else None,
+        running=running,
+    )

@@ -1,4 +1,4 @@
-"""The critic that PPO trains, and the reward model beside it or on a server of its own."""
+"""The critic that PPO trains on its server, with the reward model beside it or on another server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from guerdon.actor.remote_rewards import (
     START_S,
-    Pending,
+    PendingGroups,
     RemoteRewards,
-    addressed,
-    explained,
-    fail,
-    fitting,
+    drop_too_long,
     groups_of,
+    raise_config_error,
+    raise_start_error,
+    set_error,
     token_samples_of,
     tokenizer_of,
 )
@@ -33,29 +33,33 @@ from guerdon.vocabulary import difference, identity
 class RemoteCritic:
     """A critic on a server: rewards and values of each group, and training, in the order of the calls.
 
-    Values that are asked for after a `train` are those of the trained weights. Failures and a server's absence are as
-    for RemoteRewards: a sample without a value is one without a reward.
+    Values requested after a `train` are those of the trained weights. Errors and a server that is away are handled as
+    by RemoteRewards: a sample without values counts as one without a reward.
     """
 
     def __init__(self, config: RemoteCriticConfig) -> None:
-        """Raises ConfigError where a reward model beside the critic is to get anything but its tokens."""
+        """Raises ConfigError if a reward model beside the critic would get anything but its tokens."""
         if config.combine_rm_and_critic_server and config.send != "tokens":
             raise ConfigError(
-                f"`send` is {config.send}, but the critic's server rewards the tokens that it values",
+                f"`send` is {config.send}, but the critic's server rewards and values the same tokens",
                 "send tokens, or set combine_rm_and_critic_server to false and serve the reward model by itself",
             )
         server = config.critic
         self._config = config
         self._url = server.address
-        with addressed("critic.url, ip or port"):
-            self._client = CriticClient(self._url, _name(server.name), policy=RetryPolicy.patient(config.timeout_s))
+        with raise_config_error("critic.url, ip or port"):
+            self._client = CriticClient(
+                self._url, _model_names(server.name), policy=RetryPolicy.patient(config.timeout_s)
+            )
         self._rewards = None if config.combine_rm_and_critic_server else RemoteRewards(config)
-        self._pending: Pending[CriticScores] = Pending()
+        self._pending: PendingGroups[CriticScores] = PendingGroups()
 
     def wait_ready(self, limit_s: float = math.inf) -> None:
-        """Waits for the servers, at most so long; raises StartError where they do not come, or give no rewards."""
+        """Waits for the servers; raises StartError if they do not come in time, or give no rewards."""
         what = f"critic '{self._config.critic.name.infer}' at {self._url}"
-        with explained(what, "start it with `guerdon serve-critic`, or correct its ip, port and name in the settings"):
+        with raise_start_error(
+            what, "start it with `guerdon serve-critic`, or correct its ip, port and name in the settings"
+        ):
             self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
             outputs = self._client.info().outputs
         if self._rewards is not None:
@@ -67,76 +71,77 @@ class RemoteCritic:
             )
 
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
-        """Raises ConfigError if the policy's token ids mean other tokens to the critic, or to the reward model."""
+        """Raises ConfigError if the critic or the reward model has another tokenizer than the policy."""
         other = tokenizer_of(self._client, "critic")
         if other and (why := difference(identity(tokenizer), other)) is not None:
             raise ConfigError(
-                f"the critic's tokenizer differs from the policy's ({why}), and it gets the policy's token ids",
+                f"the critic's tokenizer differs from the policy's ({why}), which are sent to it",
                 "start the critic from a model with the policy's tokenizer",
             )
         if self._rewards is not None:
             self._rewards.check_tokenizer(tokenizer, ending)
 
     def remember_in(self, memory: dict[str, Any]) -> None:
-        """As RemoteRewards does; of a reward model beside the critic the server does not name the weights."""
+        """As RemoteRewards does; the server does not report the weights of a reward model beside the critic."""
         if self._rewards is not None:
             self._rewards.remember_in(memory)
 
     def submit(self, group: list[Rollout]) -> None:
-        """Sends the responses to one prompt, and returns at once."""
+        """Sends the responses to one prompt; returns at once."""
         config, ask = self._config, self._client.submit_with_rewards
         if self._rewards is not None:
             self._rewards.submit(group)
             ask = self._client.submit
-        if not (group := fitting(group, config.pad_to_length)):
+        if not (group := drop_too_long(group, config.pad_to_length)):
             return
         samples = token_samples_of(group, config.pad_to_length)
         self._pending.add(group, ask(**samples, timeout_s=config.timeout_s))
 
-    def collect(self, heed: Callable[[], None] = lambda: None) -> None:
-        """Waits for all that was submitted, and sets each rollout's `reward` and `values`, or its `error`.
+    def collect(self, check: Callable[[], None] = lambda: None) -> None:
+        """Waits for everything submitted, and sets each rollout's `reward` and `values`, or its `error`.
 
-        Meanwhile `heed` is called now and then; what it raises ends the waiting and is raised.
+        Calls `check` regularly while waiting; its exceptions end the wait.
         """
         if self._rewards is not None:
-            self._rewards.collect(heed)
-        for group, scores in self._pending.answers(heed):
+            self._rewards.collect(check)
+        for group, scores in self._pending.results(check):
             if isinstance(scores, GuerdonError):
-                fail(group, scores)
+                set_error(group, scores)
                 continue
             for i, rollout in enumerate(group):
-                rollout.values = _fitted(scores.values[i], len(rollout.tokens))
+                rollout.values = _cut_or_pad(scores.values[i], len(rollout.tokens))
                 if scores.rewards is not None:
                     rollout.reward = float(scores.rewards[i])
                 if (error := scores.errors[i]) is not None:
                     rollout.reward, rollout.error = None, error
 
-    def score(self, rollouts: list[Rollout], heed: Callable[[], None] = lambda: None) -> None:
-        """Gets the rewards of rollouts of several groups."""
+    def score(self, rollouts: list[Rollout], check: Callable[[], None] = lambda: None) -> None:
+        """Sets the rewards of rollouts of several groups."""
         if self._rewards is not None:
-            self._rewards.score(rollouts, heed)
+            self._rewards.score(rollouts, check)
             return
         for group in groups_of(rollouts):
             self.submit(group)
-        self.collect(heed)
+        self.collect(check)
 
     def train(self, train_id: str, rollouts: list[Rollout], returns: list[np.ndarray]) -> TrainFuture[TrainReport]:
-        """A future of what the critic learnt from these rollouts, at once; `returns[i]` are float32 `[L - P]`.
+        """Sends a train request; returns a future of its report. `returns[i]` are float32 `[L - P]`.
 
-        The same `train_id` again trains nothing twice. Values behind the last action, and of the prompt, are masked.
+        Idempotent: the same `train_id` is trained once. The prompt's values, and those behind the last action, are
+        masked.
         """
         targets, masks = [], []
         for rollout, row in zip(rollouts, returns, strict=True):
-            first = rollout.prompt_length - 1  # the state that the first action leaves
+            first = rollout.prompt_length - 1  # the state before the first action
             target, mask = np.zeros((2, len(rollout.tokens) - 1), np.float32)
             target[first:], mask[first:] = row, 1.0
             targets.append(target)
             masks.append(mask)
         tokens = [rollout.tokens for rollout in rollouts]
-        return self._client.train(tokens, targets, [_values(r)[:-1] for r in rollouts], masks, train_id=train_id)
+        return self._client.train(tokens, targets, [_values_of(r)[:-1] for r in rollouts], masks, train_id=train_id)
 
     def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
-        """A future of which checkpoint was saved of everything asked before, at once."""
+        """Returns a future of the checkpoint, saved after everything sent before."""
         return self._client.submit_save(metrics)
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
@@ -144,16 +149,16 @@ class RemoteCritic:
         return self._client.load(checkpoint)
 
     def state(self) -> CriticState:
-        """What the critic is, and which checkpoints it has."""
+        """Returns the critic's state and its checkpoints."""
         return self._client.state()
 
     def reconnect(self, timeout_s: float) -> None:
-        """Gives up what is under way; from now on a call has so long with all its tries."""
-        self._pending = Pending()
+        """Abandons requests in progress, and limits every later call, retries included, to `timeout_s`."""
+        self._pending = PendingGroups()
         self._client.reconnect(timeout_s)
 
     def close(self) -> None:
-        """Closes the connections; what is under way is given up."""
+        """Closes the connections, and abandons requests in progress."""
         self._client.close()
         if self._rewards is not None:
             self._rewards.close()
@@ -165,19 +170,19 @@ class RemoteCritic:
         self.close()
 
 
-def _name(names: CriticNames) -> str | Mapping[str, str]:
-    """The name of which the critic's models have theirs, or where they have none in common these names themselves."""
+def _model_names(names: CriticNames) -> str | Mapping[str, str]:
+    """Returns the common stem of the models' names, or the names themselves if there is none."""
     name = names.infer.removesuffix("_infer")
     if (names.infer, names.train, names.save) == (f"{name}_infer", f"{name}_train", f"{name}_save"):
         return name
     return {"infer": names.infer, "train": names.train, "save": names.save}
 
 
-def _fitted(values: np.ndarray, length: int) -> np.ndarray:
-    """Returns the values of a rollout's own tokens: what was sent may have another ending, behind the last action."""
+def _cut_or_pad(values: np.ndarray, length: int) -> np.ndarray:
+    """Returns the values of a rollout's own tokens: the request may have had another ending behind the last action."""
     return np.pad(values[:length], (0, max(0, length - len(values))))
 
 
-def _values(rollout: Rollout) -> np.ndarray:
-    assert rollout.values is not None, "only rollouts that the critic has valued are learnt from"
+def _values_of(rollout: Rollout) -> np.ndarray:
+    assert rollout.values is not None, "PPO learns only from rollouts with values"
     return rollout.values

@@ -1,4 +1,4 @@
-"""Rewards from a reward model's server, asked for group by group while other responses are still generated."""
+"""Rewards from a reward model's server, requested group by group while other responses are still generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
-from guerdon.actor.preemption import heeding
+from guerdon.actor.preemption import wait_for
 from guerdon.actor.rollouts import Ending, Rollout
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
@@ -23,48 +23,48 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 START_S = 600.0
-"""How long a server may take to load its model after the actor has started."""
+"""Seconds that a server may take to load its model after the actor has started."""
 
 
 class RemoteRewards:
     """A reward model on a server: `submit` a group as soon as it is generated, `collect` at the end.
 
-    A server that is away or restarts is tried again for as long as `config.timeout_s` allows; a sample that got no
-    reward then, or none that is finite, has an `error` and no reward. Where the server's weights become others
-    than those that gave rewards before, it is told on the log.
+    Requests to a server that is away or restarting are retried for `config.timeout_s`. A sample without a finite reward
+    has an `error` and no reward. If the server's weights change, a warning is logged.
     """
 
     def __init__(self, config: RemoteRewardConfig) -> None:
         """Raises ConfigError for a malformed address."""
         self._config = config
         self._urls = config.reward_model.addresses
-        with addressed("reward_model.urls, ip or port"):
+        with raise_config_error("reward_model.urls, ip or port"):
             self._client = RewardClient(
                 self._urls, config.reward_model.name, policy=RetryPolicy.patient(config.timeout_s)
             )
-        self._pending: Pending[Scores] = Pending()
+        self._pending: PendingGroups[Scores] = PendingGroups()
         self._weights_seen: list[str] = []
 
     def wait_ready(self, limit_s: float = math.inf) -> None:
-        """Waits for the server, at most so long; raises StartError where it does not come, or takes other input."""
+        """Waits for the server; raises StartError if it does not come in time, or has another form of input."""
         what = f"reward model '{self._config.reward_model.name}' at {', '.join(self._urls)}"
-        with explained(what, "start it with `guerdon serve`, or correct its ip, port, urls and name in the settings"):
+        with raise_start_error(what, "start it with `guerdon serve`, or correct its ip, port, urls and name"):
             self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
             inputs = self._client.info().inputs
         wanted = {"tokens": "tokens", "text": "sentences", "messages": "messages"}[self._config.send]
         if wanted not in inputs:
             raise ConfigError(
-                f"{what} takes no '{wanted}', but {', '.join(inputs)}", "change `send`, which says what it gets"
+                f"{what} accepts {', '.join(inputs)}, but not '{wanted}'",
+                "change `send`, the form in which answers are sent",
             )
 
     def remember_in(self, memory: dict[str, Any]) -> None:
-        """From now on keeps in a run's memory which weights have given rewards, so that a resume knows them."""
+        """Keeps the versions of the reward model's weights in a run's memory, so that a resume knows them."""
         self._weights_seen = memory.setdefault("reward_weights", self._weights_seen)
 
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
-        """Raises ConfigError if token ids are sent, and mean other tokens to the reward model than to this tokenizer.
+        """Raises ConfigError if token ids are sent, and the reward model has another tokenizer than this one.
 
-        With an `ending`, found by the policy's chat template, also says if the reward model has another template.
+        With an `ending`, found by the policy's chat template, warns if the reward model has another template.
         """
         if self._config.send != "tokens":
             return
@@ -83,45 +83,45 @@ class RemoteRewards:
             )
 
     def submit(self, group: list[Rollout]) -> None:
-        """Sends the responses to one prompt, and returns at once."""
-        if group := fitting(group, self._config.pad_to_length):
+        """Sends the responses to one prompt; returns at once."""
+        if group := drop_too_long(group, self._config.pad_to_length):
             samples = samples_of(group, self._config)
             self._pending.add(group, self._client.submit(**samples, timeout_s=self._config.timeout_s))
 
-    def collect(self, heed: Callable[[], None] = lambda: None) -> None:
-        """Waits for all that was submitted, and sets each rollout's `reward`, or its `error`.
+    def collect(self, check: Callable[[], None] = lambda: None) -> None:
+        """Waits for everything submitted, and sets each rollout's `reward` or `error`.
 
-        Meanwhile `heed` is called now and then; what it raises ends the waiting and is raised.
+        Calls `check` regularly while waiting; its exceptions end the wait.
         """
-        for group, scores in self._pending.answers(heed):
+        for group, scores in self._pending.results(check):
             if isinstance(scores, GuerdonError):
-                fail(group, scores)
+                set_error(group, scores)
                 continue
-            self._note(scores.weights_version)
+            self._check_weights(scores.weights_version)
             for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
                 rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
 
-    def score(self, rollouts: list[Rollout], heed: Callable[[], None] = lambda: None) -> None:
+    def score(self, rollouts: list[Rollout], check: Callable[[], None] = lambda: None) -> None:
         """Submits rollouts of several groups, and collects them."""
         for group in groups_of(rollouts):
             self.submit(group)
-        self.collect(heed)
+        self.collect(check)
 
     def close(self) -> None:
-        """Closes the connections; what is under way is given up."""
+        """Closes the connections, and abandons requests in progress."""
         self._client.close()
 
-    def _note(self, version: str) -> None:
+    def _check_weights(self, version: str) -> None:
         if not version or version in self._weights_seen:
             return
         if self._weights_seen:
             log.warning(
-                "the reward model's weights are now %s, and were %s: rewards before and after are not comparable",
+                "the reward model's weights changed to %s from %s: rewards before and after are not comparable",
                 version,
                 self._weights_seen[-1],
             )
         else:
-            log.info("rewards are those of the weights %s", version)
+            log.info("the reward model's weights are %s", version)
         self._weights_seen.append(version)
 
     def __enter__(self) -> Self:
@@ -131,8 +131,8 @@ class RemoteRewards:
         self.close()
 
 
-class Pending(Generic[T]):
-    """Groups on their way to a server, in the order in which they were sent."""
+class PendingGroups(Generic[T]):
+    """Groups sent to a server, in the order of sending."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[list[Rollout], Future[T]]] = []
@@ -140,31 +140,31 @@ class Pending(Generic[T]):
     def add(self, group: list[Rollout], future: Future[T]) -> None:
         self._groups.append((group, future))
 
-    def answers(self, heed: Callable[[], None]) -> Iterator[tuple[list[Rollout], T | GuerdonError]]:
-        """Each group with its answer, or the error that it got in place of one; none is left afterwards."""
+    def results(self, check: Callable[[], None]) -> Iterator[tuple[list[Rollout], T | GuerdonError]]:
+        """Yields each group with its result or error; none is pending afterwards."""
         groups, self._groups = self._groups, []
         for group, future in groups:
             try:
-                answer: T | GuerdonError = heeding(future, heed)
+                result: T | GuerdonError = wait_for(future, check)
             except GuerdonError as e:
-                answer = e
-            yield group, answer
+                result = e
+            yield group, result
 
 
 def tokenizer_of(client: RewardClient | CriticClient, what: str) -> str:
-    """Returns the identity of the served model's tokenizer; empty, and a line on the log, if none is reported."""
+    """Returns the identity of the served model's tokenizer; empty, and logged, if none is reported."""
     try:
         found = reported(client.config())
     except GuerdonError:
         found = ""
     if not found:
-        log.info("the %s's server does not report its tokenizer; make sure that token ids mean the same there", what)
+        log.info("the %s's server does not report its tokenizer; make sure that it has the policy's", what)
     return found
 
 
 @contextmanager
-def explained(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in errors
-    """Turns what a server answers at the start into a StartError with a remedy."""
+def raise_start_error(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in errors
+    """Turns a server's errors at the start into a StartError with a remedy."""
     try:
         yield
     except GuerdonError as e:
@@ -172,8 +172,8 @@ def explained(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in err
 
 
 @contextmanager
-def addressed(settings: str) -> Iterator[None]:
-    """Turns a client's refusal of its address into a ConfigError."""
+def raise_config_error(settings: str) -> Iterator[None]:
+    """Turns a client's error about its address into a ConfigError."""
     try:
         yield
     except InvalidRequest as e:
@@ -181,7 +181,7 @@ def addressed(settings: str) -> Iterator[None]:
 
 
 def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, Any]:
-    """A group as arguments of a client's `submit`; ConfigError where messages are to be sent and there are none."""
+    """Returns a group as arguments of a client's `submit`; raises ConfigError if messages are missing."""
     if config.send == "tokens":
         return token_samples_of(group, config.pad_to_length)
     hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
@@ -202,13 +202,13 @@ def _text_of(rollout: Rollout, suffix: str) -> str:
     prompt, ending = rollout.prompt, rollout.prompt.ending
     if suffix or ending is None:
         return prompt.text + rollout.text + (suffix if rollout.has_eos else "")
-    has_stop_text = rollout.is_end and not rollout.has_eos  # it may be how the ending begins
+    has_stop_text = rollout.is_end and not rollout.has_eos  # it may be the start of the ending
     answer = ended(rollout.text, ending.text) if has_stop_text else rollout.text + ending.text
     return prompt.text + ending.lead + answer
 
 
 def token_samples_of(group: list[Rollout], pad_to_length: int | None) -> dict[str, Any]:
-    """The same, of the policy's own tokens, ended as the chat template ends an answer."""
+    """As `samples_of`, with the policy's token ids, ended as the chat template ends an answer."""
     return {
         "tokens": [rollout.completed for rollout in group],
         "groups": [rollout.group for rollout in group],
@@ -218,18 +218,18 @@ def token_samples_of(group: list[Rollout], pad_to_length: int | None) -> dict[st
 
 
 def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    """Neighbouring rollouts of the same prompt together."""
+    """Splits rollouts into runs of the same prompt."""
     return [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.group)]
 
 
-def fitting(group: list[Rollout], pad_to_length: int | None) -> list[Rollout]:
-    """The rollouts that can be sent; those longer than `pad_to_length` have failed."""
+def drop_too_long(group: list[Rollout], pad_to_length: int | None) -> list[Rollout]:
+    """Returns the rollouts that can be sent; longer ones than `pad_to_length` get an error."""
     too_long = [r for r in group if pad_to_length is not None and len(r.completed) > pad_to_length]
-    fail(too_long, InvalidRequest(f"longer than pad_to_length, {pad_to_length}"))
+    set_error(too_long, InvalidRequest(f"longer than pad_to_length, {pad_to_length}"))
     return [rollout for rollout in group if rollout not in too_long]
 
 
-def fail(group: list[Rollout], error: GuerdonError) -> None:
-    """Notes that none of these got an answer but this error."""
+def set_error(group: list[Rollout], error: GuerdonError) -> None:
+    """Gives all of these this error, and no reward."""
     for rollout in group:
         rollout.reward, rollout.error = None, str(error)

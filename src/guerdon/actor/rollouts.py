@@ -1,4 +1,4 @@
-"""The nouns of an actor: a prompt, a response to it, and the rollout that a step learns from."""
+"""The data of an actor: a prompt, a response to it, and the rollout that a step learns from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from guerdon.core import Message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ending:
-    """What a chat template writes around an answer: `text` behind it, also as `tokens` int64, and `lead` before it.
+    """What a chat template writes around an answer: `text` after it, also as `tokens` int64, and `lead` before it.
 
     `lead` comes between the rendered prompt and the answer, and is almost always empty. `differs` says why the same
-    answer sent as messages may still be scored otherwise; empty if it cannot.
+    answer sent as messages may still be scored differently; empty if it cannot.
     """
 
     text: str
@@ -26,10 +26,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One prompt: its `id` is its row in the data, `tokens` int64 `[P]`, `text` what they say.
+    """One prompt: its `id` is its row in the data, `tokens` int64 `[P]`, `text` the same as text.
 
-    `messages` is the conversation that the text was made from, and `ending` how its chat template ends the answer;
-    both are None if the prompt was text from the start.
+    `messages` is the conversation that was rendered, and `ending` how its chat template ends the answer; both are None
+    if the data has plain text.
     """
 
     id: int
@@ -41,14 +41,13 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One response: `tokens` int64 `[L]` are the prompt and the response, its EOS or stop text included.
+    """One response: `tokens` int64 `[L]` are the prompt and the response, including its EOS or stop text.
 
-    `group` numbers the prompts of one step and `index` the responses to one prompt, so that the two and the step
-    name the rollout for good. `is_end` is False where it was cut at the longest response. `logprobs`, float32
-    `[L - P]`, are the generating engine's own, of each response token under the distribution that the policy has at
-    the sampling temperature, before top_k, top_p and the penalty. `text` is the response without its special tokens,
-    and `has_eos` says whether an EOS was its last. `reward` is None until it is there, and where it failed; then
-    `error` says why. `values`, float32 `[L]`, are a critic's, one a token.
+    `group` numbers the prompts of one step and `index` the responses to one prompt, so that step, group and index
+    identify the rollout. `is_end` is False if it was truncated at the longest response. `logprobs`, float32 `[L - P]`,
+    are the generating engine's, at the sampling temperature before top_k, top_p and the repetition penalty. `text` is
+    the response without special tokens, and `has_eos` says whether it ended by an EOS. `reward` is None until it
+    arrives, and if it failed; then `error` says why. `values`, float32 `[L]`, are a critic's, one per token.
     """
 
     prompt: Prompt
@@ -65,26 +64,26 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt, P."""
+        """P, the tokens of the prompt."""
         return len(self.prompt.tokens)
 
     @property
     def response_length(self) -> int:
-        """Tokens of the response, L - P."""
+        """L - P, the tokens of the response."""
         return len(self.tokens) - len(self.prompt.tokens)
 
     @property
     def completed(self) -> np.ndarray:
         """`tokens` as a reward model should read them, int64: ended as the prompt's chat template ends an answer.
 
-        The ending takes the place of the EOS. A response that was cut gets it as well, as it would by messages.
+        The ending replaces the EOS. A truncated response gets it as well, as it would if sent as messages.
         """
         ending = self.prompt.ending
         if ending is None:
             return self.tokens
         if self.has_eos:
             return np.concatenate([self.tokens[:-1], ending.tokens])
-        stopped = self.response_length if self.is_end else 0  # a stop text may be how the ending begins
+        stopped = self.response_length if self.is_end else 0  # a stop text may be the start of the ending
         known = min(stopped, len(ending.tokens))
         while known and not np.array_equal(self.tokens[-known:], ending.tokens[:known]):
             known -= 1
@@ -92,7 +91,7 @@ class Rollout:
 
 
 def response_text(tokenizer: Any, tokens: list[int], has_eos: bool) -> str:
-    """Returns what a response says, without its EOS and other special tokens; empty without a tokenizer."""
+    """Returns a response as text, without its EOS and other special tokens; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     said = tokens[:-1] if has_eos else tokens

@@ -1,8 +1,10 @@
-"""Every name that a run logs, in one table, and the metrics that come from the rollouts alone."""
+"""The names and meanings of a run's metrics, and those computed from rollouts alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -66,7 +68,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
-    """Rewards, lengths and failures of these rollouts, by their names behind `prefix`; none at all of no rollouts."""
+    """Returns rewards, lengths and failures of the rollouts, with `prefix` before each name; empty without rollouts."""
     if not rollouts:
         return {}
     lengths = np.array([rollout.response_length for rollout in rollouts])
@@ -87,3 +89,11 @@ def rollout_metrics(rollouts: Sequence[Rollout], prefix: str = "") -> dict[str, 
             "reward_max": float(rewards.max()),
         }
     return {prefix + name: value for name, value in metrics.items() if prefix + name in METRICS}
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the block's seconds to the metrics."""
+    started = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - started

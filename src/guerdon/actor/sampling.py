@@ -1,11 +1,10 @@
-"""From logits to tokens, by each rollout's own random numbers; and the texts that end a response.
+"""Samples tokens from logits by each rollout's own random numbers, and finds stop texts.
 
 Legend: B rollouts, V logits of a token.
 
-What a distribution is cut to is defined as in transformers' logits processors, in their order: repetition penalty, no
-EOS before `min_new_tokens`, temperature, top_k, top_p. A token is drawn by inverting the cumulative distribution at
-one uniform number: that takes one number a token where Gumbel noise takes V, and ties a rollout's draws to its number
-and its logits alone.
+Distributions are truncated as by transformers' logits processors, in their order: repetition penalty, no EOS before
+`min_new_tokens`, temperature, top_k, top_p. A token is sampled by inverting the cumulative distribution at one uniform
+number: Gumbel noise would take V numbers per token, and this ties a rollout's samples to its own numbers and logits.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import RolloutConfig
 
 BLOCK = 64
-"""Probabilities that are summed before they are searched; about the square root of a vocabulary is fastest."""
+"""Probabilities are summed in blocks before they are searched; the vocabulary's square root is fastest."""
 
 
 def uniforms(seed: Sequence[int], group: int, index: int, count: int) -> np.ndarray:
-    """The numbers in [0, 1) that a rollout draws its tokens by, float64 `[count]`; a function of its name alone."""
+    """Returns the random numbers of a rollout in [0, 1), float64 `[count]`; a function of its seed, group and index."""
     bits = np.random.Philox(np.random.SeedSequence([*seed, group, index]))
     return np.random.Generator(bits).random(count)
 
 
 class Sampler:
-    """Draws the next token of each rollout, or where `greedy` takes the most likely one."""
+    """Samples the next token of each rollout, or with `greedy` takes the most likely one."""
 
     def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], *, greedy: bool = False) -> None:
         self._config, self._greedy = config, greedy
@@ -41,17 +40,18 @@ class Sampler:
 
     @property
     def penalises(self) -> bool:
-        """Whether it must know which tokens were there already."""
+        """Whether it needs to know the tokens so far."""
         return self._config.repetition_penalty != 1.0
 
     def __call__(
         self, logits: Tensor, numbers: Tensor, num_new: Tensor, seen: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 `[B]` for logits `[B,V]`, and their log-probs float32 `[B]` at the temperature, before all cuts.
+        """Returns tokens int64 `[B]` for logits `[B,V]`, and their untruncated log-probs float32 `[B]` at the
+        temperature.
 
-        `numbers` float64 `[B]` are uniform, `num_new` int64 `[B]` counts the tokens drawn before, `seen` bool `[B,V]`
-        tells the tokens of the prompt and the response so far, where the sampler `penalises`. Raises RunFailed where
-        logits are not finite.
+        `numbers` float64 `[B]` are uniform, `num_new` int64 `[B]` counts the response's tokens so far, `seen` bool
+        `[B,V]` marks the tokens of prompt and response so far, if the sampler `penalises`. Raises RunFailed if logits
+        are not finite.
         """
         logits = logits.float()
         config = self._config
@@ -61,18 +61,18 @@ class Sampler:
         totals = weights.sum(-1)
         if not bool(torch.isfinite(totals).all()):
             raise RunFailed("the policy's logits are not finite: it has diverged; lower policy.learning_rate")
-        changed = self._cut(logits, num_new, seen)
+        changed = self._penalise(logits, num_new, seen)
         if self._greedy:
             tokens = changed.argmax(-1)
         elif changed is logits:
-            tokens = draw(weights, numbers)
+            tokens = sample_indices(weights, numbers)
         else:
-            changed = self._narrow(changed / config.temperature)
-            tokens = draw(torch.exp(changed - changed.amax(-1, keepdim=True)), numbers)
+            changed = self._truncate(changed / config.temperature)
+            tokens = sample_indices(torch.exp(changed - changed.amax(-1, keepdim=True)), numbers)
         return tokens, (scaled.gather(1, tokens[:, None]) - top)[:, 0] - totals.log()
 
-    def _cut(self, logits: Tensor, num_new: Tensor, seen: Tensor | None) -> Tensor:
-        """What comes before the temperature; `logits` itself where that and all later changes are none."""
+    def _penalise(self, logits: Tensor, num_new: Tensor, seen: Tensor | None) -> Tensor:
+        """Applies what comes before the temperature; returns `logits` itself if nothing changes them, here or later."""
         config = self._config
         changed = logits
         if self.penalises:
@@ -83,11 +83,11 @@ class Sampler:
         if self._eos_token_ids and bool(early.any()):
             changed = changed.clone()
             changed[:, self._eos_token_ids] = changed[:, self._eos_token_ids].masked_fill(early[:, None], -math.inf)
-        narrows = config.top_k > 0 or config.top_p < 1.0
-        return logits.clone() if narrows and changed is logits else changed
+        truncates = config.top_k > 0 or config.top_p < 1.0
+        return logits.clone() if truncates and changed is logits else changed
 
-    def _narrow(self, scaled: Tensor) -> Tensor:
-        """-inf for what top_k and top_p leave out; the most likely token always stays."""
+    def _truncate(self, scaled: Tensor) -> Tensor:
+        """Sets logits outside top_k and top_p to -inf; the most likely token always stays."""
         config = self._config
         if config.top_k > 0:
             least = scaled.topk(min(config.top_k, scaled.shape[-1]), -1).values[:, -1:]
@@ -100,11 +100,11 @@ class Sampler:
         return scaled
 
 
-def draw(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Of each row the index int64 `[B]` at which the running sum of float32 weights `[B,V]` passes its number.
+def sample_indices(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Returns for each row the index int64 `[B]` at which the running sum of float32 weights `[B,V]` passes its number.
 
-    `numbers` float64 `[B]` in [0, 1) are parts of the row's sum, which must be above 0. An index of weight 0 is never
-    taken. The running sum is taken over sums of blocks, and then within one block, in float64.
+    `numbers` float64 `[B]` in [0, 1) are fractions of the row's sum, which must be above 0. An index of weight 0 is
+    never taken. The running sum is taken over blocks, and then within one block, in float64.
     """
     blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
@@ -114,40 +114,41 @@ def draw(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index of each row where the running sum is above the target, and the target less the sum before it."""
+    """Returns each row's first index whose running sum exceeds the target, and the target minus the sum before it."""
     running = weights.cumsum(-1)
-    # Rounding may have put the target at the end or beyond.
+    # Rounding may have moved the target to the end or beyond.
     target = torch.minimum(target, running[:, -1].nextafter(running.new_zeros(())))[:, None].clamp_min(0)
     index = torch.searchsorted(running, target, right=True)
     return index[:, 0], (target - (running.gather(1, index) - weights.gather(1, index)))[:, 0]
 
 
 class StopTexts:
-    """Tells the token in which one of the texts is complete, from the response's own tokens decoded."""
+    """Finds the token that completes a stop text, by decoding the response's own tokens."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
-        """Raises ConfigError where there is nothing to decode tokens with, or a text is empty."""
+        """Raises ConfigError if there is no tokenizer to decode with, or a text is empty."""
         if texts and tokenizer is None:
-            raise ConfigError("rollouts.stop has texts, and the policy has no tokenizer", "leave rollouts.stop out")
+            raise ConfigError("rollouts.stop has texts, and the policy has no tokenizer", "remove rollouts.stop")
         if "" in texts:
-            raise ConfigError("rollouts.stop has an empty text", "leave it out")
+            raise ConfigError("rollouts.stop has an empty text", "remove it")
         self._texts, self._tokenizer = list(texts), tokenizer
-        # A token is at least a byte, but for the few that say nothing; and a character is at most four tokens.
-        self._tail = max((len(text.encode()) for text in texts), default=0) + 8
+        # Almost every token has at least one byte, and a character has at most four tokens.
+        self._tail_length = max((len(text.encode()) for text in texts), default=0) + 8
         self._last = {text[-1] for text in texts}
         self._may_end: dict[int, bool] = {}
 
     def complete(self, tokens: list[int]) -> bool:
-        """Whether a text ends in the last of the response's tokens, given that none ended before."""
+        """Whether the last token completes a stop text, given that none was completed before."""
         if not self._texts or not self._may_end_in(tokens[-1]):
             return False
-        tail = self._decode(tokens[-self._tail :])
+        tail = self._decode(tokens[-self._tail_length :])
         return any(text in tail for text in self._texts)
 
     def _may_end_in(self, token: int) -> bool:
-        """Whether the last character of a text can be in the token; decoding every tail would take longer than a step.
+        """Whether the token may contain a stop text's last character; decoding every tail would take longer than a
+        step.
 
-        Decoded alone, a token may lose blanks at its ends and be a part of a character.
+        Decoded alone, a token may lose blanks at its ends or be a part of a character.
         """
         known = self._may_end.get(token)
         if known is None:

@@ -1,7 +1,7 @@
-"""Where metrics and samples go: a JSONL file and TensorBoard always, Weights & Biases and MLflow where asked for.
+"""Where metrics and samples go: always a JSONL file and TensorBoard, optionally Weights & Biases and MLflow; a bar.
 
-After a resume, what was logged behind the resumed step is dropped from the two that are always there, so that each step
-stands in them once; the others keep what they were sent, and get the steps that are done again a second time.
+After a resume, the first two drop what was logged behind the resumed step, so that they have each step once. The others
+keep it, and get repeated steps a second time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
+from tqdm import tqdm
 
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_metrics import METRICS
@@ -27,29 +29,31 @@ METRICS_FILE = "metrics.jsonl"
 _SAMPLES = re.compile(r"step-(\d+)\.(?:txt|md)")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+_BAR_METRICS = {"reward": "reward", "kl": "KL", "entropy": "entropy", "response_length": "length"}
+
 log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """One place for metrics and samples."""
+    """A destination for metrics and samples."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Notes the metrics of a step; those of a name that is not there are unknown."""
+        """Logs the metrics of a step."""
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Notes these responses with their prompts and rewards."""
+        """Logs these responses with their prompts and rewards."""
 
     def close(self) -> None:
-        """Ends it, with everything on its way there."""
+        """Flushes and closes."""
 
 
 class Trackers:
-    """All trackers of a run; a fault of those beside the files is told on the log, and the run goes on."""
+    """All trackers of a run; errors of one are logged, and the run continues."""
 
     def __init__(
         self, output_dir: Path, names: Sequence[str], project: str, run_id: str, settings: dict[str, Any], step: int
     ) -> None:
-        """Opens them to go on behind `step`; raises ConfigError where one cannot begin."""
+        """Opens them to continue after `step`; raises ConfigError if one cannot start."""
         self._files: list[Tracker] = [MetricsFile(output_dir, step), TensorBoard(output_dir, step)]
         self._others: list[Tracker] = []
         if "wandb" in names:
@@ -73,14 +77,14 @@ class Trackers:
         for tracker in self._files:
             try:
                 do(tracker)
-            except OSError as e:  # what a disk did not take is tried again with what follows, as long as that is little
-                log.error("%s: %s; the run goes on, make room on the disk", type(tracker).__name__, e)
+            except OSError as e:  # a full disk: small data stays in the buffer for the next write
+                log.error("%s: %s; the run continues; free disk space", type(tracker).__name__, e)
         for tracker in self._others:
             try:
                 do(tracker)
-            # Libraries that speak to servers of others raise whatever they like, and days of training matter more.
+            # Client libraries raise anything, and days of training matter more.
             except Exception as e:
-                log.warning("%s did not take it, the run goes on: %s", type(tracker).__name__, e)
+                log.warning("%s failed, the run continues: %s", type(tracker).__name__, e)
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -92,11 +96,11 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def sample_text(step: int, rollouts: Sequence[Rollout]) -> str:
-    """Prompts, responses and rewards as plain text; what they say stands indented, and no escape of a terminal's."""
+    """Returns prompts, responses and rewards as indented plain text, with terminal escapes made visible."""
     blocks = [f"Samples after step {step}"]
     for number, rollout in enumerate(rollouts, 1):
         reward = f"no reward: {rollout.error}" if rollout.reward is None else f"reward {rollout.reward:.3f}"
-        ended = "response:" if rollout.is_end else "response, cut at the longest:"
+        ended = "response:" if rollout.is_end else "response, truncated:"
         blocks.append(f"{number}. {reward}\n\n  prompt:\n{_indented(rollout.prompt.text)}")
         blocks.append(f"  {ended}\n{_indented(rollout.text)}")
     return "\n\n".join(blocks) + "\n"
@@ -108,26 +112,26 @@ def _indented(text: str) -> str:
 
 
 def sample_table(step: int, rollouts: Sequence[Rollout]) -> str:
-    """Prompts, responses and rewards as a table in Markdown, with nothing in a text that could be read as markup."""
+    """Returns prompts, responses and rewards as a Markdown table, with all markup in texts escaped."""
     lines = [f"# Samples after step {step}", "", "| reward | prompt | response |", "| ---: | --- | --- |"]
     for rollout in rollouts:
         reward = f"failed: {_cell(rollout.error or '')}" if rollout.reward is None else f"{rollout.reward:.3f}"
-        cut = "" if rollout.is_end else " *(cut)*"
+        cut = "" if rollout.is_end else " *(truncated)*"
         lines.append(f"| {reward} | {_cell(rollout.prompt.text)} | {_cell(rollout.text)}{cut} |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
-    """Text for one cell: HTML and Markdown stand as they are, and lines are broken by tags."""
+    """Escapes HTML and Markdown, and turns line breaks into tags."""
     escaped = re.sub(r"[\\`*_\[\]|~$#]", lambda mark: f"&#{ord(mark[0])};", html.escape(text, quote=False))
     return "<br>".join(escaped.splitlines())
 
 
-# ------------------------------------------------------------------------------------------- always there
+# ------------------------------------------------------------------------------------------- always on
 
 
 class MetricsFile:
-    """`metrics.jsonl`, a line a step, and `samples/step-000010.txt`."""
+    """`metrics.jsonl`, one line per step, and `samples/step-000010.txt`."""
 
     def __init__(self, output_dir: Path, step: int) -> None:
         self._path = output_dir / METRICS_FILE
@@ -142,24 +146,24 @@ class MetricsFile:
                 path.unlink()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds a line, which is in the file when this returns."""
+        """Adds a line, and flushes."""
         self._file.write(_line({"step": step, "time": round(time.time(), 3), **metrics}))
         self._file.flush()
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Writes a file of its own."""
+        """Writes a file per step."""
         self._samples.mkdir(exist_ok=True)
         text = sample_text(step, rollouts)
         (self._samples / f"step-{step:06d}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
-        """Syncs and closes the file."""
+        """Fsyncs and closes the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line that a crash has cut is left out."""
+    """Returns the rows of a metrics file, without a last line that a crash has truncated."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -181,25 +185,24 @@ class TensorBoard:
         self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One scalar each, in its section."""
+        """Logs one scalar per metric, in its section."""
         for name, value in metrics.items():
             section = METRICS[name][0]
             self._writer.add_scalar(f"{section}/{name}", value, step)
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A table in Markdown, which it renders."""
+        """Logs a Markdown table, which TensorBoard renders."""
         self._writer.add_text("samples", sample_table(step, rollouts), step)
 
     def close(self) -> None:
-        """Writes what is on its way."""
         self._writer.close()
 
 
-# ------------------------------------------------------------------------------------------- where asked for
+# ------------------------------------------------------------------------------------------- optional
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, which a resume goes on with."""
+    """A run of Weights & Biases, which a resume continues."""
 
     def __init__(self, output_dir: Path, project: str, run_id: str, settings: dict[str, Any]) -> None:
         wandb = _wandb()
@@ -207,27 +210,27 @@ class WeightsAndBiases:
             self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(output_dir), config=settings)
         except wandb.Error as e:
             raise ConfigError(
-                f"Weights & Biases cannot begin: {e}", "run `wandb login`, or set WANDB_MODE=offline"
+                f"Weights & Biases cannot start: {e}", "run `wandb login`, or set WANDB_MODE=offline"
             ) from e
-        # Its own count of steps never goes back, as ours does after a crash.
+        # Its own step count never goes back, but ours does after a crash.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One row."""
+        """Logs one row."""
         self._run.log({"step": step, **metrics})
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A piece of HTML, which shows the text as it is."""
+        """Logs HTML that shows the plain text."""
         shown = html.escape(sample_text(step, rollouts))
         self._run.log({"step": step, "samples": _wandb().Html(f"<pre>{shown}</pre>")})
 
     def close(self) -> None:
-        """Waits until everything is there."""
+        """Waits until everything is uploaded."""
         self._run.finish()
 
 
 class MLflow:
-    """A run of MLflow, which a resume finds again by its tag; where it is kept MLFLOW_TRACKING_URI says."""
+    """A run of MLflow, which a resume finds by its tag; MLFLOW_TRACKING_URI says where."""
 
     def __init__(self, project: str, run_id: str, settings: dict[str, Any]) -> None:
         self._mlflow = _mlflow()
@@ -241,19 +244,42 @@ class MLflow:
                 self._mlflow.log_dict(settings, "settings.json")
         except self._mlflow.exceptions.MlflowException as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise ConfigError(f"MLflow cannot begin: {reason}", "set MLFLOW_TRACKING_URI to its server") from e
+            raise ConfigError(f"MLflow cannot start: {reason}", "set MLFLOW_TRACKING_URI to its server") from e
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One metric each; its servers refuse those that are not finite."""
+        """Logs finite metrics; MLflow's servers refuse others."""
         self._mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A file."""
+        """Logs a file."""
         self._mlflow.log_text(sample_text(step, rollouts), f"samples/step-{step:06d}.txt")
 
     def close(self) -> None:
-        """Ends the run there."""
         self._mlflow.end_run()
+
+
+class ProgressBar:
+    """A bar over the steps with reward, KL, entropy and length; disabled unless wanted."""
+
+    def __init__(self, step: int, steps: int, is_wanted: bool) -> None:
+        self._bar = tqdm(
+            total=steps,
+            initial=step,
+            desc="step",
+            unit="step",
+            disable=not is_wanted,
+            file=sys.stderr,
+            dynamic_ncols=True,
+        )
+
+    def update(self, metrics: dict[str, float]) -> None:
+        """Advances one step and shows its metrics."""
+        shown = {label: f"{metrics[name]:.3g}" for name, label in _BAR_METRICS.items() if name in metrics}
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 def _wandb() -> Any:

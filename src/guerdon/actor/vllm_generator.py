@@ -1,4 +1,4 @@
-"""Rollouts by vLLM, an optional extra, on the GPU that trains; after each update it is given the policy's weights."""
+"""Rollouts by vLLM, an optional extra, on the GPU that trains; its weights are a copy, updated after each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, room_of
+from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, max_response_length
 from guerdon.actor.rollouts import Prompt, Rollout, response_text
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.placement import dtype_name
@@ -20,29 +20,28 @@ from guerdon.errors import ConfigError, install_command
 from guerdon.settings.actors import RolloutConfig
 
 GPU_MEMORY = 0.3
-"""The part of the GPU's memory that vLLM takes for its weights and caches; the rest is the trainer's."""
-
+"""The fraction of the GPU's memory for vLLM's weights and caches; the rest is the trainer's."""
 
 LAYER = re.compile(r".*?\.\d+\.")
-"""What the names of a layer's weights begin with."""
+"""Matches the prefix of the names of a layer's weights."""
 
 
 class VllmGenerator:
-    """Generates with an engine of its own in this process, whose weights are a copy of the policy's.
+    """Generates with vLLM's engine in this process, whose weights are a copy of the policy's.
 
-    With `min_new_tokens` stop texts end no response before so many tokens either; that is how vLLM has it.
+    With `min_new_tokens` stop texts end no response before so many tokens either, because vLLM defines it so.
     """
 
     def __init__(self, policy: LoadedPolicy, config: RolloutConfig) -> None:
-        """Raises ConfigError where vLLM is not installed, or cannot tell the log-probs that are asked for."""
+        """Raises ConfigError if vLLM is not installed, or cannot report the required log-probs."""
         cuts = config.top_k > 0 or config.top_p < 1.0 or config.repetition_penalty != 1.0
         if config.temperature != 1.0 and cuts:
             raise ConfigError(
-                "rollouts.engine is vllm, which at a temperature other than 1 tells log-probs only as they are after "
+                "rollouts.engine is vllm, which at a temperature other than 1 reports log-probs only after "
                 "top_k, top_p and repetition_penalty",
-                "set rollouts.temperature to 1, or leave these out, or set rollouts.engine to transformers",
+                "set rollouts.temperature to 1, or remove these, or set rollouts.engine to transformers",
             )
-        # The engine in this process, so that its model can be given weights without a copy through another.
+        # Runs the engine in this process, so that weights are loaded without a copy through another.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             from vllm import LLM
@@ -71,13 +70,13 @@ class VllmGenerator:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Iterator[list[Rollout]]:
-        """As `Generator`; what shares a rollout's batch may change the last bits of its logits.
+        """As `Generator`; the last bits of a rollout's logits may depend on its batch.
 
-        Raises ConfigError for a prompt that leaves no room.
+        Raises ConfigError if a prompt leaves no room.
         """
         from vllm import TokensPrompt
 
-        rooms = [room_of(prompt, config, self._policy.max_length) for prompt in prompts]
+        rooms = [max_response_length(prompt, config, self._policy.max_length) for prompt in prompts]
         names = {f"{group}-{index}": (group, index) for group in range(len(prompts)) for index in range(num)}
         groups: dict[int, list[Rollout]] = {}
         try:
@@ -98,7 +97,7 @@ class VllmGenerator:
             self._engine.abort_request(list(names))
 
     def sync(self) -> None:
-        """Copies the policy's weights, adapters merged into them, and forgets what was computed with the old ones."""
+        """Copies the policy's weights, with adapters merged, and drops the prefix cache."""
         model = self._engine.model_executor.driver_worker.model_runner.model
         model.load_weights(merged_weights(self._policy.model))
         self._engine.reset_prefix_cache()
@@ -137,22 +136,22 @@ class VllmGenerator:
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights by the names of its checkpoint, those of adapted layers with their adapters' share.
+    """Yields the model's weights by their names in its checkpoint, with adapters merged.
 
-    transformers keeps some otherwise than checkpoints do, such as all experts of a layer in one tensor. These are
-    turned back a layer at a time, so that no more than one is there twice.
+    transformers keeps some in another form than checkpoints do, such as all experts of a layer in one tensor. They are
+    converted back a layer at a time, so that no more than one layer is in memory twice.
     """
-    for _, layer in itertools.groupby(_merged(model), lambda named: _layer(named[0])):
+    for _, layer in itertools.groupby(_merge_adapters(model), lambda named: _layer_of(named[0])):
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
-def _layer(name: str) -> str:
+def _layer_of(name: str) -> str:
     found = LAYER.match(name)
     return found.group() if found else ""
 
 
-def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The same by the names that the model has in memory."""
+def _merge_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the same by their names in memory."""
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
         owner, _, rest = name.partition(".base_layer.")

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 _OWN_MODULES = frozenset(
     {
-        "guerdon.actor.learning",
+        "guerdon.actor.update",
         "guerdon.actor.rollouts",
         "guerdon.settings.actors",
-        "guerdon.actor.worker",
+        "guerdon.actor.policy_group",
         "guerdon.training.algorithms.losses",
-        "guerdon.training.algorithms.policy_losses",
         "guerdon.core",
         "guerdon.critic_core",
         "guerdon.distributed.ranks",

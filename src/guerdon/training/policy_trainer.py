@@ -26,7 +26,7 @@ from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import ServerFault
 from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
-from guerdon.training.algorithms.policy_losses import PolicyLossStats
+from guerdon.training.algorithms.losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_checkpoint import TrainerCheckpoint
 
@@ -92,7 +92,7 @@ class PolicyTrainer:
         self._config = config
         self._ranks = ranks
         self._broken = ""
-        self.policy = loaded
+        self.loaded = loaded
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.keeps_reference = keeps_reference
@@ -131,7 +131,7 @@ class PolicyTrainer:
     @property
     def weights_version(self) -> str:
         """`<as loaded>+<optimiser steps since>`."""
-        version = self.policy.info.weights_version
+        version = self.loaded.info.weights_version
         return f"{version}+{self.step_count}" if self.step_count else version
 
     def watch(self, tick: Callable[..., None]) -> bool:
@@ -144,8 +144,8 @@ class PolicyTrainer:
         """Returns the parameters whose gradients must be summed over the ranks of tensor parallelism, by the model's
         names.
         """
-        prefix = next(name for name, child in self.model.named_children() if child is self.policy.trunk)
-        return frozenset(f"{prefix}.{name}" for name in self.policy.summed_over_tensor_ranks)
+        prefix = next(name for name, child in self.model.named_children() if child is self.loaded.trunk)
+        return frozenset(f"{prefix}.{name}" for name in self.loaded.summed_over_tensor_ranks)
 
     # ---------------------------------------------------------------------------------------- log-probs
 
@@ -228,7 +228,7 @@ class PolicyTrainer:
         if not has_room and not self._ranks.is_sharded:
             log.warning("the reference is on the CPU, which is slow: %s has no memory for it", device)
             device = torch.device("cpu")
-        config = dataclasses.replace(self.policy.config, require_packed=False)
+        config = dataclasses.replace(self.loaded.config, require_packed=False)
         config.dtype = dtype_name(self.model.dtype)  # type: ignore[assignment]
         loaded = load_policy(config, device, ranks=self._ranks)
         loaded.model.requires_grad_(False)
@@ -363,7 +363,7 @@ class PolicyTrainer:
     def _checkpoint(self) -> TrainerCheckpoint:
         must_match = {
             "format": FORMAT,
-            "base": self.policy.info.weights_version,
+            "base": self.loaded.info.weights_version,
             "dtype": dtype_name(self.model.dtype),
             **trainer_checkpoint.learning_settings(self._config),
         }
@@ -376,7 +376,7 @@ class PolicyTrainer:
             mismatches,
             "run.output_dir",
             self._ranks,
-            earlier={"base": self.policy.info.sampled_version},
+            earlier={"base": self.loaded.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from guerdon.training.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages
 from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
-from guerdon.training.algorithms.policy_losses import (
+from guerdon.training.algorithms.losses import (
     AGGREGATIONS,
     Aggregation,
     GlobalCounts,
@@ -350,7 +350,10 @@ def test_shapes_dtypes_and_settings_that_do_not_fit_are_refused() -> None:
         (lambda: reinforce_loss(x, x, x.bool(), a), "mask must be float32, not bool"),
         (lambda: reinforce_loss(x, x, x, a, weights=row), r"weights is \[2\]"),
         (lambda: reinforce_loss(x, x, x, a, entropies=row, entropy_coefficient=0.1), r"entropies is \[2\]"),
-        (lambda: reinforce_loss(x, x, x, a, entropy_coefficient=0.1), "entropies are needed where entropy_coefficient"),
+        (
+            lambda: reinforce_loss(x, x, x, a, entropy_coefficient=0.1),
+            "entropies are needed because entropy_coefficient",
+        ),
         (lambda: reinforce_loss(x, x, x, a, entropy_coefficient=NAN), "entropy_coefficient must be finite"),
         (lambda: ppo_loss(x, row, x, x, a), r"old_logprobs is \[2\]"),
         (lambda: ppo_loss(x, x, row, x, a), r"advantages is \[2\]"),

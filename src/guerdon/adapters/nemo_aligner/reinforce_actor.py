@@ -21,7 +21,7 @@ from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
 from guerdon.settings.config import check_settings
-from guerdon.training.algorithms.policy_losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 

@@ -1,7 +1,7 @@
-"""Advantages: how much better than expected each action was, from rewards, by baselines or by GAE.
+"""Advantages: how much better than expected each action was, by reward baselines or by GAE.
 
-They are made once for a whole rollout, before it is split over ranks: a group split in two has two baselines, both
-wrong. Nothing here carries a gradient. Sums are taken in float64; results are float32.
+They are computed once for a whole rollout, before it is split over ranks: half a group would have the wrong baseline.
+Nothing here carries a gradient. Sums are taken in float64; results are float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from guerdon.training.algorithms.masking import Sums, check_known, check_samples, check_tokens, fill_left_out
+from guerdon.training.algorithms.masking import Moments, Sums, check_known, check_samples, check_tokens, fill_left_out
 
 ADVANTAGE_ESTIMATORS = ("none", "mean", "rloo", "grpo", "dr_grpo", "reinforce++")
 """The names that `estimate_advantages` knows. GAE, which needs a critic, is a function of its own."""
@@ -23,52 +23,23 @@ VARIANCE_EPSILON = 1e-8  # beside the variance in whitening
 
 @dataclass(frozen=True, slots=True)
 class RunningMean(Sums):
-    """The rewards seen so far, as sums; the baseline of the estimator "mean"."""
+    """The rewards so far, as sums; the baseline of the estimator "mean"."""
 
     sum_rewards: float = 0.0
     num_rewards: float = 0.0
 
     @property
     def mean(self) -> float:
-        """The mean reward; 0 before any."""
+        """The mean reward; 0 without any."""
         return self.sum_rewards / self.num_rewards if self.num_rewards > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Moments(Sums):
-    """First and second moments over masked tokens, as sums weighted by the mask: ranks and micro-batches add up."""
-
-    sum_mask: float = 0.0
-    sum_values: float = 0.0
-    sum_squares: float = 0.0
-
-    @classmethod
-    def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """The moments of float32 `[T]` or `[B, T]`; ValueError where shapes or dtypes differ."""
-        check_tokens({"values": values, "mask": mask})
-        weights, values = (tensor.detach().double() for tensor in fill_left_out(mask, values))
-        sums = torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
-        return cls(*sums.tolist())
-
-    @property
-    def mean(self) -> float:
-        """The masked mean; 0 without any token."""
-        return self.sum_values / self.sum_mask if self.sum_mask > 0 else 0.0
-
-    @property
-    def variance(self) -> float:
-        """The masked variance, divided by the number of tokens itself; 0 without any."""
-        if self.sum_mask <= 0:
-            return 0.0
-        return max(self.sum_squares / self.sum_mask - self.mean**2, 0.0)
 
 
 @torch.no_grad()
 def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
     """Shifts and scales to mean 0 and variance 1: `(A - mean) / sqrt(variance + 1e-8)`, as PPO in OpenAI's `baselines`.
 
-    `values`, `mask` and the result are float32, `[T]` or `[B, T]` alike; the result is 0 where the mask is. `moments`
-    are those of the whole rollout, over all ranks. Raises ValueError where shapes or dtypes differ.
+    `values`, `mask` and the result are float32, all `[T]` or all `[B, T]`; the result is 0 where the mask is. `moments`
+    are those of the whole rollout, over all ranks. Raises ValueError if shapes or dtypes differ.
     """
     check_tokens({"values": values, "mask": mask})
     _, values = fill_left_out(mask, values)
@@ -78,13 +49,14 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
 
 @torch.no_grad()
 def rloo(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
-    """Rewards less the mean of the group's others (REINFORCE leave-one-out; Kool et al., 2019; Ahmadian et al., 2024).
+    """REINFORCE leave-one-out: each reward minus the mean of the others in its group (Kool et al., 2019; Ahmadian et
+    al., 2024).
 
         b_i = (sum_j m_j R_j - m_i R_i) / (M - m_i)      A_i = m_i * (R_i - b_i)
 
-    m is `is_counted`, M its sum over the group; A is 0 where M - m_i is. `rewards` is float32 `[B]`, not read where it
-    is not counted; `groups` int64 `[B]`, the id of each sample's prompt, in any order; `is_counted` bool `[B]`. The
-    result is float32 `[B]`. Raises ValueError for other shapes or dtypes and for a counted reward that is not finite.
+    m is `is_counted`, M its sum over the group; A is 0 if M - m_i is. `rewards` is float32 `[B]`, not read if not
+    counted; `groups` int64 `[B]`, the id of each sample's prompt, in any order; `is_counted` bool `[B]`. The result is
+    float32 `[B]`. Raises ValueError for other shapes or dtypes and for a counted reward that is not finite.
     """
     rewards = _counted_rewards(rewards, groups, is_counted)
     counts = is_counted.double()
@@ -95,7 +67,7 @@ def rloo(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def group_mean(rewards: Tensor, groups: Tensor, is_counted: Tensor, scale_by_std: bool) -> Tensor:
-    """Rewards less the mean of their group, itself included; with `scale_by_std` divided by its spread.
+    """Each reward minus the mean of its group, itself included; with `scale_by_std` divided by the group's std.
 
         A_i = m_i * (R_i - mean)            Dr.GRPO (Liu et al., 2025)
         A_i = m_i * (R_i - mean) / (std + 1e-4)      GRPO (Shao et al., 2024; the epsilon and M - 1 in std are TRL's)
@@ -123,7 +95,8 @@ def estimate_advantages(
     is_end: Tensor | None = None,
     running: RunningMean = RunningMean(),
 ) -> tuple[Tensor, RunningMean]:
-    """The advantage of every token, from one reward a sequence, by the estimator's name; and the next running mean.
+    """Returns the advantage of every token from one reward per sequence, by the estimator's name, and the next running
+    mean.
 
         none         A_i = R_i                                     Williams, 1992
         mean         A_i = R_i - mean of earlier calls' rewards    Sutton, 1984: reinforcement comparison
@@ -132,11 +105,11 @@ def estimate_advantages(
         dr_grpo      see `group_mean`, without
         reinforce++  A_i = R_i, whitened over all tokens           Hu, 2025
 
-    `rewards` is float32 `[B]`, with any KL already taken off; `groups` int64 `[B]`, the ids of the prompts; `mask`
-    float32 `[B, T]`. Where `is_end` (bool `[B]`) is given, samples for which it is False do not count: they are in no
-    baseline and have advantage 0. `running` is what the last call returned; only "mean" reads and moves it. The result
-    is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and a
-    counted reward that is not finite.
+    `rewards` is float32 `[B]`, with any KL penalty already subtracted; `groups` int64 `[B]`, the ids of the prompts;
+    `mask` float32 `[B, T]`. If `is_end` (bool `[B]`) is given, samples for which it is False do not count: they are in
+    no baseline and have advantage 0. `running` is what the last call returned; only "mean" reads and updates it. The
+    result is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and
+    a counted reward that is not finite.
     """
     check_known("advantage estimator", estimator, ADVANTAGE_ESTIMATORS)
     check_tokens({"mask": mask}, rows_only=True)
@@ -148,7 +121,7 @@ def estimate_advantages(
     elif estimator in ("grpo", "dr_grpo"):
         advantages = group_mean(rewards, groups, is_counted, scale_by_std=estimator == "grpo")
     elif estimator == "mean":
-        # The rewards of earlier calls only: a baseline that knows a sample's own reward is biased.
+        # Earlier calls' rewards only: a baseline that contains a sample's own reward is biased.
         advantages = torch.where(is_counted, counted - running.mean, 0.0).float()
         running = running + RunningMean(counted.sum().item(), float(is_counted.sum()))
     else:
@@ -162,14 +135,14 @@ def estimate_advantages(
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates, and the returns that the critic is to learn (Schulman et al., 2016).
+    """Generalised advantage estimates, and the returns that the critic learns (Schulman et al., 2016).
 
         delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      returns = A + V
 
     V and A are 0 behind the last token. `rewards` (of `token_rewards`), `values`, `mask` and both results are float32
-    `[B, T]`; what is masked is passed over as if its tokens were not there, as in verl, so that a tool's output between
-    two turns neither cuts nor discounts. Results are 0 where the mask is. Raises ValueError for other shapes or dtypes
-    and for `gamma` or `lam` outside [0, 1].
+    `[B, T]`. Masked tokens are skipped as if absent, as in verl, so that a tool's output between two turns neither cuts
+    nor discounts. Results are 0 where the mask is. Raises ValueError for other shapes or dtypes and for `gamma` or
+    `lam` outside [0, 1].
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
@@ -188,7 +161,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
 
 def _counted_rewards(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
-    """The rewards in float64, 0 where they do not count; checked."""
+    """Returns the checked rewards in float64, 0 for samples that do not count."""
     samples = {
         "rewards": (rewards, torch.float32),
         "groups": (groups, torch.int64),
@@ -203,6 +176,6 @@ def _counted_rewards(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Ten
 
 
 def _group_sums(values: Tensor, groups: Tensor) -> Tensor:
-    """For each sample the sum over its group."""
+    """Returns the sum over its group for each sample."""
     _, places = groups.unique(return_inverse=True)
     return values.new_zeros(len(values)).index_add_(0, places, values)[places]

@@ -1,22 +1,20 @@
-"""What a step of REINFORCE and one of PPO have in common: measuring the responses, and updating the policy on them."""
+"""The policy's update on one step's experience: global batches, and the loss of each."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from guerdon.actor.experience import Experience, advantage_metrics, global_batches, prompt_lengths
-from guerdon.actor.policy import Policy
-from guerdon.actor.rollouts import Rollout
+from guerdon.actor.experience import Experience
+from guerdon.actor.policy_group import PolicyGroup
+from guerdon.actor.run_metrics import timed
 from guerdon.settings.actors import AlgorithmConfig, RolloutConfig
 from guerdon.training.algorithms.kl import kl_per_token
-from guerdon.training.algorithms.policy_losses import (
+from guerdon.training.algorithms.losses import (
     Aggregation,
     GlobalCounts,
     PolicyLossStats,
@@ -24,39 +22,14 @@ from guerdon.training.algorithms.policy_losses import (
     reinforce_loss,
     truncated_importance_weights,
 )
-from guerdon.training.policy_trainer import StepReport
+from guerdon.training.algorithms.masking import Moments
+from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 
 VLLM_IMPORTANCE_CAP = 2.0  # that of Yao et al., 2025
 
 
-@contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Puts the seconds that the block takes into the metrics."""
-    started = time.perf_counter()
-    yield
-    metrics[name] = time.perf_counter() - started
-
-
-def measure(
-    policy: Policy, rollouts: list[Rollout], temperature: float, kl_estimator: str, metrics: dict[str, float]
-) -> Experience:
-    """What the policy and its reference make of the responses, before the step's first update.
-
-    The trainer's own log-probs, not the engine's: only those are the ones that its updates change.
-    """
-    rows, lengths = [rollout.tokens for rollout in rollouts], prompt_lengths(rollouts)
-    with timed(metrics, "seconds_logprobs"):
-        own = policy.logprobs(rows, lengths, temperature, with_entropies=True)
-    with timed(metrics, "seconds_reference"):
-        ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
-    assert own.entropies is not None
-    experience = Experience.of(rollouts, own.logprobs, ref_logprobs, own.entropies, kl_estimator)
-    metrics.update(experience.metrics())
-    return experience
-
-
 def update(
-    policy: Policy,
+    policy: PolicyGroup | PolicyTrainer,
     experience: Experience,
     advantages: Tensor,
     config: AlgorithmConfig,
@@ -65,9 +38,9 @@ def update(
     *,
     kl_in_loss: bool = False,
 ) -> None:
-    """All optimiser steps on one rollout: over its global batches, as many times as there are epochs.
+    """Makes all optimiser steps on one step's experience: one per global batch and epoch.
 
-    `advantages` are float32 `[B, R]`. With `kl_in_loss` the loss has the KL's cost.
+    `advantages` are float32 `[B, R]`. With `kl_in_loss` the loss contains the KL penalty.
     """
     batches = global_batches(len(experience.rollouts), config)
     is_on_policy = config.epochs * len(batches) == 1
@@ -123,9 +96,9 @@ class PolicyLoss:
         is_on_policy: bool,
         kl_in_loss: bool,
     ) -> PolicyLoss:
-        """Of the rows `batch`, int64, of tables that are like those of `experience`.
+        """Builds the loss of the rows `batch`, int64, of tables like those of `experience`.
 
-        `is_on_policy` is True where this is the only update on the experience.
+        `is_on_policy` is True if this is the only update on the experience.
         """
         at, has_kl = torch.from_numpy(batch), kl_in_loss and config.kl_coefficient > 0
         return cls(
@@ -141,14 +114,14 @@ class PolicyLoss:
     def __call__(
         self, logprobs: Tensor, entropies: Tensor | None, members: np.ndarray
     ) -> tuple[Tensor, PolicyLossStats]:
-        """The micro-batch's share of the loss, and its sums; `members` are its rows' numbers in the global batch."""
+        """Returns the micro-batch's share of the loss, and its sums; `members` are its rows in the global batch."""
         at, width = torch.from_numpy(members), logprobs.shape[1]
 
-        def part(of: Tensor) -> Tensor:
-            return of[at, :width].to(logprobs.device)
+        def rows_of(table: Tensor) -> Tensor:
+            return table[at, :width].to(logprobs.device)
 
-        config, mask, advantages = self.config, part(self.mask), part(self.advantages)
-        weights = None if self.weights is None else part(self.weights)
+        config, mask, advantages = self.config, rows_of(self.mask), rows_of(self.advantages)
+        weights = None if self.weights is None else rows_of(self.weights)
         entropy_coefficient = config.entropy_coefficient
         if self.old_logprobs is None:
             loss, stats = reinforce_loss(
@@ -163,7 +136,7 @@ class PolicyLoss:
         else:
             loss, stats = ppo_loss(
                 logprobs,
-                part(self.old_logprobs),
+                rows_of(self.old_logprobs),
                 advantages,
                 mask,
                 self.aggregation,
@@ -174,7 +147,7 @@ class PolicyLoss:
                 entropy_coefficient=entropy_coefficient,
             )
         if self.ref_logprobs is not None:
-            kl = kl_per_token(logprobs, part(self.ref_logprobs), mask, config.kl_estimator)
+            kl = kl_per_token(logprobs, rows_of(self.ref_logprobs), mask, config.kl_estimator)
             loss = loss + config.kl_coefficient * self.aggregation(kl, mask)
             stats = replace(stats, loss=loss.item())
         return loss, stats
@@ -190,7 +163,7 @@ def _importance_weights(experience: Experience, config: AlgorithmConfig, samplin
 
 
 def _report_metrics(reports: list[StepReport], is_on_policy: bool, is_weighted: bool) -> dict[str, float]:
-    """Means over the optimiser steps, those over tokens weighted by them; only what the loss has."""
+    """Returns means over the optimiser steps, token metrics weighted by tokens; only those that the loss has."""
     stats = sum((report.stats for report in reports[1:]), reports[0].stats)
     norms = [report.grad_norm for report in reports if not report.skipped]
     metrics = {
@@ -205,3 +178,18 @@ def _report_metrics(reports: list[StepReport], is_on_policy: bool, is_weighted: 
     if is_weighted:
         metrics["importance_weight"] = stats.mean_weight
     return metrics
+
+
+def advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
+    """Returns mean and standard deviation over all tokens."""
+    moments = Moments.of(advantages, mask)
+    return {"advantage_mean": moments.mean, "advantage_std": math.sqrt(moments.variance)}
+
+
+def global_batches(num_rows: int, config: AlgorithmConfig) -> list[np.ndarray]:
+    """Splits the rows into the global batches of one epoch; returns their indices, int64.
+
+    There are as many as `global_batch_size` requires, but of equal size: a small last batch would make as large a step
+    as the others from fewer samples. The order stays, so that responses to one prompt stay together and share it.
+    """
+    return np.array_split(np.arange(num_rows), -(-num_rows // config.global_batch_size))

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import zoo
 from actor.rollouts import rollout
-from guerdon.actor.experience import Experience
-from guerdon.actor.learning import PolicyLoss, measure, update
+from guerdon.actor.experience import Experience, measure
 from guerdon.actor.rollouts import Rollout
+from guerdon.actor.update import PolicyLoss, update
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import AlgorithmConfig, PolicyConfig, RolloutConfig
-from guerdon.training.algorithms.policy_losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
+from guerdon.training.algorithms.losses import AGGREGATIONS, Aggregation, GlobalCounts, PolicyLossStats
 from guerdon.training.policy_trainer import PolicyTrainer
 
 LENGTHS = (3, 1, 5, 2, 4)
