@@ -1,4 +1,4 @@
-"""`guerdon doctor`: what it finds here, at real servers, and where something is wrong."""
+"""Tests `guerdon doctor` on this machine, on real servers, and on broken ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from packaging.requirements import Requirement as Packaged
 from guerdon import __version__
 from guerdon.assembly import build_service
 from guerdon.cli import doctor
-from guerdon.cli.doctor import devices, installation, machine, server
-from guerdon.cli.doctor.findings import Finding, line
-from guerdon.cli.doctor.requirements import of_extra, parsed
+from guerdon.cli.doctor import Finding, format_finding
+from guerdon.cli.installed import of_extra, parse_requirements
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.sources import CRITIC_PORTS
@@ -88,8 +87,8 @@ def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypat
     assert lines["guerdon"] == f"ok       guerdon: {__version__}"
     assert metadata.version("transformers") in lines["extra server"]
     assert "packed+shared" in lines["attention on cpu"]
-    assert "set: servers started here ask for a key" in lines["GUERDON_API_KEYS"]
-    assert "set: clients show it" in lines["GUERDON_API_KEY"]
+    assert "set: servers started here require a key" in lines["GUERDON_API_KEYS"]
+    assert "set: clients send it" in lines["GUERDON_API_KEY"]
     assert SCORE not in out and "me" not in lines["GUERDON_API_KEYS"].split()
     assert out.splitlines()[-1].startswith("no problem, ")
 
@@ -97,21 +96,21 @@ def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypat
 def test_a_variable_in_which_is_no_key_is_a_problem(monkeypatch):
     for text, level in ((",", "problem"), ("# score me key", "problem"), (" ", "ok"), (f",score me {SCORE}", "ok")):
         monkeypatch.setenv("GUERDON_API_KEYS", text)
-        found = by_subject(machine.examine())["GUERDON_API_KEYS"]
+        found = by_subject(doctor.examine_machine())["GUERDON_API_KEYS"]
         assert found.level == level, text
-        assert ("servers started here ask for a key" in found.text) == (SCORE in text)
+        assert ("servers started here require a key" in found.text) == (SCORE in text)
 
 
 def test_the_ports_are_those_that_are_listened_on():
-    assert set(machine.PORTS) == {ServerConfig.port, ServerConfig.grpc_port, *CRITIC_PORTS.values()}
+    assert set(doctor.PORTS) == {ServerConfig.port, ServerConfig.grpc_port, *CRITIC_PORTS.values()}
 
 
 def test_a_port_that_is_taken_names_who_has_it(running, monkeypatch):
     taken, silent = int(running.http_url.rsplit(":", 1)[1]), int(running.grpc_url.rsplit(":", 1)[1])
     free = free_port()
     what = {taken: "guerdon serve, HTTP", silent: "guerdon serve, gRPC", free: "guerdon serve, HTTP"}
-    monkeypatch.setattr(machine, "PORTS", what)
-    found = by_subject(machine.examine())
+    monkeypatch.setattr(doctor, "PORTS", what)
+    found = by_subject(doctor.examine_machine())
     assert found[f"port {taken}"].level == "note"
     assert found[f"port {taken}"].text.startswith(f"taken by guerdon {__version__}")
     assert found[f"port {silent}"].level == "note" and "--grpc-port" in found[f"port {silent}"].help
@@ -119,24 +118,24 @@ def test_a_port_that_is_taken_names_who_has_it(running, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path):
-    assert machine.cache({"HF_HOME": "/proc/none"}).level == "problem"
-    found = machine.cache({"HF_HOME": str(tmp_path / "new"), "HF_HUB_OFFLINE": "1"})
+    assert doctor.check_cache({"HF_HOME": "/proc/none"}).level == "problem"
+    found = doctor.check_cache({"HF_HOME": str(tmp_path / "new"), "HF_HUB_OFFLINE": "1"})
     assert found.level in ("ok", "note") and str(tmp_path / "new" / "hub") in found.text
     assert not (tmp_path / "new").exists(), "looking makes nothing"
-    assert str(tmp_path / "other") in machine.cache({"HF_HUB_CACHE": str(tmp_path / "other")}).text
+    assert str(tmp_path / "other") in doctor.check_cache({"HF_HUB_CACHE": str(tmp_path / "other")}).text
 
 
 def test_certificates_that_cannot_be_read_are_a_problem(tmp_path, monkeypatch):
     monkeypatch.setenv("GUERDON_CA_FILE", str(tmp_path / "none.pem"))
-    found = by_subject(machine.examine())["client's credentials"]
+    found = by_subject(doctor.examine_machine())["client's credentials"]
     assert found.level == "problem" and "none.pem" in found.text
 
 
 def test_a_proxy_is_noted(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "localhost")
-    found = by_subject(machine.examine())["proxy"]
-    assert found.level == "note" and "but for localhost" in found.text and "proxy.example" not in found.text
+    found = by_subject(doctor.examine_machine())["proxy"]
+    assert found.level == "note" and "except for localhost" in found.text and "proxy.example" not in found.text
 
 
 def test_our_requirements_are_read_as_pip_reads_them():
@@ -148,9 +147,9 @@ def test_our_requirements_are_read_as_pip_reads_them():
             for p in map(Packaged, lines)
             if (p.marker is None) == (not extra) and (p.marker is None or p.marker.evaluate({"extra": extra}))
         }
-        ours = [part for part in parsed(lines, own.get_all("Provides-Extra")) if part.extra == extra]
+        ours = [part for part in parse_requirements(lines, own.get_all("Provides-Extra")) if part.extra == extra]
         assert {(part.name, str(Packaged(part.name + part.bounds).specifier)) for part in ours} == wanted, extra
-    found = of_extra(parsed(lines, own.get_all("Provides-Extra")), "actor")
+    found = of_extra(parse_requirements(lines, own.get_all("Provides-Extra")), "actor")
     assert {"torch", "matplotlib", "tensorboard"} <= {part.name for part in found}
     (torch,) = (part for part in found if part.name == "torch")
     assert torch.bounds == ">=2.9,<3"
@@ -169,14 +168,14 @@ def test_our_requirements_are_read_as_pip_reads_them():
     ],
 )
 def test_what_is_for_other_platforms_is_not_required(marker, holds):
-    assert bool(parsed([f"name<2,>=1; {marker}"], ["x"])) == holds
+    assert bool(parse_requirements([f"name<2,>=1; {marker}"], ["x"])) == holds
 
 
 def test_a_version_that_is_not_tested_is_a_problem_and_what_is_missing_a_note(tmp_path, monkeypatch):
     distribution(tmp_path, "transformers", "4.40.0")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    found = by_subject(installation.examine())
+    found = by_subject(doctor.examine_installation())
     for extra in ("server", "actor"):
         assert found[f"extra {extra}"].level == "problem"
         assert "transformers 4.40.0 is not >=5.2,<6" in found[f"extra {extra}"].text
@@ -195,7 +194,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
 
 def test_without_torch_this_is_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    (found,) = devices.examine()
+    (found,) = doctor.examine_devices()
     assert found.level == "note" and found.help == "pip install '.[server]' in a clone of guerdon, to serve models"
 
 
@@ -210,19 +209,19 @@ def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(
     monkeypatch.setattr(registry, "register", refuse)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", AttentionInterface._global_mapping.copy())
     AttentionInterface._global_mapping.pop(registry.NAME, None)
-    found = devices._attention("cpu")
+    found = doctor._check_attention("cpu")
     assert found.level == "note" and found.text.startswith("single: ") and "no registry" in found.text
-    assert devices._attention("meta").level == "problem"
+    assert doctor._check_attention("meta").level == "problem"
 
 
 def test_a_server_is_looked_at_over_both_transports(running):
     for url in (running.http_url, running.grpc_url):
-        found = list(server.examine(url))
+        found = list(doctor.examine_server(url))
         assert [finding.level for finding in found] == ["ok"] * 3
         assert found[0].text.startswith("live; answers within")
-        assert found[1].text == f"guerdon {__version__}, as here"
+        assert found[1].text == f"guerdon {__version__}, the same as here"
         assert found[2].text.startswith("model reward_model is ready")
-    assert "float32" in next(f for f in server.examine(running.http_url) if "model" in f.text).text
+    assert "float32" in next(f for f in doctor.examine_server(running.http_url) if "model" in f.text).text
 
 
 def test_an_unloaded_model_is_noted(tmp_path):
@@ -231,14 +230,14 @@ def test_an_unloaded_model_is_noted(tmp_path):
         url = started.http_url.replace("://", f"://x:{ADMIN}@")
         unload = f"{started.http_url}/v2/repository/models/reward_model/unload"
         assert httpx.post(unload, headers=bearer(ADMIN)).status_code == 200
-        found = list(server.examine(url))
+        found = list(doctor.examine_server(url))
     unloaded = next(finding for finding in found if finding.level == "note")
     assert unloaded.text == "model reward_model is unavailable: unloaded" and "admin" in unloaded.help
     assert any(finding.text.startswith("model sums is ready") for finding in found)
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_server_that_is_not_there_is_a_problem(scheme, capsys):
+def test_a_server_that_is_not_there_is_a_problem(scheme, capsys, no_devices):
     assert run(f"{scheme}://127.0.0.1:{free_port()}") == 1
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("problem ") and told[1].lstrip().startswith("help: ")
@@ -248,8 +247,14 @@ def test_a_server_that_is_not_there_is_a_problem(scheme, capsys):
 def test_a_wrong_port_and_a_wrong_url_are_problems(running):
     grpc_port, http_port = (url.rsplit(":", 1)[1] for url in (running.grpc_url, running.http_url))
     for url in (f"http://127.0.0.1:{grpc_port}", f"grpc://127.0.0.1:{http_port}", "ftp://host:1", "grpc://host"):
-        (found,) = server.examine(url)
+        (found,) = doctor.examine_server(url)
         assert found.level == "problem" and found.help, url
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the check of the devices, which takes a second."""
+    monkeypatch.setattr(doctor, "examine_devices", lambda: iter(()))
 
 
 @contextlib.contextmanager
@@ -281,7 +286,7 @@ def answering(status: int, body: bytes, **bodies: bytes) -> Iterator[int]:
 
 def test_a_server_of_something_else_is_a_problem():
     with answering(404, b"") as port:
-        (found,) = server.examine(f"http://127.0.0.1:{port}")
+        (found,) = doctor.examine_server(f"http://127.0.0.1:{port}")
     assert found.level == "problem" and "404" in found.text
 
 
@@ -302,9 +307,9 @@ PAGE, NAMED = b"<html>Log in first</html>", b'{"name": "other", "version": 2}'
     ],
     ids=["page", "empty", "no text", "deep", "null", "list", "page for the models", "no list of models"],
 )
-def test_an_answer_that_is_not_the_protocols_is_a_problem_and_no_traceback(body, bodies, monkeypatch, capsys):
+def test_an_answer_of_another_protocol_is_a_problem_and_no_traceback(body, bodies, monkeypatch, capsys, no_devices):
     with answering(200, body, **bodies) as port:
-        monkeypatch.setattr(machine, "PORTS", {port: "guerdon serve, HTTP"})
+        monkeypatch.setattr(doctor, "PORTS", {port: "guerdon serve, HTTP"})
         assert run(f"http://127.0.0.1:{port}", "--json") == 1
     found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)["findings"]]
     wrong = [finding for finding in found if "open inference protocol" in finding.text and finding.level == "problem"]
@@ -315,13 +320,13 @@ def test_an_answer_that_is_not_the_protocols_is_a_problem_and_no_traceback(body,
 def test_of_models_that_have_no_name_none_is_told():
     index = b'[7, {"name": "m", "state": "READY"}, {"name": ["x"], "state": null}]'
     with answering(200, b"", v2=NAMED, index=index) as port:
-        texts = [finding.text for finding in server.examine(f"http://127.0.0.1:{port}")]
+        texts = [finding.text for finding in doctor.examine_server(f"http://127.0.0.1:{port}")]
     assert texts[1:3] == ["other 2, a server of the open inference protocol", "model m is ready"]
 
 
 @pytest.mark.parametrize("host", ["x..y", "a" * 300, "a\x00b", "h\ud800", "-\xfc.\xe4"])
 def test_a_url_of_no_host_is_a_problem_and_no_traceback(host):
-    (found,) = server.examine(f"http://{host}:80")
+    (found,) = doctor.examine_server(f"http://{host}:80")
     assert found.level == "problem" and found.help
 
 
@@ -330,20 +335,21 @@ def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, 
     config = keyed(tmp_path, models=MODELS)
     with RunningServer(build_service(config), config) as started:
         for url in (started.http_url, started.grpc_url):
-            found = list(server.examine(url))
+            found = list(doctor.examine_server(url))
             assert found[-1].level == "problem" and "GUERDON_API_KEY" in found[-1].help
             assert "needs a key" in found[-1].text and url not in found[-1].text, "the server's own words, once"
             scheme, rest = url.split("://")
-            found = list(server.examine(f"{scheme}://x:{SCORE}@{rest}"))
+            found = list(doctor.examine_server(f"{scheme}://x:{SCORE}@{rest}"))
             assert {finding.level for finding in found} == {"ok"}, found
             assert SCORE not in str(found)
 
 
 def test_a_finding_is_one_line_and_its_help_another():
-    assert line(Finding("ok", "a", "b"), io.StringIO()) == "ok       a: b\n"
-    assert line(Finding("problem", "a", "b", "c"), io.StringIO()) == "problem  a: b\n         help: c\n"
+    assert format_finding(Finding("ok", "a", "b"), io.StringIO()) == "ok       a: b\n"
+    assert format_finding(Finding("problem", "a", "b", "c"), io.StringIO()) == "problem  a: b\n         help: c\n"
 
 
-def test_servers_are_asked_first() -> None:
-    _, found = in_a_process("http://127.0.0.1:9")
-    assert [*found][:2] == ["http://127.0.0.1:9", "python"]
+def test_servers_are_asked_first(capsys, no_devices) -> None:
+    assert run("http://127.0.0.1:9", "--json") == 1
+    found = [finding["subject"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert found[:2] == ["http://127.0.0.1:9", "python"]

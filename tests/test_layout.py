@@ -81,8 +81,8 @@ CIRCLES: set[str] = set()
 """Rooms that still import each other in a circle."""
 
 DUPLICATES = {
-    "checkpoints", "command", "console", "critic", "flags", "forms", "parts",
-    "plot", "policy", "progress", "rewards", "rows", "run", "samples", "scoring", "settings",
+    "checkpoints", "critic", "flags", "forms",
+    "progress", "rewards", "rows", "samples", "settings",
     "stopping", "worker", "config",
 }  # fmt: skip
 """Module names that still stand for several things."""

@@ -143,7 +143,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """`guerdon doctor`: see guerdon.cli.doctor.command."""
-    from guerdon.cli.doctor import command
+    """`guerdon doctor`: see guerdon.cli.doctor."""
+    from guerdon.cli import doctor
 
-    return command.run(args)
+    return doctor.run(args)

@@ -103,9 +103,9 @@ def _add_bench(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     def add(parser: argparse.ArgumentParser) -> None:
-        from guerdon.cli.doctor import command
+        from guerdon.cli import doctor
 
-        command.add(parser)
+        doctor.add(parser)
 
     parser = _command(
         commands, "doctor", "say what is installed, what is there, and what to do", running.run_doctor, add
