@@ -51,7 +51,6 @@ def test_aligned_bytes_are_viewed_and_others_copied():
     [
         ("INT64", (2,), b"12345678", r"takes 16 bytes, but 8 came"),
         ("INT65", (1,), b"12345678", "unknown datatype 'INT65'"),
-        (["INT64"], (1,), b"12345678", "unknown datatype"),
         ("BYTES", (1,), b"\x05\0\0\0abc", "cut off"),
         ("BYTES", (1,), b"\xff\xff\xff\xffabc", "cut off"),
         ("BYTES", (2,), b"\x01\0\0\0a", "takes 2 BYTES elements, but 1"),

@@ -26,6 +26,7 @@ MAX_ROWS = 1 << 20
 """Most samples in one body, whatever the server's own limit: each takes much more memory than its bytes."""
 
 _MAX_TEXT = 2000
+_LONG_BYTES = MAX_VALUES // 2
 _VALUE_BYTES = 64
 _MANY_VALUES = 1 << 22
 _COUNTED_BYTES = 1 << 18
@@ -42,7 +43,8 @@ def read(body: bytes | memoryview, kind: type[T], what: str = "the body") -> T:
 
     Raises InvalidRequest, which names the key and index at fault, what stands there, and what to send.
     """
-    check_values([body], what)
+    if len(body) > _LONG_BYTES:
+        check_values([body], what)
     try:
         decoded: T = _decoder(cast(Hashable, kind)).decode(body)
         return decoded
@@ -77,7 +79,7 @@ def write(value: Any) -> bytes:
 def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:
     """Raises InvalidRequest if the JSON texts have more than MAX_VALUES values together."""
     # Shorter texts cannot have so many, and most longer ones have few marks.
-    is_long = sum(map(len, texts)) > MAX_VALUES // 2
+    is_long = sum(map(len, texts)) > _LONG_BYTES
     if is_long and sum(map(_num_marks, texts)) > MAX_VALUES and sum(map(num_values, texts)) > MAX_VALUES:
         raise InvalidRequest(
             f"{what} has more than {MAX_VALUES:,} values as JSON; send tensors in binary form, or fewer samples"

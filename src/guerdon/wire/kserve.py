@@ -127,11 +127,11 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
     outputs: dict[str, bool] = {}
     for output in head.outputs or ():
         asked = output.parameters or {}
-        check_output(output.name, asked)
+        if len(asked) > ("binary_data" in asked):
+            check_output(output.name, asked)
         outputs[output.name] = bool(asked.get("binary_data", binary_default))
-    return InferRequest(
-        _tensors(head.inputs or [], binary), outputs or None, _text(head.id), parameters, binary_default
-    )
+    name = "" if head.id is None else str(head.id)
+    return InferRequest(_tensors(head.inputs or [], binary), outputs or None, name, parameters, binary_default)
 
 
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:

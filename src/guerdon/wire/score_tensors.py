@@ -12,8 +12,8 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
-from guerdon.wire.bodies import check_count, check_depth, check_values
-from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs
+from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values
+from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
@@ -22,7 +22,7 @@ DEFAULT_PRIORITY_LEVEL = 100
 _MAX_NUMBERS = 1 << 26
 """Most numbers in one output, whose rows are as long as the longest: many more than the characters sent."""
 
-_CONTENTS = ("sentences", "messages", "tokens", "input_ids")
+_CONTENTS = {"sentences", "messages", "tokens", "input_ids"}
 
 
 def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
@@ -39,18 +39,19 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         raw_text.name = "sentences"
         inputs["sentences"] = raw_text
     check_names(request.inputs, request.outputs, info)
-    contents = [name for name in _CONTENTS if name in inputs]
+    contents = inputs.keys() & _CONTENTS
     if len(contents) != 1:
-        choices = [name for name, _, _ in input_specs(info) if name in _CONTENTS]
-        got = " and ".join(contents) or "none of them"
+        choices = [name for name in known_inputs(info) if name in _CONTENTS]
+        got = " and ".join(sorted(contents)) or "none of them"
         raise InvalidRequest(f"exactly one of the inputs {', '.join(choices)} is needed; the request has {got}")
-    content = inputs[contents[0]]
+    content = inputs[contents.pop()]
     num_rows = content.shape[0] if content.shape else 0
     if num_rows == 0:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
-    check_count(num_rows, f"input '{content.name}'")
+    if num_rows > MAX_ROWS:
+        check_count(num_rows, f"input '{content.name}'")
 
-    level = request.count("priority")
+    level = request.count("priority") if "priority" in request.parameters else 0
     score = ScoreRequest(timeout_s=request.timeout_s, priority=DEFAULT_PRIORITY_LEVEL - level if level else 0)
     if content.name in ("sentences", "messages"):
         if "sequence_lengths" in inputs:

@@ -164,6 +164,12 @@ def input_specs(info: Info) -> tuple[Spec, ...]:
 
 
 @lru_cache(maxsize=64)
+def known_inputs(info: Info) -> tuple[str, ...]:
+    """Returns the name of every input."""
+    return tuple(name for name, _, _ in input_specs(info))
+
+
+@lru_cache(maxsize=64)
 def output_specs(info: Info) -> tuple[Spec, ...]:
     """Returns each output that the config lists."""
     if isinstance(info, OperationInfo):
@@ -188,7 +194,7 @@ def known_outputs(info: Info) -> tuple[str, ...]:
 
 def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info) -> None:
     """Raises InvalidRequest for the first unknown input or requested output."""
-    accepted = [name for name, _, _ in input_specs(info)]
+    accepted = known_inputs(info)
     for name in inputs:
         if name not in accepted:
             refusal = f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}"
