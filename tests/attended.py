@@ -59,9 +59,9 @@ def tree(seed: int, *, share: bool = True, longest: int = 30) -> PackedBatch:
         return random.integers(0, 99, n)
 
     rows = []
-    for _ in range(2):
+    for num_turns in (2, 1):
         prompt = some(random.integers(17, longest))
-        for _ in range(2):
+        for _ in range(num_turns):
             turn = np.concatenate([prompt, some(random.integers(17, longest))])
             third = np.concatenate([turn, some(random.integers(17, longest))])
             rows += [turn, *(np.concatenate([turn, some(n)]) for n in (1, random.integers(1, longest)))]

@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does as if another process began."""
-    monkeypatch.setattr(digests, "_known", {})
+    monkeypatch.setattr(digests, "_cached", {})
 
 
 @pytest.fixture
