@@ -53,8 +53,8 @@ def _obey(phase: str, nth: int) -> None:
 
 def _install() -> None:
     from guerdon.core import Signal
+    from guerdon.distributed.commands import Worker
     from guerdon.distributed.pulse import Pulse
-    from guerdon.distributed.worker import Worker
     from guerdon.server.critic.checkpoint_folder import CheckpointFolder
     from guerdon.server.critic.store import Journal
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from guerdon.core import Command
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.stopping import asking
-from guerdon.distributed.worker import Worker
 from guerdon.engine.host import end_pool
 from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime

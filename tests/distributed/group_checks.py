@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from guerdon.core import Command, ModelInfo, Score, Sequence, Signal
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
 from guerdon.distributed.ranks import Ranks, start
-from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault
 from guerdon.settings.config import ParallelConfig
 

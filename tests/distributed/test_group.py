@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from guerdon.core import Command, ModelInfo, Score, Sequence, Signal
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import Member, _check_layout
-from guerdon.distributed.worker import Worker
 from guerdon.errors import ConfigError, InvalidRequest
 from launched import launched
 

@@ -18,8 +18,8 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, Sequence, Truncation
 from guerdon.critic_core import TrainReport, TrainRequest
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
-from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service

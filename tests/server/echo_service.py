@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
-from guerdon.distributed.worker import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
 from guerdon.server.catalog import Steps
 from guerdon.server.service import Service

@@ -20,9 +20,9 @@ from guerdon import assembly
 from guerdon.client import CriticClient, RetryPolicy
 from guerdon.core import Command, Sequence
 from guerdon.critic_core import ControlRequest, Operation
+from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import ALONE
-from guerdon.distributed.worker import Worker
 from guerdon.errors import RanksLost, StorageFailed
 from guerdon.server import status
 from guerdon.server.critic.controller import Critic

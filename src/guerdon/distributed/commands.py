@@ -1,4 +1,4 @@
-"""What every rank does with a command."""
+"""Commands as every rank executes them: scoring, training, loading."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from guerdon.errors import GuerdonError, ServerFault
 class Scorer(Protocol):
     """A model, or a user's function, that scores sequences.
 
-    One that `takes_all` is given all of them on every rank, whose parts it knows itself, and rank 0's results count.
-    One that runs by several paths also has `score_plainly`, which does the same by the plain forward. One that can be
-    unloaded has `discard`, which gives up what it holds.
+    One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
+    by several paths also has `score_plainly`, which scores by the plain forward. One that can be unloaded has
+    `discard`, which frees what it holds.
     """
 
     info: ModelInfo
     takes_all: bool
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick`, with any arguments, whenever a layer has run; False where nothing of the kind is known."""
+        """Calls `tick`, with any arguments, whenever a layer has run; returns False if it cannot tell."""
 
     def score(self, sequences: list[Sequence]) -> ListLike[Score | GuerdonError]: ...
 
@@ -35,10 +35,10 @@ class Scorer(Protocol):
 class Trainer(Protocol):
     """A critic that learns.
 
-    `train` raises TrainFailed, whose `num_steps` leading global batches stand, and has changed nothing beyond them;
-    any other GuerdonError means that nothing was changed. `state` has `step`, `learning_rate`, `num_parameters` and
-    `num_trainable`, and where the weights are spoilt says under `broken` why. `load` goes on under the saved lineage,
-    or under a new one where its number is given.
+    `train` raises TrainFailed if only its `num_steps` leading global batches stand and nothing else changed; any other
+    GuerdonError means that nothing changed. `state` has `step`, `learning_rate`, `num_parameters` and `num_trainable`,
+    and `broken`, the reason, if the weights are spoilt. `load` continues the saved lineage, or starts a new one with
+    the given number.
     """
 
     info: ModelInfo
@@ -64,11 +64,11 @@ class Trainer(Protocol):
 class Worker:
     """Holds this rank's scorers and trainers by name and executes one command at a time.
 
-    A FORWARD's sequences are split over the data-parallel ranks, but for a scorer that `takes_all`. What a trainer is
-    given it splits itself, global batch by global batch.
+    Splits a FORWARD's sequences over the data-parallel ranks, unless the scorer `takes_all`. A trainer splits its rows
+    itself, global batch by global batch.
 
-    Another scorer is loaded beside the one that serves, on a thread of its own where this rank is the only one: with
-    the commands LOAD and RELEASE, any other may be executed at the same time.
+    A scorer is loaded beside the one that serves; on a single rank that has a thread of its own, so any other command
+    may run at the same time as LOAD and RELEASE.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Worker:
         ranks: Ranks = ALONE,
         load: Callable[[str, str], Scorer] | None = None,
     ) -> None:
-        """`load(name, folder)` makes the scorer that may take the place of that name; all ranks call it alike."""
+        """`load(name, folder)` makes a scorer that can replace the one of that name; all ranks call it."""
         self._scorers = dict(scorers)
         self._trainers = trainers or {}
         self._ranks = ranks
@@ -88,21 +88,36 @@ class Worker:
         self._tick: Callable[..., None] | None = None
 
     def watch(self, tick: Callable[..., None]) -> None:
-        """Has `tick` called while its models compute, where they can tell."""
+        """Calls `tick` while its models compute, if they can tell."""
         self._tick = tick
         models: list[tuple[str, Scorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
         self._ticking = {name for name, model in models if model.watch(tick)}
 
     def execute(self, command: Command) -> Any:
-        """Does this rank's part: of FORWARD a Scored, of TRAIN and VALIDATE a TrainReport, of a scorer's LOAD on rank 0
-        what was loaded."""
+        """Does this rank's part of a command.
+
+        Returns a Scored for FORWARD, a TrainReport for TRAIN and VALIDATE, and on rank 0 the loaded scorer for a
+        scorer's LOAD.
+        """
         name = command.model
         match command.signal:
-            case Signal.EXIT:
-                return None
             case Signal.FORWARD:
+                scorer: Any = self._scorers[name]
+                own = self._own_part(command, takes_all=scorer.takes_all)
+                score = scorer.score_plainly if command.plain else scorer.score
                 with computing.HERE.computing():
-                    return self._forward(command)
+                    results = list(score(own)) if own or self._ranks.in_step else []
+                if len(results) != len(own):
+                    raise ServerFault(f"{name} gave {len(results)} results for {len(own)} samples")
+                return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
+            case Signal.TRAIN:
+                assert command.train is not None
+                with computing.HERE.computing():
+                    return self._trainers[name].train(command.train, command.first_steps)
+            case Signal.VALIDATE:
+                assert command.train is not None
+                with computing.HERE.computing():
+                    return self._trainers[name].validate(command.train)
             case Signal.LOAD if name not in self._trainers:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)
@@ -114,24 +129,29 @@ class Worker:
             case Signal.RELEASE:
                 self._beside.pop(name, None)
                 computing.release()
-            case _:
+            case Signal.SAVE | Signal.LOAD | Signal.OFFLOAD | Signal.ONLOAD:
                 with computing.HERE.computing():
-                    return self._operate(self._trainers[name], command)
+                    self._operate(self._trainers[name], command)
         return None
 
-    def _forward(self, command: Command) -> Scored:
-        scorer: Any = self._scorers[command.model]
-        own = command.sequences
-        if not scorer.takes_all:
-            own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
-        score = scorer.score_plainly if command.plain else scorer.score
-        results = list(score(own)) if own or self._ranks.in_step else []
-        if len(results) != len(own):
-            raise ServerFault(f"{command.model} gave {len(results)} results for {len(own)} samples")
-        return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
+    def _operate(self, trainer: Trainer, command: Command) -> None:
+        match command.signal:
+            case Signal.SAVE:
+                trainer.save(Path(command.folder))
+            case Signal.LOAD:
+                trainer.load(Path(command.folder), command.lineage)
+            case Signal.OFFLOAD:
+                trainer.offload()
+            case Signal.ONLOAD:
+                trainer.onload()
+
+    def _own_part(self, command: Command, *, takes_all: bool) -> list[Sequence]:
+        if takes_all:
+            return command.sequences
+        return [command.sequences[i] for i in self._parts(command)[self._ranks.data_rank]]
 
     def _switch(self, name: str) -> None:
-        """Gives the place of that name to what was loaded beside it."""
+        """Replaces the scorer of that name by the one that was loaded beside it."""
         before, made = self._scorers.get(name), self._beside.pop(name)
         self._scorers[name] = made
         self._discard(before)
@@ -141,30 +161,12 @@ class Worker:
                 self._ticking.add(name)
 
     def _discard(self, scorer: Any) -> None:
-        # Its modules hold each other, and where they were there at the start no collection finds them.
+        # Its modules reference each other, and those loaded at the start are frozen out of garbage collection.
         if scorer is not None:
             scorer.discard()
 
-    def _operate(self, trainer: Trainer, command: Command) -> TrainReport | None:
-        match command.signal:
-            case Signal.TRAIN:
-                assert command.train is not None
-                return trainer.train(command.train, command.first_steps)
-            case Signal.VALIDATE:
-                assert command.train is not None
-                return trainer.validate(command.train)
-            case Signal.SAVE:
-                trainer.save(Path(command.folder))
-            case Signal.LOAD:
-                trainer.load(Path(command.folder), command.lineage)
-            case Signal.OFFLOAD:
-                trainer.offload()
-            case Signal.ONLOAD:
-                trainer.onload()
-        return None
-
     def merge(self, command: Command, parts: list[Any]) -> Any:
-        """The results in the sequences' order; of all else every rank has the same, and the first counts."""
+        """Returns a FORWARD's results in the order of its sequences, for all else the first rank's part."""
         if command.signal is not Signal.FORWARD or self._scorers[command.model].takes_all:
             return parts[0]
         results: list[Any] = [None] * len(command.sequences)
@@ -174,7 +176,7 @@ class Worker:
         return Scored(results, parts[0].weights_version)
 
     def is_watched(self, command: Command) -> bool:
-        """Whether it runs through a model's layers, which tick."""
+        """Whether the command runs layers that tick."""
         signals = (Signal.FORWARD, Signal.TRAIN, Signal.VALIDATE)
         return command.signal in signals and command.model in self._ticking
 
