@@ -230,7 +230,7 @@ def test_what_outlasts_the_grace_is_told_so_and_the_launcher_starts_anew(tmp_pat
         assert len(told) == 1 and "not done within the 20 s" in told[0], told
         assert exit_code(launch) == 1
         assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
-        assert "this server ends amid it" in launch.output() and launch.processes() == []
+        assert "this server ends without them" in launch.output() and launch.processes() == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Scorers, trainers, worker, group and service put together: what the command and the NeMo-Aligner classes all run."""
+"""Builds scorers, trainers, worker, group and service, and runs them: for the command and the NeMo-Aligner classes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, Ser
 log = logging.getLogger(__name__)
 
 _MOST_GRACE_S = 20.0
-"""Of `shutdown_timeout_s`, where there are ranks: torchrun kills what has not ended 30 s after the signal."""
-_AMID = "what was accepted is not done within %g s of the signal: this server ends amid it"
+"""Limit of `shutdown_timeout_s` with several ranks: torchrun kills them 30 s after the signal."""
+_AMID = "accepted requests are not done within %g s of the signal: this server ends without them"
 _LAST_WORDS_S = 5.0
-"""How long a server that has lost a rank may take to say so to its clients."""
+"""How long a server that has lost a rank may take to tell its clients."""
 
 
 def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
-    """The scorer for one configured model: a checkpoint's Engine, or the user's function `module:function`."""
+    """Builds the scorer of one configured model: a checkpoint's Engine, or the user's function `module:function`."""
     if ":" in config.model and not Path(config.model).exists():
         from guerdon.engine.functions import FunctionScorer
 
@@ -52,9 +52,9 @@ def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
 
 
 def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
-    """The critic that learns, and beside it the reward model where the config names one.
+    """Builds the critic that learns, together with a reward model if the config names one.
 
-    Raises StartError where the settings contradict each other, or memory does not suffice.
+    Raises StartError if the settings contradict each other, or if memory does not suffice.
     """
     from guerdon.engine.checkpoint.reward_models import load_critic
     from guerdon.training.combined import CriticWithReward
@@ -83,7 +83,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
 @contextlib.contextmanager
 def _needing_memory(config: CriticConfig) -> Iterator[None]:
-    """What is too much for the device within it is a StartError."""
+    """Turns a lack of device memory within the context into a StartError."""
     import torch
 
     from guerdon.engine.checkpoint.placement import SMALLER_TRAINING
@@ -96,7 +96,7 @@ def _needing_memory(config: CriticConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a server is made of beside its settings; `limits` override, by model name, those of the settings."""
+    """How to build a server's parts; `limits` override those of the settings, by model name."""
 
     scorer: Callable[[ModelConfig, Ranks], Any] = build_scorer
     trainer: Callable[[CriticConfig, Ranks], Any] = build_trainer
@@ -109,7 +109,7 @@ PLAIN = Parts()
 
 @dataclass(frozen=True)
 class _Models:
-    """What one rank has loaded."""
+    """The models that one rank has loaded."""
 
     served: list[tuple[ModelConfig, Any]]
     learner: Any = None
@@ -119,7 +119,7 @@ class _Models:
         settings = {model.name: model for model in config.models}
 
         def load(name: str, folder: str) -> Any:
-            """What may take a model's place; StartError where it is not to be had, or fails on the self-check."""
+            """Loads a replacement for a model; raises StartError if it cannot be loaded or fails the self-check."""
             with ranks.alike():
                 scorer = parts.scorer(dataclasses.replace(settings[name], model=folder), ranks)
             scorer.check_scores()
@@ -129,10 +129,9 @@ class _Models:
 
 
 def build_service(config: ServerConfig, parts: Parts = PLAIN) -> Service:
-    """Loads every configured model and puts a service before them; raises StartError where one cannot be served.
+    """Loads all configured models into this process and builds their service; raises StartError if one fails.
 
-    A critic with a folder for checkpoints is brought to where it was when its last server ended. All is this process's
-    own, also where it is one of several.
+    A critic with a folder for checkpoints is restored to where its last server ended.
     """
     models = _load(config, parts, ALONE)
     return _service(config, parts, models, Group(models.worker(config, parts, ALONE)), ALONE)
@@ -146,11 +145,11 @@ def run(
     on_loaded: Callable[[Service], None] | None = None,
     on_started: runtime.OnStarted | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
+    """Serves until SIGTERM or SIGINT; then finishes accepted requests and returns.
 
-    Where this process is one of several, as torchrun starts them, rank 0 serves and calls `on_loaded` and `on_started`,
-    and the others follow it until it ends; `device` is as `ranks.start` has it. Where one of them is lost, all end with
-    EXIT_STATUS; where one cannot start, all of them raise what is wrong. When they have ended they heed neither signal.
+    If torchrun has started several processes, rank 0 serves and calls `on_loaded` and `on_started`, and the others
+    follow it until it ends; `device` is that of `ranks.start`. If a rank is lost, all exit with EXIT_STATUS; if one
+    cannot start, all raise its error. Afterwards they ignore both signals.
     """
     check_settings(config)
     ranks = start(config, device)
@@ -163,24 +162,24 @@ def run(
         runtime.run(service, config, on_started=on_started)
         if service.is_computing:
             log.error(_AMID, config.shutdown_timeout_s)
-            if parts is PLAIN:  # else a user's code may follow
+            if parts is PLAIN:  # else the caller's code may follow
                 _end_now(Exit.DONE)
         return
     pulse = Pulse(ranks)
-    pulse.start()  # already now: loading may take minutes
+    pulse.start()  # loading may take minutes
     try:
         if not ranks.is_leader:
             _follow(config, parts, ranks, pulse)
         else:
             _lead(config, parts, ranks, pulse, on_loaded, on_started)
     except RanksLost as e:
-        pulse.verdict(e)  # which the log is told of
+        pulse.verdict(e)  # logs the verdict
         _end_now()
     pulse.stop()
 
 
 def _check_repository(config: ServerConfig) -> None:
-    """Raises ConfigError where nothing could ever be loaded from the folder of checkpoints."""
+    """Raises ConfigError if nothing could ever be loaded from the folder of checkpoints."""
     root = config.model_repository
     if root is None:
         return
@@ -251,11 +250,11 @@ def _lead(
 
 def _tell_clients(service: Service, lost: RanksLost) -> None:
     threading.Thread(target=service.lost, args=(lost,), name="guerdon-lost", daemon=True).start()
-    time.sleep(_LAST_WORDS_S)  # as a rule the main thread ends the process before
+    time.sleep(_LAST_WORDS_S)  # the main thread usually ends the process before
 
 
 def _end_now(status: int = EXIT_STATUS) -> NoReturn:
-    """Ends this process. Python's own end would wait for threads inside collectives, or abort with one inside torch."""
+    """Exits without Python's own shutdown, which may wait for threads inside collectives, or abort inside torch."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -263,7 +262,7 @@ def _end_now(status: int = EXIT_STATUS) -> NoReturn:
 
 
 def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
-    """What this rank has loaded; where one rank cannot, all raise what befell it, before the next model is begun."""
+    """Loads this rank's part of all models; if one rank fails, all raise its error before the next model."""
     with ranks.alike():
         if ranks.size > 1 and ranks.is_leader:
             runtime.check_addresses(config)
@@ -288,7 +287,7 @@ class _Stopped(BaseException):
 
 @dataclass(frozen=True)
 class _Stoppable:
-    """A group that is given nothing more once `stop` is set."""
+    """A group that refuses commands once `stop` is set."""
 
     group: Group
     stop: threading.Event
@@ -302,9 +301,9 @@ class _Stoppable:
 def _service(
     config: ServerConfig, parts: Parts, models: _Models, group: Group, ranks: Ranks, stop: threading.Event | None = None
 ) -> Service:
-    """The service before what every rank has loaded; the others must follow already.
+    """Builds the service over what every rank has loaded; the other ranks must follow already.
 
-    Raises _Stopped where `stop` is set before a durable critic is where it was.
+    Raises _Stopped if `stop` is set before a durable critic is restored.
     """
     of_ranks: dict[str, Any] = {"num_parts": ranks.data_size, "is_alone": ranks.size == 1}
     if config.critic is None:
@@ -317,7 +316,7 @@ def _service(
         except BaseException:
             operations.close()
             raise
-    end_pool()  # from now on another thread computes
+    end_pool()  # another thread computes from now on
     if ranks.size > 1:
         metrics = service.metrics
         metrics.set("guerdon_ranks", ranks.data_size, "data")
@@ -332,6 +331,6 @@ def _service(
 
 
 def _infer_config(config: CriticConfig) -> ModelConfig:
-    """The critic as one more model that answers score requests."""
+    """Returns the config of the critic as a model that answers score requests."""
     engine = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
     return ModelConfig(**engine, model=config.model, name=f"{config.name}_infer")

@@ -23,19 +23,17 @@ from guerdon.settings.fields import from_mapping
 from guerdon.wire import score_tensors, signature
 
 _PATIENT = {"max_queue_tokens": sys.maxsize, "max_queue_sequences": sys.maxsize}
-"""A server refuses what it has no room for and is asked again; here what is asked waits, however much it is."""
+"""A server refuses requests that it has no room for, and clients retry; here any number of samples waits."""
 _FOREVER_S = 1e9
 _END_S = 1.0
-"""How long the batch that is being computed may hold up the end; nobody waits for it any more."""
+"""How long `close` waits for the batch in progress."""
 
 
 class LocalRewardModel:
     """Scores samples with a model that this process loads; safe to use from many threads.
 
-    A forked child has the model without the threads that compute: there it raises GuerdonError.
-
-    Its scores are those that a server of the same settings gives: everything between the call and the model, and
-    between the model and the scores, is the same. Closes by itself.
+    Its scores are those of a server with the same settings: all code between call and model is the same. It closes by
+    itself. A forked child lacks the threads that compute: there it raises GuerdonError.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -93,7 +91,7 @@ class LocalRewardModel:
         timeout_s: float | None = None,
         pad_to_length: int | None = None,
     ) -> Future[Scores]:
-        """A future of `score`'s result, at once; thousands may be under way. Cancelling it abandons the samples."""
+        """Returns a future of `score`'s result at once; cancelling it drops the samples. Thousands may be in progress."""
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
         )
@@ -108,16 +106,16 @@ class LocalRewardModel:
             return asyncio.run_coroutine_threadsafe(self._score(request), self._loop)
 
     def info(self) -> ModelSignature:
-        """What the model takes and gives."""
+        """Returns what the model takes and gives."""
         return ModelSignature.from_metadata({**signature.metadata(self._info())})
 
     def config(self) -> dict[str, Any]:
-        """The model's configuration in Triton's terms."""
+        """Returns the model's configuration in Triton's terms."""
         return {**signature.config(self._info(), self._service.max_request_sequences)}
 
     def close(self) -> None:
-        """Ends at once: futures that have no result yet end with Cancelled."""
-        if os.getpid() == self._pid:  # else the lock may be held by nobody
+        """Ends at once: futures without a result fail with Cancelled."""
+        if os.getpid() == self._pid:  # in a fork the lock may be held by a thread that is gone
             with self._lock:
                 self._is_closed = True
         self._finalizer()
@@ -140,7 +138,7 @@ class LocalRewardModel:
         try:
             reply = await self._service.score(self._name, score_tensors.to_request(sent, info))
         except asyncio.CancelledError:
-            if not self._is_closed:  # but whoever asked has cancelled the future
+            if not self._is_closed:  # the caller has cancelled the future
                 raise
             raise Cancelled("the model was closed before the answer") from None
         return call.parse(score_tensors.to_reply(reply, sent, info), reply.queue_s, reply.compute_s)
@@ -153,7 +151,7 @@ async def _start(service: Service) -> None:
 def _stop(service: Service, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:  # a fork has no threads to end
         return
-    if threading.current_thread() is thread:  # what was under way has held the model last, and cannot await its end
+    if threading.current_thread() is thread:  # the last reference was dropped on the loop's own thread
         threading.Thread(target=_stop, args=(service, loop, thread, pid)).start()
         return
 

@@ -125,7 +125,7 @@ def test_samples_without_a_page_are_refused():
 def test_that_everybody_reads_samples_texts_is_said_at_the_start(host, warns, caplog):
     config = ServerConfig(host=host, allow_anonymous=True, dashboard_samples=True)
     page_routes.Pages(Admission(EchoService(config), config), config)
-    assert ("no keys" in caplog.text) == warns
+    assert ("without keys" in caplog.text) == warns
 
 
 def test_a_snapshot_of_live_load(sums):
