@@ -91,7 +91,7 @@ class LocalRewardModel:
         timeout_s: float | None = None,
         pad_to_length: int | None = None,
     ) -> Future[Scores]:
-        """Returns a future of `score`'s result at once; cancelling it drops the samples. Thousands may be in progress."""
+        """Returns a future of `score`'s result at once; cancelling drops the samples. Thousands may be in progress."""
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
         )

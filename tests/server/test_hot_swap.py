@@ -201,17 +201,19 @@ def one_bad_token(root: Path) -> str:
     return broken(root, "spoilt", spoil)
 
 
+def other_signature(root: Path) -> str:
+    more = {"num_labels": 2, "vocab_size": 310, "max_position_embeddings": 64}
+    return broken(root, "another", lambda _: None, **more)
+
+
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "absent": (lambda _: "nowhere", "no folder 'nowhere'"),
     "no checkpoint": (lambda root: (root / "empty").mkdir(exist_ok=True) or "empty", "no config.json"),
     "cut short": (cut_short, "truncated"),
     "NaN weights": (lambda root: broken(root, "nan", fill("score.weight", float("nan"))), "scores nothing"),
-    "NaN trunk": (lambda root: broken(root, "trunk", fill("model.norm.weight", float("nan"))), "scores nothing"),
     "some fail": (one_bad_token, "random sequences fail"),
-    "attributes": (lambda root: broken(root, "two", lambda _: None, num_labels=2), "outputs is .* attribute_names is"),
-    "vocabulary": (lambda root: broken(root, "wide", lambda _: None, vocab_size=310), "vocab_size is 310 and not 300"),
+    "signature": (other_signature, "attribute_names is .*; vocab_size is 310 and not 300.*; max_length is 64"),
     "tokens": (other_tokens, "vocabulary is"),
-    "positions": (lambda root: broken(root, "few", lambda _: None, max_position_embeddings=64), "max_length is 64"),
     "tokenizer": (without_tokenizer, "takes_text is False and not True"),
     "a function": (lambda _: "rewarding:length", "not the name of a folder"),
     "above": (lambda _: "../old", "no folder"),
