@@ -70,4 +70,4 @@ def test_a_flood_is_answered_or_refused_and_memory_returns(server: tuple[int, ps
         assert asyncio.run(ask(port))[0] == 200
         sizes.append(process.memory_info().rss)
     # The first floods fill pools and arenas; later ones may not add to them.
-    assert sizes[4] <= 1.05 * sizes[2]
+    assert sizes[4] <= sizes[2] + 8e6
