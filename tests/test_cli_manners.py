@@ -1,9 +1,10 @@
-"""The command in a shell: its help, its colours, what it suggests, how it ends, and what completes it."""
+"""The command in a shell: its help, colours, suggestions, exit statuses and completion."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import os
 import pty
 import re
@@ -11,77 +12,44 @@ import shlex
 import shutil
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from guerdon import cli, errors
-from guerdon.cli import completion, console, helps
-from guerdon.cli.parsing import Parser
+from guerdon.cli import console
+from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser, completion_script
 from guerdon.errors import Exit
 from processes import environment
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = ["serve", "serve-critic", "score", "reinforce", "ppo", "bench", "doctor", "completion"]
-RED_GUERDON, CYAN_HELP = "\033[1;31mguerdon:\033[0m", "\033[36mhelp:\033[0m"
+COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 
 
-def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process whose stdout and stderr are pipes."""
-    env = plain_environment() | variables
-    return subprocess.run([*COMMAND, *argv], capture_output=True, text=True, env=env, timeout=60, check=False)
+def parsers() -> dict[str, Parser]:
+    """Each subcommand's parser; the whole command's as ""."""
+    whole = cli.make_parser()
+    choices = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+    return {"": whole, **choices}
 
 
-def at_terminal(*argv: str, **variables: str) -> str:
-    """What the command writes to a terminal that is both its stdout and its stderr."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    env = plain_environment() | {"TERM": "xterm-256color"} | variables
-    process = subprocess.Popen([*COMMAND, *argv], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    written = b""
-    try:
-        while part := os.read(ours, 65536):
-            written += part
-    except OSError:  # EIO: nobody has the other side any more
-        pass
-    finally:
-        os.close(ours)
-        process.wait(60)
-    return written.decode().replace("\r\n", "\n")
-
-
-def plain_environment() -> dict[str, str]:
-    """This environment without what decides about colours and widths."""
-    decides = ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS")
-    return {name: value for name, value in environment().items() if name not in decides}
-
-
-def parsers() -> Iterator[tuple[str, Parser]]:
-    """Each subcommand's name and parser."""
-    for action in cli.make_parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
-
-
-# What --help shows
+# Help
 
 
 @pytest.mark.parametrize("columns", [80, 100, 250])
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_the_terminal(command: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = (dict(parsers())[command] if command else cli.make_parser()).format_help()
-    assert max(map(len, text.splitlines())) <= min(columns, 100)
+    for parser in parsers().values():
+        for text in (parser.format_help(), parser.format_all_help()):
+            assert max(map(len, text.splitlines())) <= min(columns, 100)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_begins_with_examples_that_can_be_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (dict(parsers())[command] if command else cli.make_parser()).format_help()
-    before, _, after = text.partition("\nexamples:\n")
+def test_help_begins_with_examples_that_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before, _, after = parsers()[command].format_help().partition("\nexamples:\n")
     assert len(before.splitlines()) <= 4
     block = after.partition("\n\n")[0].replace("\\\n", " ")
     lines = [line.strip() for line in block.splitlines() if not line.strip().startswith("#")]
@@ -92,53 +60,81 @@ def test_help_begins_with_examples_that_can_be_run(command: str, capsys: pytest.
     assert capsys.readouterr() == ("", "")
 
 
-def test_every_command_is_listed_with_its_own_help() -> None:
-    assert [name for name, _ in parsers()] == COMMANDS
+def test_every_command_is_listed() -> None:
+    assert list(parsers()) == ["", *COMMANDS]
     text = cli.make_parser().format_help()
     assert all(re.search(rf"^    {name}\b", text, re.MULTILINE) for name in COMMANDS)
-    notes = [value for name, value in vars(helps).items() if name.isupper()]
-    assert all(any(note in (p.description, p.epilog) for _, p in parsers()) for note in notes[2:])
 
 
-def test_flags_stand_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def shown_flags(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w.-]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", ["serve", "serve-critic", "score", "reinforce", "ppo"])
+def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
+    parser = parsers()[command]
+    first, everything = shown_flags(parser.format_help()), shown_flags(parser.format_all_help())
+    assert len(first - {"help", "help-all"}) == 10 and first < everything
+    names = [action.option_strings for action in parser._actions if action.option_strings]
+    assert everything == {next(name[2:] for name in flags if name.startswith("--")) for flags in names}
+
+
+def test_help_all_shows_each_setting_with_its_default_in_its_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = dict(parsers())["serve"].format_help()
-    groups = re.findall(r"^(\w[\w, ]+):$", text, re.MULTILINE)
-    assert {"connections and keys", "model", "precision and devices", "limits"} <= set(groups)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--help-all"])
+    assert ended.value.code == Exit.DONE
+    out = capsys.readouterr().out
+    groups = re.findall(r"^(\w[\w, ]+):$", out, re.MULTILINE)
+    assert {"connections and keys", "model", "precision and devices", "limits", "timeouts"} <= set(groups)
     assert len(set(groups)) == len(groups)
-    model = text.partition("\nmodel:\n")[2].partition("\n\n")[0]
+    model = out.partition("\nmodel:\n")[2].partition("\n\n")[0]
     assert "--name TEXT" in model and "--port" not in model and "--dtype" not in model
-    assert "--attribute-weights=-0.5,1" in text  # not broken at a hyphen, as at this width it would be
+    text = " ".join(out.split())
+    assert "HTTP port. 0: any free port. (default: 5555)" in text
+    assert "--truncation {error,left,right}" in text
+    assert "--deterministic, --no-deterministic" in text
+    assert "--attribute-weights=-0.5,1" in out  # not broken at a hyphen
+    assert "--models" not in out
 
 
-# What it says of mistakes
+def test_the_help_of_a_critic_shows_its_own_defaults() -> None:
+    text = " ".join(parsers()["serve-critic"].format_all_help().split())
+    assert "HTTP port. 0: any free port. (default: 5556)" in text
+    assert "--betas X,Y Betas of AdamW. (default: 0.9,0.98)" in text
+    assert "default: only on request." in text and "only on request. (default" not in text
+    assert "--no-grpc Serve HTTP only." in text
+    assert "--keep-best-mode {auto,max,min}" in text
+    assert "MISSING" not in text
 
 
-def test_the_command_alone_shows_its_help() -> None:
-    done = run()
-    assert (done.returncode, done.stdout) == (Exit.CANNOT_START, "")
-    assert "guerdon serve ./my-reward-model" in done.stderr
-    assert done.stderr.splitlines()[-2:] == [
-        "guerdon: no command is given",
-        "help: name one of those above: guerdon COMMAND --help",
-    ]
+def test_the_command_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == Exit.CANNOT_START
+    out, err = capsys.readouterr()
+    assert out == "" and "guerdon serve ./my-reward-model" in err
+    assert err.splitlines()[-2].startswith(PLAIN) and err.splitlines()[-1].startswith("help: ")
+
+
+# Errors
 
 
 @pytest.mark.parametrize(
     ("argv", "suggests"),
     [
-        (["serv"], "help: did you mean serve? `guerdon --help` "),
-        (["scroe", "--x"], "help: did you mean score? `guerdon --help` "),
-        (["serve", "m", "--prot", "1"], "help: did you mean --port? `guerdon serve --help` "),
-        (["serve", "m", "--max_lenght=1"], "help: did you mean --max-length? `guerdon serve --help` "),
-        (["serve", "m", "--dtype", "bflaot16"], "help: did you mean bfloat16? `guerdon serve --help` "),
-        (["bench", "http://h:1", "--secons", "1"], "help: did you mean --seconds? `guerdon bench --help` "),
-        (["serve", "m", "--zzz"], "help: `guerdon serve --help` "),
+        ("serv", "help: did you mean serve? `guerdon --help` "),
+        ("scroe --x", "help: did you mean score? `guerdon --help` "),
+        ("serve m --prot 1", "help: did you mean --port? `guerdon serve --help-all` "),
+        ("serve m --max_lenght=1", "help: did you mean --max-length? `guerdon serve --help-all` "),
+        ("serve m --dtype bflaot16", "help: did you mean bfloat16? `guerdon serve --help-all` "),
+        ("bench http://h:1 --secons 1", "help: did you mean --seconds? `guerdon bench --help"),
+        ("serve m --zzz", "help: `guerdon serve --help-all` "),
     ],
 )
-def test_what_is_nearly_right_is_suggested(argv: list[str], suggests: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_similar_words_are_suggested(argv: str, suggests: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
+        cli.main(argv.split())
     assert ended.value.code == Exit.CANNOT_START
     assert capsys.readouterr().err.splitlines()[-1].startswith(suggests)
 
@@ -154,56 +150,69 @@ def test_every_error_has_a_line_of_help(cls: type[errors.GuerdonError]) -> None:
     if issubclass(cls, errors.StartError):
         assert cls("it failed", "do this").help == "do this"
         return
-    line = console.help_for(cls("it failed", 1.0) if cls is errors.Overloaded else cls("it failed"))
+    line = console.advise(cls("it failed", 1.0) if cls is errors.Overloaded else cls("it failed"))
     assert line.isprintable() and len(line) > 20
     own = {errors.GuerdonError, errors.Cancelled, errors.MethodNotAllowed}  # which no command ends with by itself
-    assert (line == console.help_for(errors.GuerdonError())) == (cls in own)
+    assert (line == console.advise(errors.GuerdonError())) == (cls in own)
 
 
 # Colours
 
 
-def test_colours_at_a_terminal_only() -> None:
-    assert at_terminal("serv").startswith(RED_GUERDON) and CYAN_HELP in at_terminal("serv")
-    assert "\033" not in run("serv").stderr
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize(
-    ("variables", "shows"),
+    ("stream", "variables", "is_coloured"),
     [
-        ({"NO_COLOR": "1"}, False),
-        ({"NO_COLOR": ""}, True),
-        ({"TERM": "dumb"}, False),
-        ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
-        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (Terminal(), {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+        (Terminal(), {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (io.StringIO(), {}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+        (io.StringIO(), {"FORCE_COLOR": ""}, False),
     ],
-    ids=["NO_COLOR", "NO_COLOR-empty", "dumb", "forced-dumb", "NO_COLOR-forced"],
 )
-def test_a_terminals_colours_are_the_users_choice(variables: dict[str, str], shows: bool) -> None:
-    written = at_terminal("serv", **variables)
-    assert written.startswith(RED_GUERDON if shows else "guerdon: ")
-    assert ("\033" in written) == shows
+def test_colours(
+    stream: io.StringIO, variables: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm-256color"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert console.coloured("guerdon:", "red", stream) + " " == (COLOURED if is_coloured else PLAIN)
 
 
-def test_colours_in_a_pipe_where_they_are_forced() -> None:
-    assert run("serv", FORCE_COLOR="1").stderr.startswith(RED_GUERDON)
-    assert run("serv", FORCE_COLOR="").stderr.startswith("guerdon: ")
+def test_errors_at_a_real_terminal_are_coloured() -> None:
+    ours, theirs = pty.openpty()
+    env = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    with subprocess.Popen([*COMMAND, "serv"], stderr=theirs, env=env | {"TERM": "xterm-256color"}):
+        os.close(theirs)
+        written = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert written.startswith(COLOURED.rstrip())
 
 
-# What moves
-
-
-def test_a_bar_of_progress_is_for_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_progress_bar_is_for_terminals(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     (tmp_path / "scorer_of_ones.py").write_text("def score(texts):\n    return [1.0] * len(texts)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    argv = ["score", "--model", "scorer_of_ones:score", "in.jsonl", "-o"]
-    piped = run(*argv, "piped.jsonl")
-    assert piped.stderr.startswith("1 samples in 1 rows") and "%|" not in piped.stderr
-    assert "%|" in at_terminal(*argv, "shown.jsonl")
+    assert cli.main(["score", "--model", "scorer_of_ones:score", "in.jsonl", "-o", "out.jsonl"]) == Exit.DONE
+    err = capsys.readouterr().err
+    assert "1 samples in 1 rows" in err and ("%|" in err) == is_terminal
 
 
-# How it ends
+# Exit statuses
 
 
 def test_the_documentation_has_every_exit_status() -> None:
@@ -221,8 +230,9 @@ def ends(tree: ast.AST) -> Iterator[ast.expr]:
 
 def test_no_status_is_written_as_a_number() -> None:
     for path in sorted((ROOT / "src/guerdon").rglob("*.py")):
-        for given in ends(ast.parse(path.read_text(encoding="utf-8"))):
-            assert not isinstance(given, ast.Constant), f"{path}:{given.lineno}"
+        if re.search(r"exit\(|SystemExit\(", text := path.read_text(encoding="utf-8")):
+            for given in ends(ast.parse(text)):
+                assert not isinstance(given, ast.Constant), f"{path}:{given.lineno}"
 
 
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
@@ -242,10 +252,8 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with each shell's script, as a user writes it there."""
     folder = tmp_path_factory.mktemp("completion")
-    for shell in completion.SHELLS:
-        done = run("completion", shell)
-        assert (done.returncode, done.stderr) == (0, "")
-        (folder / f"guerdon.{shell}").write_text(done.stdout)
+    for shell in SHELLS:
+        (folder / f"guerdon.{shell}").write_text(completion_script(cli.make_parser(), shell))
     (folder / "server.yaml").touch()
     (folder / "models").mkdir()
     return folder
@@ -261,7 +269,7 @@ TYPED = {
     "guerdon serve --no-fsdp m --po": {"--port", "--pooling"},
     "guerdon reinforce run.yaml --rollouts.te": {"--rollouts.temperature"},
     "guerdon bench http://h:1 --conc": {"--concurrency"},
-    "guerdon completion ": set(completion.SHELLS),
+    "guerdon completion ": set(SHELLS),
 }
 
 BASH = """
@@ -300,9 +308,9 @@ def test_the_scripts_are_valid(shell: str, scripts: Path) -> None:
 
 def test_what_takes_a_path_is_there() -> None:
     dests = set()
-    for _, parser in parsers():
+    for parser in parsers().values():
         parser.fill()
         dests |= {action.dest for action in parser._actions}
-    assert dests >= completion.FILES | completion.FOLDERS
+    assert dests >= FILES | FOLDERS
     by_name = {dest for dest in dests if re.search(r"(_|\.)(dir|file|folder|path)$", dest)}
-    assert by_name <= completion.FILES | completion.FOLDERS
+    assert by_name <= FILES | FOLDERS

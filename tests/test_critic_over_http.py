@@ -310,7 +310,7 @@ def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) 
             said.append(process.communicate(timeout=30)[0])
             assert process.returncode == (-stop if stop is signal.SIGKILL else 0)
     assert states == [0, 3, 6]
-    assert f"what it learns is kept in {tmp_path / 'critic'}" in said[0]
+    assert f"what it learns is saved in {tmp_path / 'critic'}" in said[0]
     assert f"ready at http://127.0.0.1:{port}" in said[2]
 
 
@@ -334,10 +334,10 @@ def test_a_stopped_critic_says_what_is_saved_and_what_is_journalled(folder: Path
     counted = "guerdon: stopped; requests answered: {}, refused or failed: 0"
     assert said[0] == [
         counted.format(3),
-        f"guerdon: critic was stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {name}, train "
-        "requests journalled since then: 1; the same command goes on from there",
+        f"guerdon: critic stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {name}, train "
+        "requests journalled since then: 1; the same command resumes there",
     ]
     assert said[1] == [
         counted.format(2),
-        "guerdon: critic was stopped at step 6, AND WHAT IT LEARNT IS LOST: there is no --checkpoint-dir",
+        "guerdon: critic stopped at step 6; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir",
     ]

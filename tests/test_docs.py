@@ -78,7 +78,7 @@ def helps() -> list[str]:
     """The help of each command, and torchrun's."""
     texts = [parser().format_help(), torchrun.get_args_parser().format_help()]
     for action in parser()._subparsers._group_actions:  # type: ignore[union-attr]
-        texts += [command.format_help() for command in action.choices.values()]  # type: ignore[union-attr]
+        texts += [command.format_all_help() for command in action.choices.values()]  # type: ignore[union-attr]
     return texts
 
 

@@ -54,7 +54,7 @@ TRANSPORTS = ("server/front/", "server/runtime.py")
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "client", "server"], TORCH),
-    **dict.fromkeys([f"cli/{name}" for name in ("bench", "helps", "parsing", "running", "subcommands")], TORCH),
+    **dict.fromkeys([f"cli/{name}" for name in ("bench", "commands", "helps", "parser")], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(
         [

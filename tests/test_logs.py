@@ -107,7 +107,7 @@ def test_the_command_logs_one_line_a_record(monkeypatch):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging.getLogger("httpx"), "level", 0)
-    console.set_up("info")
+    console.set_up_logging("info")
     assert isinstance(root.handlers[0].formatter, OneLine)
 
 
@@ -245,7 +245,7 @@ def test_a_mistake_in_the_file_is_told_in_json_where_the_flag_says_so(
     try:
         assert cli.main(["serve", "--config", str(file), *flags]) == 2
     finally:
-        console.speak("text")
+        console.set_format("text")
     err = capsys.readouterr().err
     assert "nope" in err
     assert err.startswith("{") == bool(flags), "as docs/cli.md has it"

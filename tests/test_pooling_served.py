@@ -139,6 +139,6 @@ def test_the_start_names_the_rule_and_what_is_missing(tmp_path: Path) -> None:
         process.communicate()
     (described,) = [line for line in told if "reward_model: sequence-classification" in line]
     assert "pooling last_non_pad (pad 2)" in described
-    assert f"no tokenizer in {folder}: takes token ids only" in described
+    assert f"no tokenizer in {folder}: accepts token ids only" in described
     (warned,) = [line for line in told if "WARNING" in line]
     assert "is an EOS (2)" in warned and "--pooling last" in warned

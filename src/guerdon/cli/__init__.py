@@ -1,4 +1,4 @@
-"""The `guerdon` command: its subcommands, their flags and help, and how it ends."""
+"""The `guerdon` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from guerdon.cli import console
-from guerdon.cli.subcommands import make_parser
+from guerdon.cli.commands import make_parser
 from guerdon.engine.host import limit_spinning
 from guerdon.errors import Exit, GuerdonError, StartError
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as by `| head`; Python would tell of it once more while it ends
+    except BrokenPipeError:  # as with `| head`; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.PIPE_CLOSED
 
@@ -34,13 +34,13 @@ def _main(argv: Sequence[str]) -> int:
     if argv[0] == "demo":  # a command up to 0.2
         return console.fail("the demo is not installed", "run `make demo` in a clone of guerdon", Exit.CANNOT_START)
     args = parser.parse_args(argv)
-    console.speak(getattr(args, "log_format", "text"))
+    console.set_format(getattr(args, "log_format", "text"))
     limit_spinning()
     try:
         return int(args.run(args) or Exit.DONE)
     except StartError as e:
         return console.fail(e, e.help, Exit.CANNOT_START)
     except GuerdonError as e:
-        return console.fail(e, console.help_for(e), Exit.FAILED)
+        return console.fail(e, console.advise(e), Exit.FAILED)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED

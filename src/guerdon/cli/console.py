@@ -1,4 +1,4 @@
-"""What the command says to its user, and what it needs before it begins."""
+"""What the command prints: status lines, errors with advice, and logs; in colour on terminals that show colours."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import os
 import sys
 import time
-from typing import TextIO
+from typing import Literal, TextIO
 
 from guerdon import errors
-from guerdon.cli.colours import coloured
 from guerdon.core import ModelInfo
 from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
@@ -18,36 +17,39 @@ from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
 
-_format: LogFormat = "text"
-"""Of what `say` and `fail` write, as of the log; a process has one."""
+Style = Literal["bold", "faint", "red", "green", "yellow", "cyan"]
 
+_CODES: dict[Style, str] = {"bold": "1", "faint": "2", "red": "1;31", "green": "32", "yellow": "33", "cyan": "36"}
+
+_format: LogFormat = "text"
+"""The format of `say` and `fail`, for the whole process."""
 
 _ADVICE: dict[type[GuerdonError], str] = {
-    errors.UnknownModel: "`guerdon doctor URL` lists what a server has",
-    errors.InvalidRequest: "correct what is named above; the same again would fail again",
+    errors.UnknownModel: "`guerdon doctor URL` lists the models of a server",
+    errors.InvalidRequest: "correct the request; retrying it would fail again",
     errors.Unauthenticated: "set GUERDON_API_KEY to a key that the server knows",
-    errors.Forbidden: "set GUERDON_API_KEY to a key whose role allows it",
-    errors.RouteNotFound: "check the URL: it is that of the server, without a path",
-    errors.PayloadTooLarge: "send less at once, or give the server more --max-body-mb",
-    errors.SampleFailed: "the server's log has the cause",
-    errors.ServerFault: "the server's log has the cause; with its --log-level debug, more of it",
-    errors.Unsupported: "`guerdon doctor URL` tells what that server is",
-    errors.Unreachable: "check that the server runs and the URL is its own: `guerdon doctor URL` tries it",
-    errors.RanksLost: "the same command again starts all ranks, and goes on from what was saved",
-    errors.Offloaded: "have whoever offloaded the critic send `onload`",
-    errors.Overloaded: "try again when the server has less to do, or share the load between several",
-    errors.Unavailable: "try again when the server is ready: `guerdon doctor URL` tells",
-    errors.StorageFailed: "make room, or give a path on another disk; then give the same command again",
-    errors.CriticReset: "start the run again from its newest checkpoint, or from one of both that fit",
-    errors.RunFailed: "mend what is named above; the same command goes on from the newest checkpoint",
-    errors.DeadlineExceeded: "see with `guerdon doctor URL` whether the server is ready; it may have too much to do",
-    GuerdonError: "the same command again goes on where it stopped, once the cause is gone",
+    errors.Forbidden: "set GUERDON_API_KEY to a key whose role permits it",
+    errors.RouteNotFound: "check the URL: it is the server's, without a path",
+    errors.PayloadTooLarge: "send less at once, or raise the server's --max-body-mb",
+    errors.SampleFailed: "the server's log shows the cause",
+    errors.ServerFault: "the server's log shows the cause; --log-level debug adds details",
+    errors.Unsupported: "`guerdon doctor URL` shows what the server is",
+    errors.Unreachable: "check the URL and that the server runs: `guerdon doctor URL` tries it",
+    errors.RanksLost: "run the same command again: it starts all ranks and resumes from what was saved",
+    errors.Offloaded: "have the client that offloaded the critic send `onload`",
+    errors.Overloaded: "retry when the server has less load, or share the load between several",
+    errors.Unavailable: "retry when the server is ready: `guerdon doctor URL` shows it",
+    errors.StorageFailed: "free disk space or give a path on another disk; then run the same command again",
+    errors.CriticReset: "restart the run from its newest checkpoint, or from a checkpoint that matches the critic's",
+    errors.RunFailed: "fix the cause; the same command then resumes from the newest checkpoint",
+    errors.DeadlineExceeded: "check with `guerdon doctor URL` whether the server is ready; it may be overloaded",
+    GuerdonError: "fix the cause and run the same command again: it continues where it stopped",
 }
-"""What to do about an error where it does not say so itself."""
+"""What to do about errors that do not say it themselves."""
 
 
-def described(info: ModelInfo) -> str:
-    """A served model in one line."""
+def describe_model(info: ModelInfo) -> str:
+    """Returns a served model's description, in one line."""
     if info.kind == "sum":
         return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
     path = info.path + (f" ({info.why})" if info.why else "")
@@ -55,31 +57,31 @@ def described(info: ModelInfo) -> str:
     if info.pooling:
         parts.append(f"pooling {info.pooling}")
     if info.lacks_tokenizer:
-        parts.append(f"no tokenizer in {info.source}: takes token ids only")
+        parts.append(f"no tokenizer in {info.source}: accepts token ids only")
     return f"{info.name}: {', '.join([*parts, path])}"
 
 
-def kept(critic: CriticConfig) -> str:
-    """What becomes of what a critic learns."""
+def describe_persistence(critic: CriticConfig) -> str:
+    """Returns where what a critic learns is saved, if it is."""
     if critic.checkpoint_dir is None:
-        return "WHAT IT LEARNS IS LOST WITH THIS SERVER: give --checkpoint-dir to keep it"
-    return f"what it learns is kept in {critic.checkpoint_dir}"
+        return f"{critic.name} learns; WHAT IT LEARNS IS LOST AT EXIT: give --checkpoint-dir to save it"
+    return f"{critic.name} learns; what it learns is saved in {critic.checkpoint_dir}"
 
 
 def describe_stopped(critic: CriticConfig, state: CriticState) -> str:
     """Returns the step at which a critic stopped, and what is saved and journalled."""
-    where = f"{critic.name} was stopped at step {state.step}"
+    stopped = f"{critic.name} stopped at step {state.step}"
     if not state.is_durable:
-        return f"{where}, AND WHAT IT LEARNT IS LOST: there is no --checkpoint-dir"
+        return f"{stopped}; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir"
     saved = f"step {state.checkpoints[-1].step} is saved as {state.checkpoints[-1].name}" if state.checkpoints else ""
     return (
-        f"{where}: in {critic.checkpoint_dir} {saved or 'no checkpoint is saved'}, train requests journalled since "
-        f"then: {state.num_unsaved}; the same command goes on from there"
+        f"{stopped}: in {critic.checkpoint_dir} {saved or 'no checkpoint is saved'}, train requests journalled since "
+        f"then: {state.num_unsaved}; the same command resumes there"
     )
 
 
-def need(*modules: str) -> None:
-    """Raises StartError where the optional parts of the installation are missing, without importing them."""
+def require_modules(*modules: str) -> None:
+    """Raises StartError if optional parts of the installation are missing, without importing them."""
     from importlib.util import find_spec
 
     missing = [module for module in modules if find_spec(module) is None]
@@ -88,29 +90,29 @@ def need(*modules: str) -> None:
         raise StartError(f"{', '.join(missing)} is not installed", install_command(extra))
 
 
-def check_alone(command: str) -> None:
-    """Raises ConfigError where torchrun has started several processes of a command that is one."""
+def check_single_process(command: str) -> None:
+    """Raises ConfigError if torchrun has started several processes of a command that needs one."""
     if num_started() > 1:
         raise ConfigError(
-            f"guerdon {command} is one process, and torchrun has started {num_started()}",
-            "run it without torchrun (or with WORLD_SIZE unset); `guerdon serve` shares a model between processes",
+            f"guerdon {command} is one process, but torchrun started {num_started()}",
+            "run it without torchrun (or unset WORLD_SIZE); `guerdon serve` shares a model between processes",
         )
 
 
-def speak(log_format: LogFormat) -> None:
-    """Sets how `say` and `fail` write from now on."""
+def set_format(log_format: LogFormat) -> None:
+    """Sets the format in which `say` and `fail` write from now on."""
     global _format
     _format = log_format
 
 
-def set_up(log_level: str, log_format: LogFormat = "text") -> None:
-    """The log, and where users' modules are looked for."""
-    speak(log_format)
+def set_up_logging(log_level: str, log_format: LogFormat = "text") -> None:
+    """Sets up the log, and adds the working directory to the module search path."""
+    set_format(log_format)
     rank, level = "", log_level.upper()
     if num_started() > 1:
         rank = f" rank {os.environ.get('RANK', '?')}"
         if not _is_first("RANK") and level in ("DEBUG", "INFO"):
-            level = "WARNING"  # the others do what rank 0 does, which says it
+            level = "WARNING"  # the other ranks do the same as rank 0, which logs it
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonLines(_rank())
@@ -122,20 +124,38 @@ def set_up(log_level: str, log_format: LogFormat = "text") -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if log_format == "json":
         logs.take_over()
-    # A scorer given as module:function is looked for where the command is run, as `python -m` would.
+    # Like `python -m`, find a scorer given as module:function in the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
-def loaded() -> None:
-    """All libraries are there: where lines are JSON, so are theirs."""
+def redirect_library_logs() -> None:
+    """With JSON logs, redirects the logs of the libraries, all of which are imported by now."""
     if _format == "json":
         logs.take_over_libraries()
 
 
-def _is_first(rank: str) -> bool:
-    """Whether this process is the one that speaks, of all that torchrun has started, or of this host's (LOCAL_RANK)."""
-    return os.environ.get(rank, "0") == "0"
+def coloured(text: str, style: Style, stream: TextIO) -> str:
+    """Returns the text in the style if the stream shows colours, else unchanged."""
+    return f"\033[{_CODES[style]}m{text}\033[0m" if shows_colours(stream) else text
+
+
+def shows_colours(stream: TextIO) -> bool:
+    """Returns whether the stream is a terminal that shows colours.
+
+    NO_COLOR disables and FORCE_COLOR enables colours on any stream; an empty variable has no effect, and NO_COLOR takes
+    precedence.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def _is_first(variable: str) -> bool:
+    """Returns whether this is rank 0 of the launch (RANK) or of this host (LOCAL_RANK)."""
+    return os.environ.get(variable, "0") == "0"
 
 
 def _rank() -> int:
@@ -144,7 +164,7 @@ def _rank() -> int:
 
 
 def say(text: str) -> None:
-    """Tells the user, once for all ranks."""
+    """Prints a status line, on rank 0 only."""
     if not _is_first("RANK"):
         return
     if _format == "json":
@@ -154,8 +174,8 @@ def say(text: str) -> None:
 
 
 def fail(what: object, help_text: str, status: int) -> int:
-    """Tells the user what is wrong and what to do, once a host; returns `status`."""
-    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, and a file may be missing on one host alone
+    """Prints what is wrong and what to do, once per host; returns `status`."""
+    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, but a file may be missing on one host only
         return status
     notes = getattr(what, "__notes__", ())
     if _format == "json":
@@ -168,8 +188,8 @@ def fail(what: object, help_text: str, status: int) -> int:
     return status
 
 
-def help_for(error: GuerdonError) -> str:
-    """One line on what to do: that of the nearest class which has one."""
+def advise(error: GuerdonError) -> str:
+    """Returns what to do about an error, by its class or the nearest base class with advice."""
     return next(_ADVICE[cls] for cls in type(error).__mro__ if cls in _ADVICE)
 
 

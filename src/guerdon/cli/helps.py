@@ -1,33 +1,33 @@
-"""What `--help` says of each command: its examples, which come before the flags, and notes, which come after them."""
+"""The texts of `--help` for each command: examples before the flags, and notes after them."""
 
 EXAMPLES = """\
-Serves reward models and critics that train, and scores with them.
+Serve reward models and critics for RLHF, and score with them.
 
 examples:
-  # serve a folder as transformers saves it, on port 5555
+  # serve a model that transformers saved, on port 5555
   guerdon serve ./my-reward-model
   # score a file with it
   guerdon score --server http://127.0.0.1:5555 in.jsonl -o out.jsonl
-  # see whether all is well here, and there
+  # check this machine and the server
   guerdon doctor http://127.0.0.1:5555
   # train a policy against it
   guerdon reinforce run.yaml
 """
 
 NOTES = """\
-`guerdon COMMAND --help` has each command's examples. Exit status: 0 done, 1 something failed, 2 cannot start, and a
-few more: see docs/cli.md. NO_COLOR=1 turns colours off.
+`guerdon COMMAND --help` shows each command's examples. Exit status: 0 done, 1 failed, 2 cannot start; docs/cli.md
+lists the others. NO_COLOR=1 turns colours off.
 """
 
 SERVE_EXAMPLES = """\
-Serves reward models over HTTP and gRPC until SIGTERM or Ctrl-C.
+Serve reward models over HTTP and gRPC until SIGTERM or Ctrl-C.
 
 examples:
-  # a folder as transformers saves it, on port 5555
+  # a model that transformers saved, on port 5555
   guerdon serve ./my-reward-model
   # a model of the Hugging Face hub
   guerdon serve some-org/reward-model --dtype bfloat16
-  # your own function, in my_module.py
+  # your own function in my_module.py
   guerdon serve my_module:my_function
   # several models and a sum of them, as below
   guerdon serve --config server.yaml
@@ -36,32 +36,33 @@ examples:
 """
 
 SERVE_NOTES = """\
-A YAML file has the same settings; flags go before it:
+A YAML file has the same settings; flags override it:
 
   port: 5555
   models:
     - {model: ./helpful, name: helpful, dtype: bfloat16}
     - {model: ./safe, name: safe, max_length: 4096}
     - {model: "my_module:brevity", name: brevity}
-  rewards:         # a weighted sum; it is for clients that name no model
+  rewards:         # a weighted sum, for clients that name no model
     - name: reward_model
       components:
         - {model: helpful, normalize: given, mean: 1.2, std: 3.0}
         - {model: safe, weight: 0.5, normalize: running, clip: 5}
         - {model: brevity, weight: 0.1}
 
-A function has a first parameter `texts`, `responses` or `tokens`, and may have `prompts` and `labels`, which clients
-send beside the samples. With `normalize: running` a reward depends on what was scored before it; guerdon_component_mean
-and guerdon_component_std under /metrics tell what to give for the same rewards every time.
+The first parameter of a function is `texts`, `responses` or `tokens`; it may also have `prompts` and `labels`, which
+clients send with the samples. With `normalize: running`, a reward depends on what was scored before it. For rewards
+that do not, use `normalize: given` with the mean and std that /metrics reports as guerdon_component_mean and
+guerdon_component_std.
 """
 
 CRITIC_EXAMPLES = """\
-Serves a critic that trains, over HTTP and gRPC, until SIGTERM or Ctrl-C.
+Serve a critic that trains, over HTTP and gRPC, until SIGTERM or Ctrl-C.
 
 examples:
-  # a critic made of a reward model, on port 5556
+  # a critic initialised from a reward model, on port 5556
   guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic
-  # one that answers with rewards beside its values
+  # one that returns rewards beside its values
   guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic \\
       --reward-model ./my-reward-model
   # settings from a file, as below
@@ -69,12 +70,12 @@ examples:
 """
 
 CRITIC_NOTES = """\
-MODEL is any checkpoint of a decoder that `guerdon serve` loads; a reward model's head becomes the value head. Clients
-find models named critic_infer, critic_train, critic_validate, critic_save, critic_load, critic_offload, critic_onload
-and critic_state, and a Python client is guerdon.CriticClient.
+MODEL is any decoder checkpoint that `guerdon serve` loads; a reward model's head becomes the value head. Clients find
+the models critic_infer, critic_train, critic_validate, critic_save, critic_load, critic_offload, critic_onload and
+critic_state; guerdon.CriticClient is a client in Python.
 
-With --checkpoint-dir a train request that was answered survives the server: the same command again loads the newest
-checkpoint and applies what came after it. A YAML file has the same settings; flags go before it:
+With --checkpoint-dir, acknowledged train requests survive a crash: the same command loads the newest checkpoint and
+replays the later requests from the journal. A YAML file has the same settings; flags override it:
 
   port: 5556
   critic:
@@ -85,11 +86,11 @@ checkpoint and applies what came after it. A YAML file has the same settings; fl
 """
 
 SCORE_EXAMPLES = """\
-Scores a JSONL file, through servers that run or by a model that is loaded here.
+Score a JSONL file through running servers, or by a model loaded in this process.
 
 examples:
   guerdon score --server http://127.0.0.1:5555 in.jsonl -o out.jsonl
-  # over two servers that share the load, compressed input
+  # through two servers that share the load; the input is compressed
   guerdon score --server http://a:5555 --server grpc://b:5557 \\
       in.jsonl.gz -o out.jsonl
   # without a server
@@ -99,29 +100,30 @@ examples:
 """
 
 SCORE_NOTES = """\
-Each line of IN is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"},
-{"text"}; a name in .gz is read compressed. OUT gets the same lines with "rewards" added, in the same order. The same
-command again continues where it stopped, with the same weights. A sample that fails has null for its reward, "errors"
-says why, and the exit status is 1. A function that scores may read a line's "prompt", and its "label", any JSON value.
+Each line of IN is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} and
+{"text"}; files named .gz are decompressed. OUT gets the same lines in the same order with "rewards" added. If the
+command stops, the same command continues, provided that the weights are the same. If a sample fails, its reward is
+null, "errors" says why, and the exit status is 1. A scoring function may read a line's "prompt" and its "label", any
+JSON value.
 
---name goes with --server, too; all other settings of a model go only with --model. A server's key is read from
+--name also applies to --server; a model's other settings require --model. The server's key is read from
 GUERDON_API_KEY.
 """
 
 REINFORCE_EXAMPLES = """\
-Trains a policy by REINFORCE, RLOO or GRPO against a served reward model.
+Train a policy by REINFORCE, RLOO or GRPO with a served reward model.
 
 examples:
   # in another terminal
   guerdon serve ./my-reward-model
-  # settings from a file, as below, one of them by its flag
+  # settings from a file as below, one overridden by a flag
   guerdon reinforce run.yaml --rollouts.temperature 0.9
   # the policy sharded over four GPUs
   torchrun --nproc-per-node 4 -m guerdon reinforce run.yaml --parallel.fsdp
 """
 
 REINFORCE_NOTES = """\
-CONFIG.yaml has the settings in sections; flags go before it:
+CONFIG.yaml has the settings in sections; flags override it:
 
   policy: {model: ./my-policy, learning_rate: 1e-6}
   data: {prompts: prompts.jsonl}
@@ -130,23 +132,23 @@ CONFIG.yaml has the settings in sections; flags go before it:
   remote_rm: {reward_model: {ip: 127.0.0.1, port: 5555}}
   run: {steps: 200, output_dir: out/run}
 
-The same command again goes on from the newest checkpoint in run.output_dir. Metrics, curves, samples and the policy lie
-there; each checkpoint's policy is a model that transformers loads.
+The same command resumes from the newest checkpoint in run.output_dir, which also holds metrics, curves and samples.
+transformers loads the policy of each checkpoint.
 """
 
 PPO_EXAMPLES = """\
-Trains a policy by PPO against a served critic.
+Train a policy by PPO with a served critic.
 
 examples:
   # in another terminal
   guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic \\
       --reward-model ./my-reward-model
-  # settings from a file, as below, one of them by its flag
+  # settings from a file as below, one overridden by a flag
   guerdon ppo run.yaml --run.steps 500
 """
 
 PPO_NOTES = """\
-CONFIG.yaml has the settings in sections; flags go before it:
+CONFIG.yaml has the settings in sections; flags override it:
 
   policy: {model: ./my-policy, learning_rate: 1e-6}
   data: {prompts: prompts.jsonl}
@@ -157,44 +159,56 @@ CONFIG.yaml has the settings in sections; flags go before it:
     combine_rm_and_critic_server: true
   run: {steps: 200, output_dir: out/run}
 
-Checkpoints of policy and critic are saved as a pair, and the same command again goes on from the newest pair.
+Checkpoints of policy and critic are saved in pairs; the same command resumes from the newest pair.
 """
 
 BENCH_EXAMPLES = """\
-Measures a server under the load of an RLHF trainer: prompts with several responses each.
+Measure a server under the load of an RLHF trainer: prompts with several responses each.
 
 examples:
-  # as many requests as it takes, for half a minute
+  # as many requests as it handles in half a minute
   guerdon bench http://127.0.0.1:5555 --seconds 30
-  # a given load, figures for a program, a picture
+  # your own data, results as JSON and as a plot
   guerdon bench http://127.0.0.1:5555 --data in.jsonl \\
       --json bench.json --plot bench.png
-  # fail, as in CI, where the 99th percentile is above 200 ms
+  # fail, as in CI, if the 99th percentile is above 200 ms
   guerdon bench http://127.0.0.1:5555 --requests 500 --fail-p99-ms 200
 """
 
 DOCTOR_EXAMPLES = """\
-Says what is installed, what the machine has, what a server answers, and what to do about it.
+Check the installation, this machine and servers, and say what to do about problems.
 
 examples:
   guerdon doctor
-  # a server, too
+  # also check a server
   guerdon doctor http://127.0.0.1:5555
-  # for a program; the exit status is 1 where there is a problem
+  # as JSON; the exit status is 1 if there is a problem
   guerdon doctor --json
 """
 
 COMPLETION_EXAMPLES = """\
-Prints a script that completes the command's words in a shell.
+Print a script that completes commands, flags and values in a shell.
 
 examples:
-  # bash, now and in every later shell
+  # bash: now, and in every later shell
   source <(guerdon completion bash)
   echo 'source <(guerdon completion bash)' >> ~/.bashrc
-  # zsh, after compinit; ~/.zfunc must stand in fpath
+  # zsh: ~/.zfunc must be in fpath before compinit runs
   guerdon completion zsh > ~/.zfunc/_guerdon
   # fish
   guerdon completion fish > ~/.config/fish/completions/guerdon.fish
   # tcsh
   guerdon completion tcsh > ~/.guerdon.tcsh; source ~/.guerdon.tcsh
 """
+
+COMMANDS: dict[str, tuple[str, str | None]] = {
+    "serve": (SERVE_EXAMPLES, SERVE_NOTES),
+    "serve-critic": (CRITIC_EXAMPLES, CRITIC_NOTES),
+    "score": (SCORE_EXAMPLES, SCORE_NOTES),
+    "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
+    "ppo": (PPO_EXAMPLES, PPO_NOTES),
+    "bench": (BENCH_EXAMPLES, None),
+    "doctor": (DOCTOR_EXAMPLES, None),
+    "completion": (COMPLETION_EXAMPLES, None),
+}
+"""The examples and notes of each command."""

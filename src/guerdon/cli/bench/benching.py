@@ -322,7 +322,7 @@ async def _prepare(client: AsyncRewardClient, args: argparse.Namespace) -> tuple
     except ImportError as e:  # gRPC is an extra
         raise StartError("grpc:// needs gRPC, which is not installed", install_command("grpc")) from e
     except GuerdonError as e:
-        raise StartError(str(e), console.help_for(e)) from e
+        raise StartError(str(e), console.advise(e)) from e
 
 
 def _describe(args: argparse.Namespace, load: Load, shape: Shape | None) -> str:

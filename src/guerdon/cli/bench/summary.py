@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from guerdon.cli.bench.driving import NOT_SENT, Answer
-from guerdon.cli.colours import Style, coloured
+from guerdon.cli.console import Style, coloured
 from guerdon.client.addresses import Address
 from guerdon.client.http_transport import fetch
 from guerdon.errors import GuerdonError

@@ -1,0 +1,305 @@
+"""The subcommands: their flags, and what they run."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from guerdon import __version__
+from guerdon.cli import console, helps
+from guerdon.cli.parser import SHELLS, Parser, completion_script
+from guerdon.core import ModelInfo
+from guerdon.distributed.ranks import num_started
+from guerdon.errors import ConfigError, Exit
+from guerdon.settings.access import strip_credentials
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, describe_run
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.sources import (
+    CRITIC_PORTS,
+    add_section_flags,
+    add_server_flags,
+    given_flags,
+    read_actor_settings,
+    read_critic_settings,
+    read_server_settings,
+)
+
+
+def make_parser() -> Parser:
+    """Returns the parser of the whole command line; `args.run(args)` runs the subcommand that it has parsed."""
+    parser = Parser("guerdon", description=helps.EXAMPLES, epilog=helps.NOTES)
+    parser.add_argument(
+        "--version", action=_ShowVersions, nargs=0, help="Show the versions of guerdon, Python and torch, and exit."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    _add_serve(commands)
+    _add_serve_critic(commands)
+    _add_score(commands)
+    _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
+    _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
+    _add_bench(commands)
+    _add_doctor(commands)
+    _add_completion(commands, parser)
+    return parser
+
+
+def _add_command(
+    commands: Any,
+    name: str,
+    summary: str,
+    run: Callable[[argparse.Namespace], int | None],
+    add_late: Callable[[Parser], None] | None = None,
+) -> Parser:
+    examples, notes = helps.COMMANDS[name]
+    parser: Parser = commands.add_parser(name, help=summary, add_late=add_late)
+    parser.description, parser.epilog = examples, notes
+    parser.set_defaults(run=run)
+    return parser
+
+
+class _ShowVersions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata  # slow to import
+
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "not installed"
+        sys.stdout.write(f"guerdon {__version__}\npython {platform.python_version()}\ntorch {torch}\n")
+        parser.exit()
+
+
+# serve, serve-critic
+
+
+def _add_serve(commands: Any) -> None:
+    parser = _add_command(commands, "serve", "Serve reward models over HTTP and gRPC.", run_serve)
+    parser.show_first(
+        "config", "host", "port", "api_keys_file", "name", "dtype", "device", "max_length", "max_batch_tokens",
+        "tensor_parallel",
+    )  # fmt: skip
+    parser.usage = "guerdon serve [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help="Local folder, hub id, or module:function.")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
+    )
+    add_server_flags(parser, ServerConfig, ModelConfig)
+
+
+def _add_serve_critic(commands: Any) -> None:
+    parser = _add_command(commands, "serve-critic", "Serve a critic that trains, over HTTP and gRPC.", run_serve_critic)
+    parser.show_first(
+        "config", "host", "port", "api_keys_file", "checkpoint_dir", "reward_model", "learning_rate",
+        "global_batch_size", "dtype", "device",
+    )  # fmt: skip
+    parser.usage = "guerdon serve-critic [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a reward model or a critic.")
+    parser.add_argument("--config", metavar="FILE.yaml", help="Read settings from this file.")
+    add_server_flags(parser, ServerConfig, CriticConfig, defaults=CRITIC_PORTS)
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Loads reward models and serves them until SIGTERM or SIGINT."""
+    _serve(read_server_settings(args))
+
+
+def run_serve_critic(args: argparse.Namespace) -> None:
+    """Loads a critic, replays its journal, and serves it until SIGTERM or SIGINT."""
+    _serve(read_critic_settings(args))
+
+
+def _serve(config: ServerConfig) -> None:
+    console.set_up_logging(config.log_level, config.log_format)
+    console.require_modules("torch", "starlette", "uvicorn")
+    critic = config.critic
+    paths = [*(model.model for model in config.models), *([critic.model] if critic else [])]
+    if critic and critic.reward_model:
+        paths.append(critic.reward_model)
+    console.say(f"loading {', '.join(paths)}" if paths else "no models")
+    from guerdon import assembly
+    from guerdon.server.service import Service
+
+    started: list[Service] = []
+
+    def on_loaded(service: Service) -> None:
+        started.append(service)
+        console.redirect_library_logs()
+        for info in service.catalog.models():
+            if isinstance(info, ModelInfo):
+                console.say(console.describe_model(info))
+        if critic:
+            console.say(console.describe_persistence(critic))
+
+    def on_started(http_url: str, grpc_url: str | None) -> None:
+        console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
+
+    assembly.run(config, device=_shared_device(config), on_loaded=on_loaded, on_started=on_started)
+    for service in started:
+        requests = service.metrics.totals("guerdon_requests", "_total")
+        num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
+        console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
+        if critic and service.critic is not None:
+            console.say(console.describe_stopped(critic, service.critic.now()))
+
+
+def _shared_device(config: ServerConfig) -> str:
+    """Returns the device of all models; raises ConfigError if there are several ranks and several devices."""
+    devices = sorted({model.device for model in [*config.models, *([config.critic] if config.critic else [])]})
+    if len(devices) > 1 and num_started() > 1:
+        raise ConfigError(
+            f"the models' devices are {' and '.join(devices)}, but each rank has one", "give all models the same device"
+        )
+    return devices[0] if devices else "auto"
+
+
+# score
+
+
+def _add_score(commands: Any) -> None:
+    parser = _add_command(commands, "score", "Score a JSONL file.", run_score)
+    parser.show_first(
+        "out", "server", "model", "name", "template", "retry_failed", "no_progress", "dtype", "device", "max_length",
+    )  # fmt: skip
+    parser.usage = "guerdon score (--server URL | --model MODEL) IN -o OUT [--FLAG VALUE ...]"
+    parser.add_argument("IN", help="JSONL file, or .jsonl.gz; - is stdin.")
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="JSONL file to write or to continue; - is stdout."
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--server", action="append", metavar="URL", help="http:// or grpc:// URL. Repeat it to share the load."
+    )
+    where.add_argument("--model", metavar="MODEL", help="Load this model instead: folder, hub id, or module:function.")
+    parser.add_argument("--template", action="store_true", help="Put prompts and responses through the chat template.")
+    parser.add_argument("--retry-failed", action="store_true", help="Score rows of OUT with failed samples again.")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="Show no progress bar; it is shown only on terminals."
+    )
+    add_server_flags(parser, ModelConfig)
+
+
+def run_score(args: argparse.Namespace) -> int:
+    """Scores a file through servers or by a model in this process; returns 1 if samples failed."""
+    console.check_single_process("score")
+    from guerdon.client import RewardClient
+    from guerdon.client.score_file import score_file
+
+    flags = given_flags(args, ModelConfig)
+    if args.server:
+        unused = next((flag for flag in flags if flag != "name"), None)
+        if unused is not None:
+            raise ConfigError(
+                f"--{unused.replace('_', '-')} is given, but the model runs at {strip_credentials(args.server[0])}",
+                "leave it out",
+            )
+        scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
+    else:
+        console.set_up_logging("warning")
+        console.require_modules("torch")
+        from guerdon.local import LocalRewardModel
+
+        scorer = LocalRewardModel(args.model, **flags)
+    with scorer:
+        summary = score_file(
+            scorer,
+            args.IN,
+            args.out,
+            template=args.template,
+            retry_failed=args.retry_failed,
+            progress=not args.no_progress and sys.stderr.isatty(),
+        )
+    sys.stderr.write(f"{summary}\n")
+    return Exit.FAILED if summary.num_failed else Exit.DONE
+
+
+# reinforce, ppo
+
+
+def _add_actor(commands: Any, name: str, summary: str, cls: type, run: Callable[[argparse.Namespace], int]) -> None:
+    parser = _add_command(commands, name, summary, run)
+    parser.show_first(
+        "policy.model", "policy.learning_rate", "data.prompts", "rollouts.rollouts_per_prompt",
+        "rollouts.max_new_tokens", "rollouts.temperature", f"{name}.kl_coefficient", "run.steps", "run.output_dir",
+        "reinforce.advantage_estimator" if name == "reinforce" else "ppo.critic_warmup_steps",
+    )  # fmt: skip
+    parser.usage = f"guerdon {name} CONFIG.yaml [--SECTION.SETTING VALUE ...]"
+    parser.add_argument("CONFIG", metavar="CONFIG.yaml", help="YAML file with the settings.")
+    add_section_flags(parser, cls)
+
+
+def run_reinforce(args: argparse.Namespace) -> int:
+    """Trains a policy by REINFORCE; returns the exit status."""
+    config = read_actor_settings(args, ReinforceRunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import launch, reinforce
+
+    return launch.run(config, reinforce.train)
+
+
+def run_ppo(args: argparse.Namespace) -> int:
+    """Trains a policy by PPO; returns the exit status."""
+    config = read_actor_settings(args, PPORunConfig)
+    _prepare_actor(config)
+    from guerdon.actor import launch, ppo
+
+    return launch.run(config, ppo.train)
+
+
+def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
+    """Checks the settings and the installation before anything is loaded."""
+    if num_started() == 1:  # with several ranks, the first checks them once the others are connected
+        check_actor(config)
+    console.set_up_logging("info")
+    console.require_modules("torch", "tensorboard", "matplotlib")
+    console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
+
+
+# bench, doctor, completion
+
+
+def _add_bench(commands: Any) -> None:
+    def add_flags(parser: Parser) -> None:
+        from guerdon.cli.bench import benching
+
+        benching.add(parser)
+
+    parser = _add_command(commands, "bench", "Measure a server under a trainer's load.", run_bench, add_flags)
+    parser.usage = "guerdon bench URL ... [--FLAG VALUE ...]"
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Measures a server; returns the exit status."""
+    console.check_single_process("bench")
+    from guerdon.cli.bench import benching
+
+    return benching.run(args)
+
+
+def _add_doctor(commands: Any) -> None:
+    def add_flags(parser: Parser) -> None:
+        from guerdon.cli.doctor import command
+
+        command.add(parser)
+
+    _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor, add_flags)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Checks the installation, the machine and servers; returns the exit status."""
+    from guerdon.cli.doctor import command
+
+    return command.run(args)
+
+
+def _add_completion(commands: Any, whole: Parser) -> None:
+    parser = _add_command(commands, "completion", "Print a script that completes commands in a shell.", run_completion)
+    parser.add_argument("SHELL", choices=SHELLS, help="Shell of the script: %(choices)s.")
+    parser.set_defaults(parser=whole)
+
+
+def run_completion(args: argparse.Namespace) -> None:
+    """Prints a completion script."""
+    sys.stdout.write(completion_script(args.parser, args.SHELL))
