@@ -70,7 +70,7 @@ def shown_flags(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w.-]+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("command", ["serve", "serve-critic", "score", "reinforce", "ppo"])
+@pytest.mark.parametrize("command", ["serve", "serve-critic", "score", "reinforce", "ppo", "bench"])
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]
     first, everything = shown_flags(parser.format_help()), shown_flags(parser.format_all_help())

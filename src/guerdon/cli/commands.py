@@ -264,6 +264,10 @@ def _add_bench(commands: Any) -> None:
     def add_flags(parser: Parser) -> None:
         from guerdon.cli.bench import benching
 
+        parser.show_first(
+            "model", "data", "responses", "prompt_tokens", "response_tokens", "concurrency", "rate", "seconds", "json",
+            "plot",
+        )  # fmt: skip
         benching.add(parser)
 
     parser = _add_command(commands, "bench", "Measure a server under a trainer's load.", run_bench, add_flags)
