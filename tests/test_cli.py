@@ -446,7 +446,11 @@ def test_settings_of_an_actor_that_cannot_be(
         ("ppo", "policy: {model: ./p}\nrollouts: {maximum: 3}", ["unknown setting rollouts.maximum"]),
         ("reinforce", "run: {time_limit: 210}", ["run.time_limit is ", "in quotes"]),
         ("reinforce", "run: {time_limit: 1:03:30:00}", ["run.time_limit is ", "in quotes"]),
-        ("reinforce", "remote_rm: {reward_model: {urls: ['ftp://x:1']}}", ["'ftp://x:1' is malformed", "help: correct "]),
+        (
+            "reinforce",
+            "remote_rm: {reward_model: {urls: ['ftp://x:1']}}",
+            ["'ftp://x:1' is malformed", "help: correct "],
+        ),
         ("ppo", "remote_critic_rm: {critic: {url: 'ftp://x:1'}}", ["'ftp://x:1' is malformed", "help: correct "]),
     ],
 )

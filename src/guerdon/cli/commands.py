@@ -142,7 +142,7 @@ def _serve(config: ServerConfig) -> None:
         num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
         console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
         if critic and service.critic is not None:
-            console.say(console.describe_stopped(critic, service.critic.now()))
+            console.say(console.describe_stopped(critic, service.critic.state()))
 
 
 def _shared_device(config: ServerConfig) -> str:
@@ -284,18 +284,18 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _add_doctor(commands: Any) -> None:
     def add_flags(parser: Parser) -> None:
-        from guerdon.cli.doctor import command
+        from guerdon.cli import doctor
 
-        command.add(parser)
+        doctor.add(parser)
 
     _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor, add_flags)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Checks the installation, the machine and servers; returns the exit status."""
-    from guerdon.cli.doctor import command
+    from guerdon.cli import doctor
 
-    return command.run(args)
+    return doctor.run(args)
 
 
 def _add_completion(commands: Any, whole: Parser) -> None:
