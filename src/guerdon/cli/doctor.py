@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 import orjson
 from packaging.specifiers import SpecifierSet
 
-from guerdon.cli.colours import Style, coloured
+from guerdon.cli.console import Style, coloured
 from guerdon.cli.installed import (
     Requirement,
     describe_versions,
