@@ -54,7 +54,7 @@ TRANSPORTS = ("server/front/", "server/runtime.py")
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "client", "server"], TORCH),
-    **dict.fromkeys([f"cli/{name}" for name in ("bench", "commands", "helps", "parser")], TORCH),
+    **dict.fromkeys([f"cli/{name}" for name in ("bench", "helps", "parser", "subcommands")], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(
         [
@@ -81,9 +81,7 @@ CIRCLES: set[str] = set()
 """Rooms that still import each other in a circle."""
 
 DUPLICATES = {
-    "checkpoints", "critic", "flags", "forms",
-    "progress", "rewards", "rows", "samples", "settings",
-    "stopping", "worker", "config",
+    "settings",
 }  # fmt: skip
 """Module names that still stand for several things."""
 

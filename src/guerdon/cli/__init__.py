@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from guerdon.cli import console
-from guerdon.cli.commands import make_parser
+from guerdon.cli.subcommands import make_parser
 from guerdon.engine.host import limit_spinning
 from guerdon.errors import Exit, GuerdonError, StartError
 
