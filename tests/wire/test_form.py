@@ -14,6 +14,7 @@ from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
 from guerdon.wire import bodies
 from guerdon.wire.bodies import MAX_DEPTH
 from guerdon.wire.forms import FORMS, openai
+from guerdon.wire.forms.labels import activated
 from wire.asking import CRITIC, RM, ask, reply, reply_bytes
 
 ONE = {
@@ -241,3 +242,8 @@ def test_every_form_writes_the_same_number(reward):
         row = found[0] if isinstance(found, list) else found.get("data", [found])[0]
         value = next(row[name] for name in ("probs", "data", "score", "embedding") if name in row)
         assert np.float32(value if path in ("/score", "/predict") else value[0]) == np.float32(reward)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_number_is_too_large_for_a_sigmoid():
+    assert activated(np.float32([[-1000.0], [0.0], [1000.0]]), "sigmoid").tolist() == [[0.0], [0.5], [1.0]]

@@ -1,4 +1,4 @@
-"""JSON bodies: read into typed structs, with errors that name what is wrong, and written; bounds on their memory."""
+"""JSON bodies: reads them into typed structs with helpful errors, writes them, and bounds their memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def num_values(text: bytes | memoryview) -> int:
 
 
 def memory(body: bytes | memoryview) -> int:
-    """Returns about the most bytes of memory that the body takes while it is read as JSON."""
+    """Estimates the peak bytes of memory that parsing the body as JSON takes."""
     count = _num_marks(body)
     return len(body) + _VALUE_BYTES * (count if count <= _MANY_VALUES else num_values(body))
 
@@ -172,7 +172,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_numpy)
 
 
 def _explain(message: str, value: Any, kind: Any, what: str, prefix: str = "") -> str:
-    """Rewords msgspec's `message` about `value`, which is no `kind`, by the value and the type at the path it names."""
+    """Rewords msgspec's `message` about `value`, which is not a `kind`: adds the value found, and what to send."""
     found = _PROBLEM.fullmatch(message)
     assert found is not None
     problem, node, place = found["problem"], msgspec.inspect.type_info(kind), ""
@@ -198,7 +198,7 @@ def _explain(message: str, value: Any, kind: Any, what: str, prefix: str = "") -
 
 
 def _members(node: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type itself, without what annotates them."""
+    """The types of a union, or the type itself, without annotations."""
     while isinstance(node, msgspec.inspect.Metadata):
         node = node.type
     if isinstance(node, msgspec.inspect.UnionType):
@@ -211,7 +211,7 @@ def _member(node: Any, kind: type[T]) -> T:
 
 
 def _inner(node: Any, key: str | int) -> Any:
-    """The type of what stands at the key or index."""
+    """The type at the key or index."""
     for member in _members(node):
         if isinstance(member, msgspec.inspect.ListType) and isinstance(key, int):
             return member.item_type
@@ -223,7 +223,7 @@ def _inner(node: Any, key: str | int) -> Any:
 
 
 def _wanted(node: Any) -> str:
-    """What to send for the type: its description, else words for it."""
+    """What to send for the type: its description, else a phrase for it."""
     if isinstance(node, msgspec.inspect.Metadata):
         return (node.extra_json_schema or {}).get("description") or _wanted(node.type)
     if isinstance(node, msgspec.inspect.UnionType):

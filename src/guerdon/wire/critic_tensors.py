@@ -31,7 +31,7 @@ TRAIN_ID = "train_id"
 
 
 def to_request(request: InferRequest, info: OperationInfo) -> TrainRequest | ControlRequest:
-    """Returns what the tensors ask of a critic; raises InvalidRequest, which names the tensor and shape at fault.
+    """Returns the request that the tensors carry; raises InvalidRequest, which names the tensor and shape at fault.
 
     A train request without an id has an empty one. The critic itself checks the numbers.
     """

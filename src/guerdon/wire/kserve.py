@@ -18,7 +18,7 @@ from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, In
 Head = TypeVar("Head", bound="RequestBody | ReplyBody")
 
 ServedRequest = ScoreRequest | TrainRequest | ControlRequest
-"""What a request asks: scores of a model, an operation of a critic."""
+"""A request to a model is to score, one to a critic's operation to train, validate or control it."""
 
 ServedReply = ScoreReply | TrainReport | CheckpointInfo | CriticState | None
 """A TrainReport answers train and validate, a CheckpointInfo save and load, a CriticState state."""
@@ -82,7 +82,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def read(body: bytes, header_length: int | None, info: ModelInfo | OperationInfo) -> tuple[InferRequest, ServedRequest]:
-    """Returns the request in `body`, and what it asks of the model or operation; raises InvalidRequest, Unsupported."""
+    """Returns the tensors in `body`, and the request that they carry; raises InvalidRequest, Unsupported."""
     request = decode(body, header_length)
     return request, to_request(request, info)
 
@@ -93,7 +93,7 @@ def write(reply: ServedReply, request: InferRequest, info: ModelInfo | Operation
 
 
 def to_request(request: InferRequest, info: ModelInfo | OperationInfo) -> ServedRequest:
-    """Returns what the tensors ask of the model or operation; raises InvalidRequest, which names what is wrong."""
+    """Returns the request that the tensors carry for the model or operation; raises InvalidRequest."""
     if isinstance(info, OperationInfo):
         return critic_tensors.to_request(request, info)
     return score_tensors.to_request(request, info)

@@ -53,7 +53,7 @@ def parse(data: bytes) -> pb.ModelInferRequest:
 
 
 def memory(data: bytes) -> int:
-    """Returns about the most bytes of memory that the parsed message takes; raises InvalidRequest as `parse` does."""
+    """Estimates the bytes of memory of the parsed message; raises InvalidRequest as `parse` does."""
     if len(data) <= _SMALL_BYTES:
         return len(data)
     return len(data) + _PART_FACTOR * _num_bytes_beside_raw(data)

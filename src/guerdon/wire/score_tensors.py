@@ -1,4 +1,4 @@
-"""A model's scores as tensors: what the inputs ask, and how scores become outputs."""
+"""Scores as tensors: turns inputs into a request, and scores into outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTENTS = {"sentences", "messages", "tokens", "input_ids"}
 
 
 def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
-    """Returns what the tensors ask of the model; raises InvalidRequest, which names the input, output or row at fault.
+    """Returns the request that the tensors carry; raises InvalidRequest, which names the input, output or row at fault.
 
     Token rows are int64 and may be read-only views of the request's body. The service checks single rows (ids outside
     the vocabulary, no tokens, too many), and scores the others.
@@ -151,7 +151,7 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
         try:
             values.append(orjson.loads(text))
         except orjson.JSONDecodeError as e:
-            hint = "; write text in quotes, and null where there is none" if tensor.name == "labels" else ""
+            hint = "; write text in quotes, and null if there is none" if tensor.name == "labels" else ""
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
     return values
@@ -183,9 +183,7 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
                 f"the width of {tensor.name}"
             )
     elif tensor.name == "tokens":
-        raise InvalidRequest(
-            "input 'tokens' needs 'sequence_lengths' [B, 1] beside it: padding cannot be told from tokens"
-        )
+        raise InvalidRequest("input 'tokens' needs 'sequence_lengths' [B, 1] beside it: padding looks like tokens")
     elif width == 0:
         raise InvalidRequest("input 'input_ids' has rows of no tokens: shape " + str(list(tensor.shape)))
     else:

@@ -13,7 +13,7 @@ from guerdon.critic_core import Operation, OperationInfo
 from guerdon.errors import InvalidRequest
 
 MODEL_VERSION = "1"
-"""The only version of every model; its weights_version is what changes."""
+"""The only version of every model; new weights change its weights_version instead."""
 
 PLATFORM = "guerdon"
 
@@ -116,7 +116,7 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
 
     `max_batch_size` is the most samples of one request. Clients ask for every output listed here, so those that only
     our own clients read are missing; asking for `errors` would change how a failed row is reported. The parameter
-    `tokenizer` tells what ids mean, as `vocabulary.identity` has it; it is missing if unknown.
+    `tokenizer` identifies the vocabulary (see `vocabulary.identity`); it is missing if unknown.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:

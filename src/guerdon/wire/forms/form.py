@@ -1,4 +1,4 @@
-"""What the forms of other servers' protocols share: a form's parts, its bodies' keys, and how samples are read."""
+"""Shared by all forms of other servers' protocols: a form's parts, keys that bodies share, and reading samples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What every body has; keys that no struct names are ignored. `example` is a short body for errors."""
+    """The keys of every body; unknown keys are ignored. Errors show `example`, a short body."""
 
     example: ClassVar[str] = "{}"
     model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
@@ -88,7 +88,7 @@ def check_rewards(info: ModelInfo) -> None:
 
 @dataclass(slots=True, eq=False)
 class FormRequest:
-    """What one body asks: of which model (empty: the default one), for which scores, and how its reply is written.
+    """One request in a form: its model (empty: the default one), its samples, and what writes the reply.
 
     `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
     failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
@@ -105,8 +105,8 @@ class FormRequest:
 class Form:
     """One path of another server's protocol; `peer` names that server.
 
-    `bodies`, `url` and `replies` are the structs of what it reads and writes, `choose` tells which of several `bodies`
-    a body is. `error` is the struct of its errors, which `to_error` makes with their status.
+    It reads `bodies` and `url` and writes `replies`, which are structs; `choose` picks one of several `bodies`. `error`
+    is the struct of its errors; `to_error` returns one with its status.
     """
 
     peer: str
@@ -119,13 +119,13 @@ class Form:
     choose: Callable[[bytes], type[Body]] | None = None
 
     def read(self, body: bytes, query: Mapping[str, str]) -> FormRequest:
-        """Returns what the body and the URL's query ask; raises InvalidRequest."""
-        asked = bodies.read(body, self.choose(body) if self.choose else self.bodies[0])
+        """Returns the request in the body and the URL's query; raises InvalidRequest."""
+        parsed = bodies.read(body, self.choose(body) if self.choose else self.bodies[0])
         url = bodies.convert(query, self.url, "the URL")
         for name in url.__struct_fields__:
-            if name != "model" and getattr(asked, name, "") is None and getattr(url, name) is not None:
-                setattr(asked, name, getattr(url, name) == "true")
-        return self.to_request(asked, url)
+            if name != "model" and getattr(parsed, name, "") is None and getattr(url, name) is not None:
+                setattr(parsed, name, getattr(url, name) == "true")
+        return self.to_request(parsed, url)
 
 
 # --- samples -------------------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from guerdon.core import ModelInfo, Score
 from guerdon.errors import SampleFailed
 
 Activation = Literal["sigmoid", "softmax", "fitting"]
-"""What is made of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
+"""The function of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def number(value: float) -> np.float32:
-    """Returns the number as float32; raises SampleFailed if float32 has none for it, for which JSON would have null."""
+    """Returns the number as float32; raises SampleFailed if it is not finite there, since JSON would write null."""
     if not abs(value) <= _LARGEST:
         raise SampleFailed(f"the score {value} is not a finite number of float32")
     return np.float32(value)

@@ -1,4 +1,4 @@
-"""What the server's page reads, and what it asks to have scored."""
+"""Bodies of the server's page: trials that it sends, and all that it shows."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ NATIVE_REPLIES = (NativeReply, list[NativeReply])
 
 
 def to_native_request(body: NativeBody, url: Url) -> FormRequest:
-    """The reply has the raw numbers as `embedding`; one sample that was sent without a list has none around it."""
+    """The reply has the raw numbers as `embedding`, and a list only if the client sent one."""
     if (body.text is None) == (body.input_ids is None):
         has = "neither text nor input_ids" if body.text is None else "text and input_ids"
         raise InvalidRequest(f"the body has {has}; send one of the two")

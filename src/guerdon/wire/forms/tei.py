@@ -50,7 +50,7 @@ class PredictParameters(msgspec.Struct):
 
 
 class PredictBody(Body, kw_only=True):
-    """One text or pair, or a list of lists with one each; TEI's own activation is applied only if asked for."""
+    """One text or pair, or a list of them; TEI's own activation applies only if the client asks for it."""
 
     example: ClassVar[str] = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
     inputs: Annotated[str | Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_ROWS)], Meta(description=_SHAPES)]
@@ -75,7 +75,7 @@ class TEIError(msgspec.Struct):
 def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
     """Joins a pair's texts. The reply has each sample's labels with their scores, the highest first.
 
-    One sample that was sent without a list of lists has no list around its labels.
+    A single sample has no list around its labels if the client sent it without a batch.
     """
     rows, single = _rows(body.inputs)
     request = ScoreRequest(texts=["".join(row) for row in rows], add_special_tokens=bool(body.add_special_tokens))

@@ -1,4 +1,4 @@
-"""Triton's model repository: what an admin asks to load into a served model's place, and the index."""
+"""Triton's model repository: loading and unloading a served model's weights, and the index."""
 
 from __future__ import annotations
 
