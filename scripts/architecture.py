@@ -162,7 +162,7 @@ def _server(sheet: Sheet) -> None:
     sheet.box(85.5, 5.2, 11.5, 27.5, "engine", "checkpoint\n\npacked forward,\nno padding\n\npooling\n\nfloat32 head")
     sheet.box(85.5, 37.2, 11.5, 9.3, "training", "gradient, AdamW,\nschedule", LEARNS)
     sheet.box(70, 37.2, 11.3, 9.3, "journal", "on the disk first", KEPT)
-    sheet.box(32.5, 48.6, 33, 4.1, "server/dashboard, metrics, tracing", "", ASKS)
+    sheet.box(32.5, 48.6, 33, 4.1, "server/page, metrics, tracing", "", ASKS)
     sheet.box(70, 48.6, 27, 4.1, "checkpoints", "", KEPT)
     sheet.arrow((47, 11), (51.5, 11), two_ways=True)
     sheet.arrow((58.5, 16.7), (58.5, 21.2), text="samples", at=(3.4, 0))

@@ -1,4 +1,8 @@
-"""A server's spans by OpenTelemetry, whose libraries are imported only where traces are turned on."""
+"""A server's spans by OpenTelemetry; its libraries are imported only if traces are on.
+
+OpenTelemetry's own instrumentation of ASGI and gRPC is not used: it names spans by raw paths, records user agents and
+error texts, starts spans before keys are checked, and makes one span per stream instead of one per request.
+"""
 
 from __future__ import annotations
 
@@ -23,74 +27,74 @@ _PATH = "/v1/traces"
 _INSTALL = install_command("otel")
 
 _MOST_WAITING = 16_384
-"""Spans that wait to be sent: of a burst of requests that come at once, more than the library's own 2,048."""
+"""Spans that may wait to be sent: the library's default of 2,048 is too few for a burst of requests."""
 _LAST_SPANS_S = 2.0
-"""How long the last spans may take at the server's end, whose collector may be away."""
+"""Timeout of the last spans at shutdown: the collector may be down."""
 
 
 def check_installed(endpoint: str | None) -> None:
-    """Raises StartError where traces shall be sent to `endpoint`, and OpenTelemetry is not installed."""
+    """Raises StartError if `endpoint` is given and OpenTelemetry is not installed."""
     if endpoint is None:
         return
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace.export  # noqa: F401 - both are asked for
+        import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as e:
-        raise StartError("traces is set, and OpenTelemetry is not installed", _INSTALL) from e
+        raise StartError("traces is set, but OpenTelemetry is not installed", _INSTALL) from e
 
 
 def turned_on(endpoint: str | None) -> Traces | None:
-    """The traces of a server that sends them to `endpoint`, or where OpenTelemetry's environment says; else None.
+    """Returns the traces for `endpoint`, or for the one in OpenTelemetry's environment; None if there is neither.
 
-    Raises StartError where `endpoint` is given and OpenTelemetry is not installed, or its environment is malformed.
+    Raises StartError if `endpoint` is given and OpenTelemetry is not installed, or its environment is malformed.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
-    if endpoint is None and not _is_environments():
+    if endpoint is None and not _is_on_by_environment():
         return None
     check_installed(endpoint)
     try:
         return Traces(endpoint)
     except ImportError:
-        log.warning("no traces: %s is set, and OpenTelemetry is not installed; %s", _set_of(_ENDPOINTS), _INSTALL)
+        log.warning("no traces: %s is set, but OpenTelemetry is not installed; %s", _first_set(_ENDPOINTS), _INSTALL)
         return None
     except ValueError as e:
         raise StartError(f"OpenTelemetry's environment: {e}", "correct the variables that begin with OTEL_") from e
 
 
 def tell(**facts: Any) -> None:
-    """Says of the request that is handled here what its span is to have, as guerdon.NAME."""
+    """Sets attributes guerdon.NAME of the current request's span, if it is traced."""
     if (traced := _REQUEST.get()) is not None:
         traced.tell(**facts)
 
 
 def failed(error: BaseException) -> None:
-    """Says of the request that is handled here how it ended; only the class is kept, as texts may be a sample's."""
+    """Sets the error class of the current request's span; never the text, which may quote a sample."""
     if (traced := _REQUEST.get()) is not None:
         traced.failed(error)
 
 
 def step(name: str, model: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which something is done for a model's part of the request that is handled here."""
+    """Makes a span of the block, below the current request's, if it is traced."""
     traced = _REQUEST.get()
     return _UNTRACED if traced is None else traced.step(name, model)
 
 
 def part(model: str = "") -> Part | None:
-    """What the request that is handled here waits for from now on, where it is traced: of a model, or of an order."""
+    """Starts the wait of the current request for a model or an order; None if it is not traced."""
     traced = _REQUEST.get()
     return None if traced is None else Part(traced, model)
 
 
 class Traces:
-    """Makes one server's spans and sends them; thread-safe.
+    """Makes and sends a server's spans; thread-safe.
 
-    Requests are sampled as OTEL_TRACES_SAMPLER says: by default those whose client samples, or that have no parent.
-    A batch has a span where one of its requests has.
+    OTEL_TRACES_SAMPLER decides which requests are sampled: by default those that the client samples, and those without
+    a parent. A batch has a span if one of its requests has.
     """
 
     def __init__(self, endpoint: str | None = None) -> None:
-        """`endpoint` None takes the environment's."""
+        """Takes the environment's endpoint if `endpoint` is None."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
@@ -106,22 +110,22 @@ class Traces:
         room: dict[str, Any] = {} if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else {"max_queue_size": _MOST_WAITING}
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint), **room)
         requests = TracerProvider(resource=resource, shutdown_on_exit=False)
-        # Apart from them: its links say what is sampled, and there are as many as a batch has requests.
+        # A second provider: a batch is sampled if it has links, and it has a link per request.
         limits = SpanLimits(max_links=SpanLimits.UNSET)
         batches = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, span_limits=limits)
         for provider in (requests, batches):
             provider.add_span_processor(self._processor)
         self._requests, self._batches = requests.get_tracer("guerdon"), batches.get_tracer("guerdon")
         self._propagator = TraceContextTextMapPropagator()
-        log.info("traces go to %s", endpoint or f"the collector of {_set_of(_ENDPOINTS)}")
+        log.info("traces go to %s", endpoint or f"the collector of {_first_set(_ENDPOINTS)}")
 
     @contextlib.contextmanager
     def request(
         self, name: str, headers: Mapping[str, str], attributes: Mapping[str, Any]
     ) -> Iterator[TracedRequest | None]:
-        """A context in which a request is handled, whose span goes on with the trace that its `headers` name.
+        """Makes the span of a request for the block, as a child of the trace in `headers`.
 
-        What it gives is None where the request is not sampled.
+        Yields None if the request is not sampled.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -145,7 +149,7 @@ class Traces:
     def batch(
         self, model: str, parts: Mapping[Part, int], num_sequences: int, num_tokens: int
     ) -> Iterator[TracedBatch]:
-        """A context in which a batch is computed, with the sequences in it of each traced request; some have one."""
+        """Makes the span of a batch for the block; `parts` has the number of sequences of each traced request."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link
 
@@ -167,14 +171,14 @@ class Traces:
                 p.batches.append((traced, count))
 
     def close(self) -> None:
-        """Sends what is left, within a moment."""
+        """Sends the remaining spans; waits two seconds at most."""
         sending = threading.Thread(target=self._processor.shutdown, name="guerdon-traces", daemon=True)
         sending.start()
         sending.join(_LAST_SPANS_S)
 
 
 class TracedRequest:
-    """One request's span, and the spans of what is done for it. Its own methods are one asyncio task's."""
+    """The span of a request, with its children. Belongs to one asyncio task."""
 
     def __init__(self, tracer: Any, span: Any, context: Any) -> None:
         self.span = span
@@ -184,28 +188,28 @@ class TracedRequest:
         self._has_failed = False
 
     def tell(self, **facts: Any) -> None:
-        """Attributes of the span, as guerdon.NAME."""
+        """Sets attributes guerdon.NAME."""
         self.span.set_attributes(_named(**facts))
 
     def accepted(self, num_tokens: int) -> None:
-        """Counts tokens of sequences that a model has taken on."""
+        """Counts tokens of accepted sequences."""
         self._num_tokens += num_tokens
         self.tell(received_tokens=self._num_tokens)
 
     def failed(self, error: BaseException) -> None:
-        """The class of the error in which it ended: of the first that is told of."""
+        """Records the class of the first error."""
         if not self._has_failed:
             self._has_failed = True
             self.span.set_attribute("error.type", _kind(error))
 
     def answered(self, key: str, status: int, *, is_fault: bool) -> None:
-        """The status of the answer, as the attribute `key`, and whether it says that the server is at fault."""
+        """Records the status of the answer as attribute `key`."""
         self.span.set_attribute(key, status)
         if is_fault:
             _blame(self.span)
 
     def child(self, name: str, began_ns: int, ended_ns: int, batch: TracedBatch | None = None, **facts: Any) -> None:
-        """A span of something that was done for the request, at nanoseconds of the time of day."""
+        """Adds a finished child span, with Unix times in nanoseconds."""
         from opentelemetry.trace import Link
 
         links = [] if batch is None else [Link(batch.span.get_span_context())]
@@ -216,7 +220,7 @@ class TracedRequest:
 
     @contextlib.contextmanager
     def step(self, name: str, model: str) -> Iterator[None]:
-        """A context that has a span of that name."""
+        """Makes a child span of the block."""
         began_ns = time.time_ns()
         try:
             yield
@@ -225,7 +229,7 @@ class TracedRequest:
 
 
 class TracedBatch:
-    """One batch's span."""
+    """The span of a batch."""
 
     def __init__(self, span: Any, began_ns: int) -> None:
         self.span = span
@@ -233,27 +237,27 @@ class TracedBatch:
         self.ended_ns = 0
 
     def tell(self, **facts: Any) -> None:
-        """Attributes of the span, as guerdon.NAME."""
+        """Sets attributes guerdon.NAME."""
         self.span.set_attributes(_named(**facts))
 
     def end(self) -> None:
-        """It is computed."""
+        """Ends the span."""
         self.ended_ns = time.time_ns()
         self.span.end(self.ended_ns)
 
 
 class Part:
-    """What one model does for a traced request: the wait for it, and the batches that the request has a part in."""
+    """The work of one model for a traced request: the wait, and the batches with its sequences."""
 
     def __init__(self, request: TracedRequest, model: str) -> None:
         self.request = request
         self.batches: list[tuple[TracedBatch, int]] = []
-        """With the number of the request's sequences in each; the loop's thread adds them."""
+        """Batches with the number of the request's sequences; the loop's thread appends them."""
         self._model: dict[str, Any] = {"model": model} if model else {}
         self._queued_ns = time.time_ns()
 
     def end(self, taken: float, num_sequences: int, num_tokens: int) -> None:
-        """Nobody waits for it any more; `taken` is when its last sequence was taken up, 0.0 where that never was."""
+        """Ends the wait; `taken` is the monotonic time when its last sequence was taken up, 0.0 if never."""
         self.request.accepted(num_tokens)
         waited_ns = max(_wall_ns(taken) if taken else time.time_ns(), self._queued_ns)
         self.request.child("queue", self._queued_ns, waited_ns, sequences=num_sequences, **self._model)
@@ -262,7 +266,7 @@ class Part:
 
     @contextlib.contextmanager
     def order(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
-        """A context in which what is no batch is done, such as a train request, of so many sequences and tokens."""
+        """Makes the spans of an order without a batch, such as a train request, for the block."""
         began_ns = time.time_ns()
         self.request.child("queue", self._queued_ns, began_ns)
         facts: dict[str, Any] = {"sequences": num_sequences, "tokens": num_tokens} if num_sequences else {}
@@ -276,19 +280,19 @@ _REQUEST: ContextVar[TracedRequest | None] = ContextVar("guerdon_request", defau
 _UNTRACED = contextlib.nullcontext()
 
 
-def _is_environments() -> bool:
-    """Whether OpenTelemetry's environment turns traces on, and has them sent as they are sent here."""
-    where = _set_of(_ENDPOINTS)
+def _is_on_by_environment() -> bool:
+    """Whether the environment turns traces on, with the supported protocol."""
+    where = _first_set(_ENDPOINTS)
     if not where or os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() == "none":
         return False
-    if (how := _set_of(_PROTOCOLS)) and os.environ[how] != _OURS:
-        log.warning("no traces: %s is set, and %s is not %s; give --traces http://HOST:4318", where, how, _OURS)
+    if (how := _first_set(_PROTOCOLS)) and os.environ[how] != _OURS:
+        log.warning("no traces: %s is set, but %s is not %s; give --traces http://HOST:4318", where, how, _OURS)
         return False
     return True
 
 
-def _set_of(names: tuple[str, ...]) -> str:
-    """The first of these variables that is set, or nothing."""
+def _first_set(names: tuple[str, ...]) -> str:
+    """Returns the first variable that is set, or an empty string."""
     return next((name for name in names if os.environ.get(name)), "")
 
 
@@ -314,5 +318,5 @@ def _blame(span: Any) -> None:
 
 
 def _wall_ns(moment: float) -> int:
-    """A moment of the monotonic clock as the time of day."""
+    """Converts a monotonic time to Unix nanoseconds."""
     return time.time_ns() - int((time.monotonic() - moment) * 1e9)
