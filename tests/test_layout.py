@@ -43,7 +43,7 @@ ROOMS = {  # top room: the other top rooms that it may import
     },  # for type checkers; lazy at run time
 }
 MORE = {  # path prefix: what it may import besides
-    "adapters/trlx": {"local"},  # its reward model may run in the trainer's own process
+    "adapters/trlx.py": {"local"},  # its reward model may run in the trainer's own process
     "adapters/nemo_aligner/reward_model_server.py": {"assembly", "distributed", "engine", "server"},
     "adapters/nemo_aligner/critic_server_trainer.py": {"assembly", "distributed", "engine", "server", "training"},
     "adapters/nemo_aligner/reinforce_actor.py": {"actor", "distributed", "engine", "training"},

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from guerdon import adapters
 from processes import environment
 
@@ -33,11 +31,6 @@ for module in {MODULES}:
         if heavy in sys.modules and heavy not in before:
             print(module, "loads", heavy)
 """
-    assert "guerdon.adapters.nemo_rl.__init__" in MODULES and len(MODULES) > 15
+    assert "guerdon.adapters.nemo_rl" in MODULES and len(MODULES) > 9
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout == ""
-
-
-@pytest.mark.parametrize("module", ["trlx", "nemo_rl"])
-def test_whole_packages_are_among_them(module: str) -> None:
-    assert {path.stem for path in (FOLDER / module).glob("*.py")} <= {name.rpartition(".")[2] for name in MODULES}

@@ -24,7 +24,8 @@ import zoo
 from adapters import pytriton_input_ids
 from client import pytriton_server
 from client.echo_server import EchoProcess
-from guerdon.adapters.trlx import create_reward_fn, originals
+from guerdon.adapters import trlx
+from guerdon.adapters.trlx import create_reward_fn
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
 from guerdon.errors import (
@@ -221,7 +222,7 @@ def test_long_originals_are_not_what_is_remembered(host: str) -> None:
 
 
 def test_originals_are_not_kept_for_ever(host: str, service: EchoService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(originals, "_MOST_KEPT", 2)
+    monkeypatch.setattr(trlx, "_MAX_KEPT", 2)
     reward_fn = by_numbers(host, delta_reward=True)
 
     def num_asked(*texts: str) -> int:

@@ -1,7 +1,7 @@
 """AReaL's reward functions: `RLVRWorkflow(reward_fn=reward_function("http://host:5555"), ...)`.
 
-A sample without a reward raises, and AReaL leaves its trajectory out. But one it has four times waited 15 s for, also
-for one of its few processes to be free, gets 0. `async_reward_function` has neither those nor that limit:
+A sample without a reward raises, and AReaL drops its trajectory. But AReaL gives 0 to a sample that has timed out four
+times after 15 s, which include the wait for one of its few processes. `async_reward_function` has neither limit:
 
     class ServedWorkflow(RLVRWorkflow):
         def __init__(self, url, **settings):
@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import samples_of
+from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError
 from guerdon.messages import ended
 
 SOON_S = 12.0
-"""How long a blocking call may take, with all its tries: less than what AReaL calls 0."""
+"""The time limit of a blocking call with all its tries: below AReaL's time-out, after which it gives 0."""
 
 
 class RewardFunction:
@@ -38,11 +37,10 @@ class RewardFunction:
         labels: str | None = None,
         timeout_s: float = SOON_S,
     ) -> None:
-        """`send` says what of prompt and completion is scored: their text, or the policy's token ids.
+        """`send` chooses what is scored: the text of prompt and completion, or the policy's token ids.
 
-        A text is completed to `ending`, such as ChatML's `<|im_end|>` and newline, of which the policy stops short.
-
-        The data set's column `labels` is told to models that take labels. A call is given up after `timeout_s`.
+        A text is completed with `ending`, such as ChatML's `<|im_end|>` and newline, before which the policy stops.
+        The data set's column `labels` goes to models that take labels. A call fails after `timeout_s`.
         """
         if send not in ("text", "tokens"):
             raise ConfigError(f"send is {send!r}", "choose text or tokens")
@@ -54,32 +52,34 @@ class RewardFunction:
     def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
-        """The reward. Raises SampleFailed where there is none, and GuerdonError where the server cannot be asked."""
-        scores = self._judge.score_in_queue(**self._asked(prompt, completions, prompt_ids, completion_ids, data))
+        """Returns the reward; raises SampleFailed without one, and GuerdonError if the server cannot be reached."""
+        scores = self._judge.score_in_queue(**self._make_sample(prompt, completions, prompt_ids, completion_ids, data))
         return float(scores.raise_for_failed().rewards[0])
 
-    def _asked(
+    def _make_sample(
         self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
     ) -> ScoreArgs:
-        asked = samples_of([prompt], [ended(completion, self._ending)])
+        sample = make_samples([prompt], [ended(completion, self._ending)])
         if self._send == "tokens":
-            asked.pop("texts")
-            asked |= {"tokens": [[*prompt_ids, *ids]], "prompt_lengths": [len(prompt_ids)]}
-        return asked if self._labels is None else {**asked, "labels": [data[self._labels]]}
+            sample.pop("texts")
+            sample |= {"tokens": [[*prompt_ids, *ids]], "prompt_lengths": [len(prompt_ids)]}
+        return sample if self._labels is None else {**sample, "labels": [data[self._labels]]}
 
 
 class AsyncRewardFunction(RewardFunction):
-    """`RewardFunction` to be awaited, as AReaL's workflows await their `async_reward_fn`."""
+    """`RewardFunction` for `await`, as AReaL's workflows await their `async_reward_fn`."""
 
     def __init__(self, url: str | Sequence[str], model: str = "reward_model", **more: Any) -> None:
-        """As `RewardFunction`'s."""
+        """Takes `RewardFunction`'s arguments; the default `timeout_s` is longer."""
         super().__init__(url, model, **{"timeout_s": TIMEOUT_S, **more})
 
     async def __call__(  # type: ignore[override]
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
-        """As `RewardFunction`'s."""
-        scores = await self._judge.score_async(**self._asked(prompt, completions, prompt_ids, completion_ids, data))
+        """Returns the reward; raises as `RewardFunction` does."""
+        scores = await self._judge.score_async(
+            **self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
+        )
         return float(scores.raise_for_failed().rewards[0])
 
 

@@ -3,8 +3,8 @@
     from guerdon.adapters.openrlhf import reward_function
     reward_func = reward_function("http://host:5555")
 
-OpenRLHF has no word for a sample without a reward, so a failed one raises; as OpenRLHF does not show what was raised
-when it then stops, it is also logged. With the server's URL in place of the file it asks `/get_reward` by itself.
+OpenRLHF cannot represent a sample without a reward, so a failed one raises, which stops OpenRLHF; the error is logged
+as well, because OpenRLHF does not show it. Given the server's URL instead of the file, OpenRLHF calls `/get_reward`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, judge
-from guerdon.adapters.samples import components_of
+from guerdon.adapters.judge import TIMEOUT_S, judge, named_components
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import GuerdonError
 from guerdon.messages import ended
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardFunction:
-    """Asks a served model for the rewards of whole texts; from any thread. It can be pickled."""
+    """Asks a served model for the rewards of whole texts, from any thread. It can be pickled."""
 
     def __init__(
         self,
@@ -34,14 +33,14 @@ class RewardFunction:
         ending: str = "",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Completes each text to `ending`, such as ChatML's whole one; gives a call up after `timeout_s`."""
+        """Completes each text with `ending`, such as ChatML's; a call fails after `timeout_s`."""
         self._judge, self._ending = judge(url, model, timeout_s), ending
 
     def __call__(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
-        """The rewards of `queries`, each a prompt and its response with their special tokens, and their components'.
+        """Returns the rewards of `queries`, each a prompt and its response with special tokens, and their components.
 
-        Models that take prompts and labels are told them, unless these lists are empty. Raises SampleFailed where a
-        sample has no reward, and GuerdonError where the server cannot be asked.
+        Sends prompts and labels to models that take them, unless these lists are empty. Raises SampleFailed if a sample
+        has no reward, and GuerdonError if the server cannot be reached.
         """
         if not len(queries):
             return {"rewards": [], "scores": [], "extra_logs": {}}
@@ -55,7 +54,7 @@ class RewardFunction:
         except GuerdonError as e:
             log.error("no reward: %s", e)
             raise
-        components = {name: values.tolist() for name, values in components_of(scores).items()}
+        components = {name: values.tolist() for name, values in named_components(scores).items()}
         return {"rewards": rewards, "scores": rewards, "extra_logs": components}
 
 

@@ -3,7 +3,7 @@
     python -m guerdon.adapters.rewardbench --server http://127.0.0.1:5555 \\
         --model my-reward-model --tokenizer ./my-reward-model [RewardBench's flags]
 
-`--model` is what the results are called; `--tokenizer` is the served model's, with its chat template.
+`--model` names the results; `--tokenizer` is the served model's, with its chat template.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from guerdon.errors import ConfigError
 
 
 class ServerPipeline:
-    """What RewardBench takes for a pipeline; scores at a server."""
+    """Stands in for RewardBench's pipeline; scores at a server."""
 
     def __init__(self, scorer: Judge, tokenizer: Any, send: str = "tokens") -> None:
-        """`send: tokens` scores the ids that RewardBench itself makes of a text; `texts` the text as it is."""
+        """`send: tokens` scores the ids that RewardBench makes of a text; `texts` scores the text itself."""
         self._scorer, self.tokenizer, self._send = scorer, tokenizer, send
         self.model: Any = SimpleNamespace(config=SimpleNamespace(pad_token_id=tokenizer.pad_token_id))
 
     def __call__(self, samples: Sequence[str], **kwargs: Any) -> list[dict[str, float]]:
-        """`score` of each sample; raises SampleFailed where one got none, and what the server raised."""
+        """Returns each sample's `score`; raises SampleFailed if one got none, and what the server raised."""
         cut = {"truncation": True, "max_length": kwargs["max_length"]} if kwargs.get("truncation") else {}
         if self._send == "tokens":
             scores = self._scorer.score(tokens=self._rows(list(samples), cut))
@@ -38,13 +38,13 @@ class ServerPipeline:
         return [{"score": reward} for reward in scores.raise_for_failed()]
 
     def _rows(self, samples: list[str], cut: dict[str, Any]) -> list[list[int]]:
-        """Ids without padding; a BOS that comes twice, by the template and by the tokenizer, stands there once."""
+        """Returns ids without padding; drops a second BOS, if both the template and the tokenizer add one."""
         rows, bos = self.tokenizer(samples, **cut)["input_ids"], self.tokenizer.bos_token_id
         return [row[1:] if bos is not None and row[:2] == [bos, bos] else row for row in rows]
 
 
 def register(scorer: Judge, model: str, send: str = "tokens") -> None:
-    """Has RewardBench score what it calls `model` by the scorer."""
+    """Has RewardBench use the scorer for the model that it calls `model`."""
     from rewardbench import REWARD_MODEL_CONFIG
 
     REWARD_MODEL_CONFIG[model] = {
@@ -57,12 +57,12 @@ def register(scorer: Judge, model: str, send: str = "tokens") -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Takes `--server`, `--server-model` and `--send`, and leaves all else to RewardBench."""
+    """Reads `--server`, `--server-model` and `--send`, and passes all else to RewardBench."""
     parser = argparse.ArgumentParser(prog="python -m guerdon.adapters.rewardbench", allow_abbrev=False)
     parser.add_argument("--server", metavar="URL", action="append", required=True, help="repeat it to share the load")
     parser.add_argument("--server-model", metavar="NAME", default="reward_model", help="the model's name there")
-    parser.add_argument("--send", choices=["tokens", "texts"], default="tokens", help="what the server is sent")
-    parser.add_argument("--model", metavar="NAME", required=True, help="what RewardBench calls it")
+    parser.add_argument("--send", choices=["tokens", "texts"], default="tokens", help="what to send")
+    parser.add_argument("--model", metavar="NAME", required=True, help="its name in RewardBench's results")
     ours, theirs = parser.parse_known_args(argv)
     from rewardbench import rewardbench
 
