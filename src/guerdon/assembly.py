@@ -63,7 +63,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
 
     check_settings(config)
     check_layout(config, ranks)
-    with ranks.alike(), _needing_memory(config):
+    with ranks.raise_on_all_ranks(), _needing_memory(config):
         loaded = load_critic(_infer_config(config), moment_bytes=moment_bytes(config), ranks=ranks)
         trainer = CriticTrainer(loaded, config, ranks)
     if config.reward_model is None:
@@ -120,7 +120,7 @@ class _Models:
 
         def load(name: str, folder: str) -> Any:
             """Loads a replacement for a model; raises StartError if it cannot be loaded or fails the self-check."""
-            with ranks.alike():
+            with ranks.raise_on_all_ranks():
                 scorer = parts.scorer(dataclasses.replace(settings[name], model=folder), ranks)
             scorer.check_scores()
             return scorer
@@ -263,7 +263,7 @@ def _end_now(status: int = EXIT_STATUS) -> NoReturn:
 
 def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
     """Loads this rank's part of all models; if one rank fails, all raise its error before the next model."""
-    with ranks.alike():
+    with ranks.raise_on_all_ranks():
         if ranks.size > 1 and ranks.is_leader:
             runtime.check_addresses(config)
             _check_repository(config)
@@ -272,11 +272,11 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
             raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
     served = []
     for model in config.models:
-        with ranks.alike():
+        with ranks.raise_on_all_ranks():
             served.append((model, parts.scorer(model, ranks)))
     if config.critic is None:
         return _Models(served)
-    with ranks.alike():
+    with ranks.raise_on_all_ranks():
         learner = parts.trainer(config.critic, ranks)
     return _Models([*served, (_infer_config(config.critic), learner)], learner)
 

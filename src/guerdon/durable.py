@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk whole, or not at all, and in which later damage is seen."""
+"""Atomic, durable files and folders with checksums: on the disk whole or not at all, and later damage is detected."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import orjson
 from guerdon.errors import StorageFailed
 
 ASIDE = ".aside-"
-"""How the name of whatever is not finished begins; what a crash left of it is removed at the next start."""
+"""Name prefix of unfinished files and folders; the next start removes what a crash left."""
 DAMAGED = "damaged-"
-"""How the name of a folder begins that is not as it was sealed."""
+"""Name prefix of what was found damaged."""
 
 
 class Damaged(Exception):
-    """A sealed folder is not as it was; the text says what of it."""
+    """A sealed folder was changed; the text says where."""
 
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Turns an OSError into StorageFailed, which says that `what` could not be done, and why."""
+    """Turns an OSError into StorageFailed; `what` says what could not be done."""
     try:
         yield
     except OSError as e:
@@ -36,10 +36,7 @@ def storing(what: str) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, where they are not there yet; when this returns they outlive a power cut.
-
-    Raises OSError.
-    """
+    """Makes a folder and its missing parents, durably; raises OSError."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -47,9 +44,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that is not there yet; when this returns it outlives a power cut.
+    """Writes a new file atomically and durably.
 
-    Raises OSError; then nothing remains of it, unless the disk does not even take back.
+    Raises OSError; then nothing remains of it, unless the disk refuses the removal, too.
     """
     aside = path.with_name(ASIDE + path.name)
     try:
@@ -66,7 +63,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's list of names, outlive a power cut."""
+    """Fsyncs a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,11 +72,11 @@ def sync(path: Path) -> None:
 
 
 def locked(path: Path) -> TextIO:
-    """An open file whose lock ends with it, and so with the process; raises BlockingIOError where another has it.
+    """Opens and locks a file; closing it, or the end of the process, unlocks it.
 
-    Raises OSError where there can be no lock.
+    Raises BlockingIOError if another process has the lock, OSError if the file cannot be locked.
     """
-    # To write, too: NFS makes of it a lock on the file's bytes, and such a one is for whoever may write them.
+    # Opened for writing because NFS emulates flock by byte-range locks, which need that.
     file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,9 +90,9 @@ def locked(path: Path) -> TextIO:
 
 
 def seal(aside: Path, manifest_name: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Writes the manifest of everything in the folder, and syncs it all; raises OSError.
+    """Writes the manifest of all files in the folder, and fsyncs everything; raises OSError.
 
-    Returns what `verify` wants: the size and the SHA-256 of each file.
+    Returns the size and the SHA-256 of each file, for `verify`.
     """
     files = {}
     for path in sorted(aside.rglob("*")):
@@ -107,10 +104,7 @@ def seal(aside: Path, manifest_name: str, manifest: dict[str, Any]) -> dict[str,
 
 
 def seal_again(folder: Path, manifest_name: str, manifest: dict[str, Any]) -> None:
-    """Puts another manifest in the place of a sealed folder's, whose files are the same; raises OSError, and Damaged.
-
-    A crash leaves the one or the other.
-    """
+    """Replaces the manifest of a sealed folder atomically, its files unchanged; raises OSError and Damaged."""
     files = read_manifest(folder, manifest_name)["files"]
     aside = folder / (ASIDE + manifest_name)
     aside.unlink(missing_ok=True)
@@ -120,7 +114,7 @@ def seal_again(folder: Path, manifest_name: str, manifest: dict[str, Any]) -> No
 
 
 def place(aside: Path, folder: Path) -> None:
-    """Gives a sealed folder its name, by which it is there from now on; raises OSError, and then it is not."""
+    """Renames a sealed folder to its final name, durably; raises OSError, and then the name does not exist."""
     aside.rename(folder)
     try:
         sync(folder.parent)
@@ -130,7 +124,7 @@ def place(aside: Path, folder: Path) -> None:
 
 
 def read_manifest(folder: Path, manifest_name: str) -> dict[str, Any]:
-    """What `seal` was given, and `files`; raises Damaged."""
+    """Returns the manifest given to `seal`, with `files`; raises Damaged."""
     try:
         sealed = orjson.loads((folder / manifest_name).read_bytes())
         manifest: dict[str, Any] = sealed["manifest"]
@@ -142,7 +136,7 @@ def read_manifest(folder: Path, manifest_name: str) -> dict[str, Any]:
 
 
 def verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raises Damaged where a file of the folder is not as the manifest has it."""
+    """Raises Damaged if a file differs from the manifest."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -155,12 +149,12 @@ def verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder by one rename first, so that a crash leaves none half removed; raises OSError."""
+    """Removes a folder; renames it first, so that a crash leaves none half removed. Raises OSError."""
     shutil.rmtree(folder.rename(folder.with_name(ASIDE + folder.name)))
 
 
 def _sealed(manifest: dict[str, Any], files: dict[str, dict[str, Any]]) -> bytes:
-    # Through JSON and back, as the seal is over what will be read.
+    # Through JSON and back because the seal covers what will be read.
     content = orjson.loads(orjson.dumps({**manifest, "files": files}))
     return orjson.dumps({"manifest": content, "sha256": _seal(content)}, option=orjson.OPT_INDENT_2)
 

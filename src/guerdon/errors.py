@@ -1,32 +1,32 @@
-"""The one tree of errors. Each class says its HTTP status, its gRPC code and whether a retry can help.
+"""All errors of guerdon in one tree, with their HTTP status, gRPC code and whether a retry can help.
 
 GuerdonError
 ├── InvalidRequest          400 INVALID_ARGUMENT     the request is wrong; the same again fails again
 │   └── UnknownModel        400 NOT_FOUND            no model of that name is served here
-├── Unauthenticated         401 UNAUTHENTICATED      no key, or one that this server does not know
+├── Unauthenticated         401 UNAUTHENTICATED      no key, or an unknown one
 ├── Forbidden               403 PERMISSION_DENIED    the key's role does not allow it
 ├── RouteNotFound           404 NOT_FOUND
 ├── MethodNotAllowed        405 UNIMPLEMENTED
 ├── PayloadTooLarge         413 RESOURCE_EXHAUSTED   larger than the server accepts; never read to its end
-├── Cancelled               499 CANCELLED            the client left
+├── Cancelled               499 CANCELLED            the client disconnected
 ├── SampleFailed            500 INTERNAL             the model gave no finite score for this sample
 ├── ServerFault             500 INTERNAL             a bug or a failed device, not the request
-│   └── TrainFailed         500 INTERNAL             a train request broke off; the text says what of it stands
+│   └── TrainFailed         500 INTERNAL             a train request broke off; the text says what stands
 ├── Unsupported             501 UNIMPLEMENTED        the protocol has it, this server does not
 ├── Unavailable             503 UNAVAILABLE          retry: not ready, stopping, or unreachable
 │   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
 │   ├── RanksLost           503 UNAVAILABLE          retry: a rank was lost; the server ends, and may come back
 │   ├── Offloaded           503 UNAVAILABLE          no retry: the weights are off the device until `onload`
 │   └── Unreachable         503 UNAVAILABLE          raised by clients: no connection, or it broke before the answer
-├── StorageFailed           507 RESOURCE_EXHAUSTED   the disk cannot take it; the text says what was not done
-├── CriticReset             -                        raised by clients: the critic's weights are older than was seen
+├── StorageFailed           507 RESOURCE_EXHAUSTED   the disk refused; the text says what was not done
+├── CriticReset             -                        raised by clients: the critic was set back
 ├── RunFailed               -                        raised by actors: the run cannot go on
-│   └── RewardsFailed       -                        too many of a step's rewards failed; nothing was learnt of it
-├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not answered within the time that the request allowed
+│   └── RewardsFailed       -                        too many rewards of a step failed; it was skipped
+├── DeadlineExceeded        504 DEADLINE_EXCEEDED    not done within the request's time-out
 └── StartError              -                        the command cannot start; `help` says what to do
     ├── ConfigError
     └── CheckpointError
-        └── TooLarge                                 its weights do not fit into the memory that is free
+        └── TooLarge                                 its weights exceed the free memory
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from enum import IntEnum
 from typing import Any
 
 _INSTALL = "pip install '.{extra}' in a clone of guerdon"
-"""guerdon is on no package index yet. The day that it is, this becomes "pip install 'guerdon{extra}'"."""
+"""guerdon is not on a package index yet; then this becomes "pip install 'guerdon{extra}'"."""
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs guerdon with this extra of pyproject.toml."""
+    """Returns the command that installs guerdon with an extra of pyproject.toml."""
     return _INSTALL.format(extra=f"[{extra}]" if extra else "")
 
 
 class Exit(IntEnum):
-    """An exit status; `docs/cli.md` says when a command ends with which."""
+    """An exit status of a command; see `docs/cli.md`."""
 
     DONE = 0
     """All that was asked is done."""
     FAILED = 1
-    """It began, and something of it failed."""
+    """It started, and something failed."""
     CANNOT_START = 2
     """The command line, the settings, the installation or the machine do not allow it."""
     RANK_LOST = 70
-    """Another of the processes that share the work was lost: EX_SOFTWARE of sysexits.h."""
+    """Another rank was lost: EX_SOFTWARE of sysexits.h."""
     TRY_AGAIN = 75
-    """It has saved and left as its time was up; the same command goes on: EX_TEMPFAIL of sysexits.h."""
+    """Its time was up, and it has saved; the same command resumes: EX_TEMPFAIL of sysexits.h."""
     INTERRUPTED = 130
-    """Ended by Ctrl-C, as a shell tells of SIGINT."""
+    """Ended by Ctrl-C; a shell's status for SIGINT."""
     PIPE_CLOSED = 141
-    """Nobody reads its output any more, as a shell tells of SIGPIPE."""
+    """Nobody reads its output; a shell's status for SIGPIPE."""
     TERMINATED = 143
-    """Ended by SIGTERM, as a shell tells of it; what trains has saved before."""
+    """Ended by SIGTERM, a shell's status for it; a training run has saved before."""
 
 
 class GuerdonError(Exception):
-    """Base of all errors that guerdon raises on purpose; `str(error)` is fit for a user."""
+    """Base of all errors that guerdon raises deliberately; `str(error)` is a message for users."""
 
     http: int = 500
     grpc: str = "INTERNAL"
@@ -74,15 +74,15 @@ class GuerdonError(Exception):
     retry_after_s: float | None = None
 
     def __reduce__(self) -> Any:
-        """Trainers carry errors from process to process: also those whose constructor takes more than the text."""
+        """Pickles errors whose constructor takes more than the text; trainers send them between processes."""
         return _unpickled, (type(self), *self.args), vars(self)
 
 
 def named(what: str, error: GuerdonError) -> GuerdonError:
-    """The same error as one of `what`, a row or a component; a new one, as others may be told of it, too."""
-    told = copy.copy(error)
-    told.args = (f"{what}: {error}",)
-    return told
+    """Returns a copy of the error with `what`, a row or a component, before its text."""
+    renamed = copy.copy(error)
+    renamed.args = (f"{what}: {error}",)
+    return renamed
 
 
 def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:
@@ -90,7 +90,7 @@ def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:
 
 
 class InvalidRequest(GuerdonError):
-    """The request is wrong, and the same request will be wrong again."""
+    """The request is wrong, and would be again."""
 
     http, grpc = 400, "INVALID_ARGUMENT"
 
@@ -102,13 +102,13 @@ class UnknownModel(InvalidRequest):
 
 
 class Unauthenticated(GuerdonError):
-    """The request has no key, or one that is not known here."""
+    """The request has no key, or an unknown one."""
 
     http, grpc = 401, "UNAUTHENTICATED"
 
 
 class Forbidden(GuerdonError):
-    """The key is known, and does not allow what was asked."""
+    """The key's role does not allow the request."""
 
     http, grpc = 403, "PERMISSION_DENIED"
 
@@ -120,7 +120,7 @@ class RouteNotFound(GuerdonError):
 
 
 class MethodNotAllowed(GuerdonError):
-    """The path exists, but not for this HTTP method."""
+    """The path exists, but not with this HTTP method."""
 
     http, grpc = 405, "UNIMPLEMENTED"
 
@@ -132,7 +132,7 @@ class PayloadTooLarge(GuerdonError):
 
 
 class Cancelled(GuerdonError):
-    """The client left before the answer."""
+    """The client disconnected before the answer."""
 
     http, grpc = 499, "CANCELLED"
 
@@ -146,10 +146,7 @@ class ServerFault(GuerdonError):
 
 
 class TrainFailed(ServerFault):
-    """A train request broke off; `num_steps` of its global batches stand, as `str(error)` says.
-
-    The same id gets the same answer again.
-    """
+    """A train request broke off after `num_steps` global batches, which stand; the same id gets this error again."""
 
     def __init__(self, message: str, num_steps: int = 0) -> None:
         super().__init__(message)
@@ -157,7 +154,7 @@ class TrainFailed(ServerFault):
 
 
 class Unsupported(GuerdonError):
-    """The protocol has this, the server has not."""
+    """The protocol has this feature, the server does not."""
 
     http, grpc = 501, "UNIMPLEMENTED"
 
@@ -169,7 +166,7 @@ class Unavailable(GuerdonError):
 
 
 class Overloaded(Unavailable):
-    """The queue is full; try again after `retry_after_s` seconds."""
+    """The queue is full; retry after `retry_after_s` seconds."""
 
     grpc = "RESOURCE_EXHAUSTED"
 
@@ -179,19 +176,19 @@ class Overloaded(Unavailable):
 
 
 class RanksLost(Unavailable):
-    """A process that holds a part of the model has died or hangs: this server ends, and may be started again."""
+    """A process that holds a part of the model died or hangs; this server ends, and its launcher may restart it."""
 
 
 class Offloaded(Unavailable):
-    """The critic's weights are off the device; it answers again after `onload`."""
+    """The critic's weights are off the device until `onload`."""
 
     retryable = False
 
 
 class Unreachable(Unavailable):
-    """Nothing answers at that address, or the connection broke before the answer; only clients raise it.
+    """No connection to the server, or it broke before the answer; only clients raise it.
 
-    `may_have_arrived` is False where there was no connection, so that the request cannot have reached the server.
+    `may_have_arrived` is False if there was no connection, so that the request cannot have reached the server.
     """
 
     def __init__(self, message: str, *, may_have_arrived: bool = True) -> None:
@@ -206,25 +203,25 @@ class StorageFailed(GuerdonError):
 
 
 class CriticReset(GuerdonError):
-    """The critic has lost steps that this client had seen, and not by a `load` of its own; only clients raise it."""
+    """The critic lost steps that this client had seen, without a `load` by it; only clients raise it."""
 
 
 class RunFailed(GuerdonError):
-    """An actor's run cannot go on; only actors raise it."""
+    """An actor's run cannot continue; only actors raise it."""
 
 
 class RewardsFailed(RunFailed):
-    """Too many of a step's responses got no reward to learn from the rest; the policy is as it was before the step."""
+    """Too many responses of a step have no reward; the policy is unchanged."""
 
 
 class DeadlineExceeded(GuerdonError):
-    """The request allowed less time than it took."""
+    """The request took longer than its time-out."""
 
     http, grpc = 504, "DEADLINE_EXCEEDED"
 
 
 class StartError(GuerdonError):
-    """A command cannot start. `help` is one line on what to do."""
+    """A command cannot start; `help` says in one line what to do."""
 
     def __init__(self, message: str, help: str) -> None:  # noqa: A002 - the word a user reads
         super().__init__(message)
@@ -236,8 +233,8 @@ class ConfigError(StartError):
 
 
 class CheckpointError(StartError):
-    """A checkpoint is missing, incomplete, or of a kind that cannot be served."""
+    """A checkpoint is missing, incomplete or unsupported."""
 
 
 class TooLarge(CheckpointError):
-    """A checkpoint's weights do not fit into the memory that is free now."""
+    """A checkpoint's weights exceed the free memory."""

@@ -1,4 +1,4 @@
-"""What each token id means, told briefly, so that two tokenizers can be compared without sending either."""
+"""Digests of tokenizers, to find out whether two give token ids the same meaning without sending either."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def identity(tokenizer: Any) -> str:
-    """Returns as JSON what ids mean to transformers' tokenizer: a digest of its vocabulary, and the tokens added to it.
+    """Returns as JSON a digest of a transformers tokenizer's vocabulary and chat template, and its added tokens.
 
-    Added tokens are told one by one, because models of one family differ in them: a padding token more changes the
-    meaning of no other id. How text is split matters to nobody who sends ids. `template` is the chat template's digest.
+    Added tokens are listed one by one, because models of one family differ in them: another padding token changes no
+    other id's meaning. How text is split does not matter to senders of ids.
     """
     added = tokenizer.get_added_vocab()
     if tokenizer.is_fast:
@@ -20,16 +20,16 @@ def identity(tokenizer: Any) -> str:
         size = tokenizer.vocab_size  # special tokens of the vocabulary itself count as added, too, and are below it
         base = {token: i for token, i in tokenizer.get_vocab().items() if i < size or token not in added}
     template = tokenizer.chat_template
-    told = {
+    parts = {
         "tokens": _digest(sorted(base.items())),
         "added": {token: i for token, i in sorted(added.items()) if base.get(token) != i},
         "template": _digest(template) if template else "",
     }
-    return json.dumps(told)
+    return json.dumps(parts)
 
 
 def difference(own: str, other: str) -> str | None:
-    """Returns why ids of the tokenizer with the identity `own` mean other tokens to `other`; None if they do not."""
+    """Returns why ids of the tokenizer `own` mean other tokens to `other`, both as `identity`; None if they do not."""
     mine, theirs = json.loads(own), json.loads(other)
     if mine["tokens"] != theirs["tokens"]:
         return "their vocabularies differ"
@@ -42,16 +42,16 @@ def difference(own: str, other: str) -> str | None:
 
 
 def reported(config: dict[str, Any]) -> str:
-    """Returns the identity that a served model's configuration has of its tokenizer; empty if it has none."""
+    """Returns the tokenizer's identity from a served model's configuration; "" if it has none."""
     try:
-        told = config["parameters"]["tokenizer"]["string_value"]
-        return told if {"tokens", "added", "template"} <= json.loads(told).keys() else ""
+        found = config["parameters"]["tokenizer"]["string_value"]
+        return found if {"tokens", "added", "template"} <= json.loads(found).keys() else ""
     except (AttributeError, KeyError, TypeError, ValueError):
         return ""
 
 
 def has_other_template(own: str, other: str) -> bool:
-    """Whether both have a chat template, and not the same."""
+    """Whether both have a chat template, and these differ."""
     mine, theirs = json.loads(own)["template"], json.loads(other)["template"]
     return bool(mine and theirs) and mine != theirs
 

@@ -132,7 +132,7 @@ class PolicyWorker:
     def _open(self, command: Open) -> None:
         config, ranks = command.policy, self._ranks
         # As a whole, because loading is full of collectives: the other ranks would wait for one that failed.
-        with ranks.alike():
+        with ranks.raise_on_all_ranks():
             check_layout(config, ranks)
             loaded = load_policy(config, moment_bytes=moment_bytes(config), ranks=ranks)
             self.trainer = PolicyTrainer(loaded, config, seed=command.seed, ranks=ranks)

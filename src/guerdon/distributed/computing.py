@@ -1,4 +1,4 @@
-"""Who computes with models in this process, and who builds one meanwhile; and giving back what is not held any more."""
+"""Keeps building a model apart from computing with one, and returns unused memory to the system."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 
 class Computing:
-    """Any number compute at once, or one builds.
+    """A readers-writer lock: any number compute at once, or one builds.
 
-    While transformers lays a model out it changes for all threads what torch makes by default, such as the dtype of new
-    tensors: a forward at that time could compute something else.
+    While transformers instantiates a model it changes torch's defaults for all threads, such as the dtype of new
+    tensors: a concurrent forward could compute something else.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Computing:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which nobody builds; waits until that is so."""
+        """Waits until nobody builds; nobody does inside the context."""
         with self._changed:
             while self._num_building:
                 self._changed.wait()
@@ -38,11 +38,11 @@ class Computing:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """A context in which nobody else computes or builds; waits until that is so. It must be short."""
+        """Waits until nobody else computes or builds; nobody does inside the context, which must be short."""
         with self._changed:
             while self._num_building:
                 self._changed.wait()
-            self._num_building = 1  # from now on nobody begins
+            self._num_building = 1  # blocks newcomers
             while self._num_computing:
                 self._changed.wait()
         try:
@@ -54,14 +54,14 @@ class Computing:
 
 
 HERE = Computing()
-"""This process's."""
+"""The lock of this process."""
 
 
 def release() -> None:
-    """Gives back the memory of what nothing holds any more, to the device and to the operating system.
+    """Collects garbage and returns free memory to the device and to the operating system.
 
-    Not so of what was loaded at the start, if only a cycle holds it: it lies outside the garbage collector's rounds,
-    and to look through it holds all of this process's threads for half a second.
+    Does not find cycles among objects loaded at the start, which are frozen out of the garbage collection: searching
+    them stops all threads for half a second.
     """
     gc.collect()
     torch = sys.modules.get("torch")
@@ -71,7 +71,7 @@ def release() -> None:
 
 
 def trim() -> None:
-    """Gives free memory back to the operating system."""
+    """Returns free memory to the operating system."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # a C library that has it not, as musl
+        with contextlib.suppress(OSError, AttributeError):  # not in every C library, for example musl
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Bytes from rank 0 to all others, and from each of them back, by as few collectives as will do; and from all to all.
+"""Broadcast, gather and all-gather of bytes, with as few collectives as possible.
 
-What is sent travels as a block of a fixed size, which begins with its length; what the block does not hold follows it.
-So most commands and results take one collective each.
+A message travels as a block of fixed size that begins with the message's length; what does not fit follows. So most
+commands and results take one collective each.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _HEAD_BYTES = 8
 _DOWN_BYTES, _UP_BYTES = 1 << 16, 1 << 14
-"""Of a block to all ranks, and of one to rank 0, which is sent one by each."""
+"""Block sizes from rank 0 to all, and from each rank to rank 0."""
 
 
 def send_to_all(data: bytes, group: ProcessGroup) -> None:
-    """Sends it from rank 0; the others must call `receive`."""
+    """Broadcasts from rank 0; collective with `receive` on the others."""
     block, rest = _blocks(data, _DOWN_BYTES)
     distributed.broadcast(block, src=0, group=group)
     if len(rest):
@@ -31,7 +31,7 @@ def send_to_all(data: bytes, group: ProcessGroup) -> None:
 
 
 def receive(group: ProcessGroup) -> bytes:
-    """What rank 0 sends."""
+    """Receives what rank 0 broadcasts."""
     block = torch.empty(_DOWN_BYTES, dtype=torch.uint8)
     distributed.broadcast(block, src=0, group=group)
     size, data = _read(block)
@@ -43,7 +43,7 @@ def receive(group: ProcessGroup) -> bytes:
 
 
 def send_to_leader(data: bytes, group: ProcessGroup) -> None:
-    """Sends it to rank 0, which must call `gather`, as all others must call this."""
+    """Sends to rank 0; collective with `gather` there."""
     block, rest = _blocks(data, _UP_BYTES)
     distributed.gather(block, dst=0, group=group)
     if len(rest):
@@ -51,26 +51,26 @@ def send_to_leader(data: bytes, group: ProcessGroup) -> None:
 
 
 def gather(group: ProcessGroup) -> list[bytes]:
-    """What the other ranks send, by rank; rank 0's own place is empty."""
+    """Returns on rank 0 what the others send, by rank; rank 0's own entry is empty."""
     size = distributed.get_world_size(group)
     own, _ = _blocks(b"", _UP_BYTES)
     blocks = [torch.empty_like(own) for _ in range(size)]
     distributed.gather(own, blocks, dst=0, group=group)
-    told = []
+    messages = []
     for rank, block in enumerate(blocks):
         length, data = _read(block)
         if length > len(data):
             rest = torch.empty(length - len(data), dtype=torch.uint8)
             distributed.recv(rest, src=rank, group=group)
             data += rest.numpy().tobytes()
-        told.append(data[:length])
-    return told
+        messages.append(data[:length])
+    return messages
 
 
 def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """What all ranks of the group, which must call it, give: each reads all others' values, by rank.
+    """All-gathers objects: returns every rank's value, by rank. Collective.
 
-    Raises UnpicklingError where one gives what is no data; all values have been exchanged then.
+    Raises UnpicklingError if a value is not plain data, after all values were exchanged.
     """
     device = torch.device(_get_object_coll_device(group))  # a group of GPUs may have no way over the CPU
     own = torch.frombuffer(bytearray(portable.dumps(value)), dtype=torch.uint8).to(device)
@@ -86,7 +86,7 @@ def exchange(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def _blocks(data: bytes, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block of that size, and what follows it, which may be nothing."""
+    """Returns the block of that size, and the rest of the message, which may be empty."""
     room = size_bytes - _HEAD_BYTES
     block = bytearray(size_bytes)
     block[:_HEAD_BYTES] = len(data).to_bytes(_HEAD_BYTES, "little")
@@ -99,6 +99,6 @@ def _blocks(data: bytes, size_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read(block: torch.Tensor) -> tuple[int, bytes]:
-    """The object's length, and as much of it as the block has room for."""
+    """Returns the message's length, and as much of it as the block holds."""
     data = block.numpy().tobytes()
     return int.from_bytes(data[:_HEAD_BYTES], "little"), data[_HEAD_BYTES:]

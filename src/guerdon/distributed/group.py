@@ -1,7 +1,7 @@
 """The ranks that hold one set of models: rank 0 leads, the others follow, one command at a time.
 
-A command goes to every rank, each does its part, and all of them say how it went before rank 0 answers. Whatever can
-fail for the command itself was checked before it was sent.
+A command goes to every rank, each does its part, and all report their outcome before rank 0 returns. Whatever can be
+wrong with the command itself was checked before it was sent.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from guerdon.errors import GuerdonError, RanksLost
 
 
 class Worker(Protocol):
-    """What every rank does with a command, and what rank 0 makes of all that came of it."""
+    """Executes commands on a rank, and merges all ranks' results on rank 0."""
 
     def execute(self, command: Any) -> Any:
-        """This rank's part."""
+        """Does this rank's part of the command."""
 
     def merge(self, command: Any, parts: list[Any]) -> Any:
-        """The result, from every rank's part in the order of the ranks."""
+        """Returns the result from all ranks' parts, in the order of the ranks."""
 
     def is_watched(self, command: Any) -> bool:
-        """Whether the command ticks the pulse while it gets on, so that one that does not is seen."""
+        """Whether the command ticks while it progresses, so that the pulse can see a hang."""
 
 
 class Group:
-    """The leader's hand on every rank; `follow` is the others'. A group of one is its own worker alone.
+    """Executes commands on all ranks: rank 0 calls `lead`, the others `follow`. A group of one calls its worker.
 
-    `on_done(command, seconds of sending it, seconds of gathering what came of it)` is called after each command where
-    there are other ranks. `has_ended` says whether all were told of the end.
+    Calls `on_done(command, broadcast_s, gather_s)` after each command if there are other ranks. `has_ended` says
+    whether all ranks know of the end.
     """
 
     on_done: Callable[[Any, float, float], None] | None = None
@@ -47,9 +47,9 @@ class Group:
         self._num_commands = 0
 
     def lead(self, command: Any) -> Any:
-        """Executes the command on every rank and returns what all of it makes.
+        """Executes the command on every rank and returns the merged result.
 
-        Raises what the worker raises, of another rank named by it; RanksLost where one is not there any more.
+        Raises what any rank's worker raises, prefixed with the rank, and RanksLost if a rank is lost.
         """
         if self._ranks.size == 1:
             return self._worker.merge(command, [self._worker.execute(command)])
@@ -64,7 +64,7 @@ class Group:
         doing.num_gathered = self._num_commands
         doing.failed, doing.failure = 0, None
         if _is_end(command):
-            self._send(b"")  # only now may any of them leave
+            self._send(b"")  # only now may any rank leave
             self._leave()
             return None
         if self.on_done is not None:
@@ -74,23 +74,22 @@ class Group:
             try:
                 raise first
             finally:
-                # Else the error and its frames, in which a forward's tensors are, would hold each other until a
-                # collection.
+                # Breaks the cycle of the error and its frames, which hold a forward's tensors.
                 del first, error, outcomes
         return self._worker.merge(command, [part for _, part in outcomes])
 
     def end(self, error: GuerdonError | None = None) -> None:
-        """Ends it for all ranks: the others' `follow` returns, or raises the error; nothing where it has ended."""
+        """Ends all ranks: the others' `follow` returns, or raises the error. Idempotent."""
         if self._ranks.size > 1 and not self.has_ended:
             self.lead(error or Command(Signal.EXIT))
 
     def follow(self) -> None:
-        """Does what the leader says, until it says that this is the end; raises RanksLost where it is not there.
+        """Executes the leader's commands until it ends; raises the error that it ends with.
 
-        Raises the error with which the leader ends.
+        Raises RanksLost if the leader is lost.
         """
         while True:
-            # What cannot be read, on a host with other code, is this command's failure.
+            # If the data cannot be read, on a host with other code, this command fails.
             data = self._receive()
             self._ranks.doing.failed, self._ranks.doing.failure = 0, None
             error, command = _attempted(functools.partial(portable.loads, data))
@@ -100,9 +99,9 @@ class Group:
                 self._fail(error)
             if error is None:
                 error, part = self._attempt(command)
-            self._tell(error, part)
+            self._send_outcome(error, part)
             if _is_end(command):
-                self._receive()  # before that another, which is slower, may need it
+                self._receive()  # a slower rank may still need this one
                 self._leave()
                 if isinstance(command, GuerdonError):
                     raise command
@@ -120,10 +119,10 @@ class Group:
                 self._fail(outcome[0])
             return outcome
         finally:
-            del outcome  # as in `lead`: from this frame those of the error were called
+            del outcome  # breaks the cycle, as in `lead`: this frame is among the error's
 
     def _fail(self, error: BaseException) -> None:
-        """Has the pulse say that this rank waits with an error: others may wait for it, inside the command."""
+        """Reports by the pulse that this rank has failed: others may wait for it inside the command."""
         if not isinstance(error, RanksLost):
             doing = self._ranks.doing
             doing.failure = error
@@ -135,34 +134,34 @@ class Group:
         assert self._pulse is not None and self._ranks.control is not None
         if self._pulse.lost is not None:
             raise self._pulse.lost
-        with self._told():
+        with self._naming_lost():
             frames.send_to_all(data, self._ranks.control)
 
     def _receive(self) -> bytes:
         from guerdon.distributed import frames
 
         assert self._ranks.control is not None
-        with self._told():
+        with self._naming_lost():
             return frames.receive(self._ranks.control)
 
-    def _tell(self, error: BaseException | None, part: Any) -> None:
-        """Tells rank 0 what came of a command."""
+    def _send_outcome(self, error: BaseException | None, part: Any) -> None:
+        """Sends this rank's outcome to rank 0."""
         from guerdon.distributed import frames
 
         ranks = self._ranks
         assert ranks.control is not None
         failure, data = _attempted(lambda: portable.dumps((error and ranks.portable(error), part)))
-        if failure is not None:  # what is no object for another process
+        if failure is not None:  # not picklable
             data = portable.dumps((ranks.portable(failure), None))
-        with self._told():
+        with self._naming_lost():
             frames.send_to_leader(data, ranks.control)
 
     def _gather(self, own: tuple[BaseException | None, Any]) -> list[tuple[BaseException | None, Any]]:
-        """What came of it on every rank, by rank."""
+        """Returns every rank's outcome, by rank."""
         from guerdon.distributed import frames
 
         assert self._ranks.control is not None
-        with self._told():
+        with self._naming_lost():
             _, *others = frames.gather(self._ranks.control)
         outcomes = [own]
         for data in others:
@@ -171,8 +170,8 @@ class Group:
         return outcomes
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Says who is lost, where a connection breaks."""
+    def _naming_lost(self) -> Iterator[None]:
+        """Raises RanksLost if a connection breaks."""
         assert self._pulse is not None
         try:
             yield
@@ -186,10 +185,10 @@ class Group:
 
 
 def _attempted(work: Callable[[], Any]) -> tuple[BaseException | None, Any]:
-    """What befell it, and what it returned."""
+    """Returns what `work` raised, and what it returned."""
     try:
         return None, work()
-    # SystemExit, too: what a user's function raises must not leave the other ranks waiting.
+    # SystemExit as well: a user's function must not leave the other ranks waiting.
     except BaseException as e:
         return e, None
 

@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 JOIN_S = 300.0
-"""How long the processes of a launch may take to come; they join before they load anything."""
+"""Timeout for the processes of a launch to join; they join before they load anything."""
 FOREVER = timedelta(days=365)
-"""Between two commands a rank waits as long as nobody asks; that others live, the pulse tells."""
+"""No timeout between commands; heartbeats check liveness."""
 LETS_GO_S = 0.3
-"""How long the end of a process waits for gloo's threads to drop what they have sent. They do so after whoever waits
-for it goes on, and need the interpreter's lock for it: a thread that asks for that while the interpreter ends is ended
-by it, inside gloo, and the process by abort."""
+"""How long a process waits at exit for gloo's threads to release what they have sent. They need the GIL for that, and a
+thread that asks for the GIL during interpreter shutdown is killed inside gloo, which aborts the process."""
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 
 def join(backend: str) -> None:
-    """Makes the default process group of all that torchrun has started; raises RuntimeError where they do not come."""
+    """Creates the default process group of all torchrun processes; raises RuntimeError if some do not join."""
     _choose_interface()
     limit = timedelta(seconds=JOIN_S)
     store, rank, size = next(iter(distributed.rendezvous("env://", timeout=limit)))
@@ -44,19 +43,19 @@ def join(backend: str) -> None:
 
 
 def new_group() -> ProcessGroup:
-    """A group of all ranks over the CPU, in which one waits for the others no longer than they may take to come."""
+    """Creates a CPU group of all ranks, with JOIN_S as its timeout."""
     group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
     assert isinstance(group, distributed.ProcessGroup)
     return group
 
 
 def wait_forever(group: ProcessGroup) -> None:
-    """From now on one waits for the others in that group without end."""
+    """Removes the group's timeout."""
     _set_pg_timeout(FOREVER, group)
 
 
 def machine() -> str:
-    """What two processes have in common whose numbers mean the same processes; empty where that cannot be told."""
+    """Returns an id of the PID namespace that this process lives in; "" if it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -65,11 +64,10 @@ def machine() -> str:
 
 
 def _agreed(store: Store, rank: int, size: int) -> str:
-    """A name that only those have who are there now.
+    """Returns a name that only the processes of this start know.
 
-    torchrun keeps one store over all restarts, and in it the addresses of processes that are no more: a rank that
-    comes early would take those for the others'. Each rank tells a token of its own, and a name made of all of them
-    counts once it is every rank's.
+    torchrun keeps one store over all restarts, with stale addresses of dead processes, which a rank that joins early
+    would use. So each rank writes a token; a name made of all tokens counts once every rank has computed it.
     """
     token = uuid.uuid4().hex
     store.set(f"guerdon/start/{rank}", token)
@@ -86,9 +84,9 @@ def _agreed(store: Store, rank: int, size: int) -> str:
 
 
 def _choose_interface() -> None:
-    """Has gloo listen where rank 0's host is reached from, unless the environment says where.
+    """Makes gloo use the interface with the route to rank 0, unless GLOO_SOCKET_IFNAME is set.
 
-    Left alone it takes the address of the host's own name, which many hosts resolve to 127.0.1.1.
+    By default gloo resolves the host's own name, which is 127.0.1.1 on many hosts.
     """
     with suppress(OSError):
         leader = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -102,13 +100,13 @@ def _choose_interface() -> None:
 
 
 def _interface(address: str) -> str | None:
-    """The name of the network interface that has the address."""
+    """Returns the name of the network interface with this address."""
     import fcntl  # not on Windows
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(told[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None

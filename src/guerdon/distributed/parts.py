@@ -1,4 +1,4 @@
-"""Which rows of a batch a user's own function computes on this rank, and all ranks' results put together."""
+"""Splits a batch over the ranks for a user's own function, and gathers the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BatchParts:
         return cls(ranks.rank // (ranks.size // count), count, ranks)
 
     def slice(self, num_rows: int) -> slice:
-        """This rank's rows; `num_rows` is a multiple of `count`."""
+        """Returns this rank's rows; `num_rows` must be a multiple of `count`."""
         size = num_rows // self.count
         return slice(self.index * size, (self.index + 1) * size)
 
@@ -48,9 +48,11 @@ class BatchParts:
         """Returns what `compute` gave for each part, in order. Collective; re-raises any rank's error on every rank."""
         if self.count == 1:
             return [compute()]
-        with self.ranks.alike():
+        with self.ranks.raise_on_all_ranks():
             own = compute()
-        made = dict(reversed(self.ranks.tell_all((self.index, own))))  # of a part's ranks the first counts
+        made = dict(
+            reversed(self.ranks.tell_all((self.index, own)))
+        )  # reversed, so that the first rank of a part counts
         return [made[index] for index in range(self.count)]
 
 

@@ -1,7 +1,7 @@
-"""Python objects as bytes between the ranks, by pickle without its power: what is read builds data, and runs nothing.
+"""Python objects as bytes between the ranks: pickle restricted to data, so that reading runs no code.
 
-Plain containers, text and numbers need no name in a pickle. All else is named by module and class, and only those of
-the lists below are known here.
+Plain containers, text and numbers are allowed. Everything else is named in a pickle by module and class, and only the
+names listed below are allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN_MODULES = frozenset(
         "guerdon.training.policy_trainer",
     }
 )
-"""Of these the data classes, enumerations and errors; nothing but data is made by their constructors."""
+"""Modules whose dataclasses, enums and errors are allowed; their constructors only make data."""
 
 _OTHERS = frozenset(
     {
@@ -55,33 +55,32 @@ _OTHERS = frozenset(
 )
 
 _DTYPE = re.compile(r"[<>|]([biufcSU])\d{1,6}")
-"""Numbers and text. Of numpy's own ways back none is known here: some take bytes for the addresses of objects."""
+"""Dtypes of numbers and text. numpy's own reconstructors are not allowed: some read bytes as object addresses."""
 
 
 def dumps(value: Any) -> bytes:
-    """The value as `loads` reads it; raises PicklingError for arrays of objects, and whatever pickle raises for what is
-    no data."""
+    """Serialises a value for `loads`; raises PicklingError for object arrays, and what pickle raises for non-data."""
     data = io.BytesIO()
     pickler = pickle.Pickler(data, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table | _WAYS
     if (torch := sys.modules.get("torch")) is not None:
-        # Its own way is a file of torch's within the pickle, which is read as one that may hold any code.
+        # torch's own reduction embeds a torch file, which may hold code.
         pickler.dispatch_table[torch.Tensor] = _reduced_tensor
     pickler.dump(value)
     return data.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` was given; raises UnpicklingError, which names what is not known here, for anything else."""
+    """Deserialises what `dumps` wrote; raises UnpicklingError with the name that is not allowed."""
     return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, or the function that makes one."""
+        """Returns an allowed class, or a function that makes one."""
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
-        if module in _OWN_MODULES and name.isidentifier():  # no attribute of a class either
+        if module in _OWN_MODULES and name.isidentifier():  # rejects a class's attributes
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module and _is_data(found):
                 return found
@@ -102,14 +101,14 @@ def _reduced_scalar(value: np.generic) -> Any:
 
 
 def _plain(array: np.ndarray) -> str:
-    """Its dtype by name; raises PicklingError where that is not one of numbers or text."""
+    """Returns the dtype's name; raises PicklingError unless it is of numbers or text."""
     if not _DTYPE.fullmatch(array.dtype.str):
         raise pickle.PicklingError(f"an array of {array.dtype} is nothing that ranks tell each other")
     return array.dtype.str
 
 
 def _array(dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> np.ndarray:
-    """The array of these numbers, which numpy checks against the shape."""
+    """Makes an array; numpy checks the data against the shape."""
     if type(dtype) is not str or not _DTYPE.fullmatch(dtype) or type(data) not in (bytes, bytearray):
         raise pickle.UnpicklingError(f"an array of {dtype!r} is nothing that ranks tell each other")
     return np.ndarray(shape, dtype, data)
@@ -123,7 +122,7 @@ _WAYS: dict[type, Callable[[Any], Any]] = {
     np.ndarray: _reduced,
     **{kind: _reduced_scalar for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)},
 }
-"""How arrays and single numbers are told: as the name of a plain dtype, a shape and bytes."""
+"""Reduces arrays and numpy scalars to the name of a plain dtype, a shape and bytes."""
 
 
 def _reduced_tensor(tensor: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
-"""Signs of life between the ranks: a dead, stopped or hung one is seen in a set time, whatever the others wait for.
+"""Heartbeats between the ranks: detect a dead, stopped or hung rank in bounded time, even inside a collective.
 
-Every rank has a thread that tells rank 0 that it lives, and rank 0 answers each. A process that has died breaks its
-connection at once. One that is stopped, or whose host is not reached, is silent for `Ranks.timeout_s`. One that hangs
-beats on; while it executes a command that ticks, its ticks stand still. One that has failed alone says so while it
-waits for the others, which may wait for it inside a collective.
+Every rank has a thread that sends heartbeats to rank 0, which answers each. A dead process breaks its connection at
+once. A stopped one, or one on an unreachable host, is silent for `Ranks.timeout_s`. A hung one still beats, but during
+a command that ticks its ticks stand still. One that failed alone reports it while it waits for the others, which may
+wait for it inside a collective.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from guerdon.errors import Exit, RanksLost
 log = logging.getLogger(__name__)
 
 EXIT_STATUS = int(Exit.RANK_LOST)
-"""Of a rank that ends because another was lost; launchers restart what ends with any number but 0."""
+"""Exit status of a rank that ends because another was lost; launchers restart on any status but 0."""
 _BREAK_S = 1.0
 _FAREWELL_S = 10.0
-"""How long one that stops waits for the others' last word."""
+"""How long a stopping rank waits for the others."""
 _IS_WELL, _LEAVES = -1, -2
-"""What rank 0 answers in place of the number of a rank that is lost."""
+"""Answers of rank 0; any other answer is the number of a lost rank."""
 
 
 class Pulse:
-    """The signs of life of this rank, in threads of their own, from `start` to `stop`.
+    """The heartbeats of this rank, in threads of their own, from `start` to `stop`.
 
-    `on_lost` is called once, with what is lost, on a thread that computes nothing; where it returns, or is not set, the
-    process ends with EXIT_STATUS. `on_stop` is called on rank 0 when another rank was asked to stop, by `ask_to_stop`.
+    Calls `on_lost` once with the loss, on a thread that computes nothing; after that the process ends with EXIT_STATUS.
+    Calls `on_stop` on rank 0 when another rank has called `ask_to_stop`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -46,7 +46,7 @@ class Pulse:
         self.on_stop: Callable[[], None] | None = None
         self._ranks = ranks
         self._break_s = min(_BREAK_S, ranks.timeout_s / 10)
-        # Rank 0's is the shorter, so that it can tell all others who is lost before they miss it itself.
+        # Shorter on rank 0, so that it can tell all others who is lost before they miss rank 0 itself.
         self._patience_s = ranks.timeout_s - (3 if ranks.is_leader else 1) * self._break_s
         self._is_watched = False
         self._wants_stop = False
@@ -56,12 +56,14 @@ class Pulse:
         self._news = threading.Event()
         self._have_been_told = threading.Event()
         self._losing = threading.Lock()
-        self._lines = [_Line(rank, ranks, self._news) for rank in (range(1, ranks.size) if ranks.is_leader else [0])]
+        self._lines = [
+            _Connection(rank, ranks, self._news) for rank in (range(1, ranks.size) if ranks.is_leader else [0])
+        ]
         self._judge = _Judge(self._patience_s, self._break_s)
         self._unlogged: tuple[int, float] = (0, 0.0)
 
     def start(self) -> None:
-        """Begins to beat; the other ranks must do so within `Ranks.timeout_s`."""
+        """Starts the heartbeats; the other ranks must start theirs within `Ranks.timeout_s`."""
         talk = self._hear_out if self._ranks.is_leader else self._speak
         for line in self._lines:
             line.open(talk)
@@ -69,7 +71,7 @@ class Pulse:
         atexit.register(self._end)
 
     def stop(self) -> None:
-        """Ends it: from now on no other rank is missed. Waits a moment for the others to have ended it, too."""
+        """Stops the heartbeats, and waits a moment for the others to stop theirs; no rank is missed from now on."""
         self._is_leaving.set()
         self._news.set()
         until = time.monotonic() + min(_FAREWELL_S, self._ranks.timeout_s)
@@ -77,9 +79,9 @@ class Pulse:
             line.close(until - time.monotonic())
 
     def _end(self) -> None:
-        """Ends the threads where the process ends without `stop`, of which the others learn as their connections break.
+        """Ends the threads if the process exits without `stop`; the others see their connections break.
 
-        Python would end threads inside gloo by pthread_exit, and that the process by abort.
+        Otherwise Python would end threads inside gloo by pthread_exit, which aborts the process.
         """
         self._is_ending = True
         self._is_leaving.set()
@@ -89,16 +91,16 @@ class Pulse:
             line.close(until - time.monotonic())
 
     def tick(self, *_: Any) -> None:
-        """Says that what this rank executes gets on; takes any arguments, to be a module's hook."""
+        """Reports progress; takes any arguments, to be a module's hook."""
         self._ranks.doing.ticks += 1
 
     def ask_to_stop(self) -> None:
-        """Tells rank 0 that this rank was asked to stop, so that all of them do."""
+        """Tells rank 0 that this rank was asked to stop, so that all ranks stop."""
         self._wants_stop = True
 
     @contextlib.contextmanager
     def executing(self, is_watched: bool) -> Iterator[None]:
-        """While within it, and watched, this rank must tick, but where it waits for others (`Ranks.waiting`)."""
+        """Inside, if `is_watched`, this rank must tick unless it waits for others (`Ranks.waiting`)."""
         self._ranks.doing.ticks += 1
         self._is_watched = is_watched
         try:
@@ -107,15 +109,15 @@ class Pulse:
             self._is_watched = False
 
     def verdict(self, error: Exception) -> RanksLost:
-        """Who is lost, after a connection broke with `error`, or the ranks fell out of step.
+        """Returns who is lost after a connection broke with `error`, or the ranks fell out of step.
 
-        Waits a moment for the pulse to see it, and to tell the others.
+        Waits a moment until the pulse has seen it and told the others.
         """
         until = time.monotonic() + 2 * self._break_s
         while self.lost is None and time.monotonic() < until:
             time.sleep(0.01)
         if self.lost is None:
-            # All beat, but what was sent in part cannot be taken up again.
+            # All ranks beat, but a message that was sent in part cannot be resumed.
             first = (str(error).splitlines() or [type(error).__name__])[0]
             lost = RanksLost(f"the ranks do not understand each other: {first}; {_ENDS}")
             threading.Thread(target=self._lose, args=(lost, self._ranks.rank), name="guerdon-lost", daemon=True).start()
@@ -126,8 +128,8 @@ class Pulse:
 
     # ---------------------------------------------------------------------------------------- what is said
 
-    def _hear_out(self, line: _Line) -> None:
-        """Rank 0 hears another rank, and answers it at once, until one of them leaves."""
+    def _hear_out(self, line: _Connection) -> None:
+        """Runs on rank 0: answers another rank's heartbeats until one of the two leaves."""
         while True:
             line.hear()
             if line.words[_LEAVING] or self._is_ending:
@@ -138,8 +140,8 @@ class Pulse:
             if answer == _LEAVES:
                 return
 
-    def _speak(self, line: _Line) -> None:
-        """Another rank says that it lives, until one of them leaves."""
+    def _speak(self, line: _Connection) -> None:
+        """Runs on the other ranks: sends heartbeats to rank 0 until one of the two leaves."""
         while True:
             is_leaving = self._is_leaving.wait(self._break_s)
             if self._is_ending:
@@ -168,7 +170,7 @@ class Pulse:
             if self._is_leaving.is_set():
                 return
             now = time.monotonic()
-            if (late_s := now - before - pause_s) > self._break_s:  # this process was stopped itself, and heard nobody
+            if (late_s := now - before - pause_s) > self._break_s:  # this process itself was stopped, and heard nobody
                 for line in self._lines:
                     line.heard_at += late_s
             before = now
@@ -180,7 +182,7 @@ class Pulse:
                 return
 
     def _look(self, now: float) -> None:
-        """Raises _Gone where a rank is lost."""
+        """Raises _Gone if a rank is lost."""
         lines = [line for line in self._lines if not line.has_left]
         if not self._ranks.is_leader and self._lines[0].words[_ANSWER] >= 0:
             raise _Gone(self._lines[0].words[_ANSWER], "is lost, says rank 0")
@@ -203,8 +205,8 @@ class Pulse:
         self._log_failure(doing.failure if is_open(doing.failed, num_gathered) else None, now)
 
     def _log_failure(self, failure: BaseException | None, now: float) -> None:
-        """Logs an error with which this rank has waited for others for a beat; where it is not alone, that is short."""
-        # By its number: whoever keeps the error keeps what its frames hold, which the next try may have no room beside.
+        """Logs an error with which this rank has waited for the others for a beat; if all fail, it waits less."""
+        # By id: a reference to the error would keep its frames' tensors alive.
         before, since = self._unlogged
         number = 0 if failure is None else id(failure)
         if number != before:
@@ -219,7 +221,7 @@ class Pulse:
             member = self._ranks.members[line.rank]
             is_silent = not line.has_left and not line.is_broken and now - line.heard_at > self._patience_s / 2
             if is_silent and own.machine and own.machine == member.machine:
-                # A stopped process would keep its ports, and hold up the launcher that restarts the others.
+                # A stopped process would keep its ports and block the launcher's restart.
                 with contextlib.suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
         self._lose(RanksLost(f"{self._ranks.members[gone.rank]} {gone}: {_ENDS}"), gone.rank)
@@ -246,15 +248,15 @@ class Pulse:
         self._have_been_told.set()
         if self.on_lost is not None:
             last_words.join()
-        # The main thread may wait in a collective for good, so nothing less will do.
+        # The main thread may wait in a collective for ever, so exit hard.
         logging.shutdown()
         os._exit(EXIT_STATUS)
 
 
-class _Line:
-    """What goes to and fro with one other rank, on a thread of its own: gloo can only wait for what comes.
+class _Connection:
+    """The connection to one other rank, on a thread of its own because gloo only has blocking receives.
 
-    It waits without end, as gloo closes the whole group where a time is over.
+    Waits without a timeout because gloo closes the whole group after one.
     """
 
     def __init__(self, rank: int, ranks: Ranks, news: threading.Event) -> None:
@@ -264,7 +266,7 @@ class _Line:
         self.is_broken = self.has_left = self.has_been_told = False
         self._thread: threading.Thread | None = None
 
-    def open(self, talk: Callable[[_Line], None]) -> None:
+    def open(self, talk: Callable[[_Connection], None]) -> None:
         self.heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(talk,), name=f"guerdon-pulse-{self.rank}", daemon=True)
         self._thread.start()
@@ -273,7 +275,7 @@ class _Line:
         if self._thread is not None:
             self._thread.join(max(0.0, timeout_s))
 
-    def _run(self, talk: Callable[[_Line], None]) -> None:
+    def _run(self, talk: Callable[[_Connection], None]) -> None:
         try:
             talk(self)
             self.has_left = True
@@ -282,7 +284,7 @@ class _Line:
         self._news.set()
 
     def is_past_telling(self, patience_s: float) -> bool:
-        """Whether its rank was told of a loss, or cannot be."""
+        """Whether the rank was told of a loss, or cannot be."""
         is_silent = time.monotonic() - self.heard_at > patience_s
         return self.has_been_told or self.has_left or self.is_broken or is_silent
 
@@ -308,7 +310,7 @@ class _Line:
 
 
 class _Judge:
-    """Which rank holds up the others, from what all of them say of themselves."""
+    """Finds the rank that holds up the others, from what all of them report."""
 
     def __init__(self, patience_s: float, break_s: float) -> None:
         self._patience_s, self._break_s = patience_s, break_s
@@ -317,7 +319,7 @@ class _Judge:
         self._moved: tuple[int, float] = (-1, 0.0)
 
     def look(self, told: dict[int, tuple[int, bool, int]], num_gathered: int, now: float) -> None:
-        """Raises _Gone; `told` are each rank's ticks, whether it must tick, and the command that it failed in."""
+        """Raises _Gone; `told` has each rank's ticks, whether it must tick, and the command that it failed in."""
         total = sum(ticks for ticks, _, _ in told.values())
         if total != self._moved[0]:
             self._moved = (total, now)
@@ -329,7 +331,7 @@ class _Judge:
             else:
                 self._failing.pop(rank, None)
         ages = {rank: now - since for rank, (_, since) in self._still.items()}
-        # Rank 0 last, and with more time: where all wait for one that hangs, it is not the one to name.
+        # Rank 0 last and with more time: if all wait for a hung rank, rank 0 is not the one to blame.
         limits = {rank: self._patience_s + (0 if rank else 2 * self._break_s) for rank in ages}
         late = sorted((rank for rank in ages if ages[rank] > limits[rank]), key=lambda rank: (not rank, -ages[rank]))
         alone = {rank: now - max(since, self._moved[1]) for rank, since in self._failing.items()}
@@ -345,12 +347,12 @@ class _Judge:
 
 
 def is_open(failed: int, num_gathered: int) -> bool:
-    """Whether others may wait for one that says so: rank 0 has not heard yet what came of that command on all."""
+    """Whether others may wait for a rank that failed in this command: rank 0 has not gathered it from all yet."""
     return failed == IN_TALK or failed > num_gathered
 
 
 class _Gone(Exception):
-    """How a rank is lost."""
+    """Says how a rank is lost."""
 
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(how)
@@ -361,6 +363,6 @@ _LOGGED = float("inf")
 _ENDLESS = timedelta(days=365)
 _WORDS = 5
 _WANTS_STOP, _LEAVING = 3, 4
-"""Of the words to rank 0; before them stand ticks, whether it must tick, and what failed."""
+"""Indices of the words to rank 0; before them are ticks, whether it must tick, and what failed."""
 _ANSWER, _NUM_GATHERED = 0, 1
 _ENDS = "this process ends, and comes back where its launcher restarts it"

@@ -1,7 +1,7 @@
-"""Where this process stands among those that hold one model, and what they say to each other.
+"""This process among those that hold one model, and the collectives between them.
 
-torchrun starts the processes; W of them are W / T data-parallel parts of T tensor-parallel ranks each. Ranks of one
-part lie side by side: rank r is of part r // T. Rank 0 leads.
+torchrun starts the processes: W of them are W / T data-parallel parts of T tensor-parallel ranks each. Ranks of one
+part are neighbours: rank r belongs to part r // T. Rank 0 leads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("replica", "pp", "dp_replicate", "fsdp", "tp")
-"""Of the mesh: replicas of whole models before the dimensions that transformers shards over."""
+"""Dimensions of the mesh: replicas of whole models, then those that transformers shards over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the launch; equal `machine`s share their process numbers, unless it is empty."""
+    """One process of the launch; processes with the same non-empty `machine` share a PID namespace."""
 
     rank: int
     host: str
@@ -44,11 +44,11 @@ class Member:
 
 @dataclass(slots=True)
 class Doing:
-    """What this rank does now, as its pulse tells rank 0; one for all that go by the same Ranks.
+    """What this rank does now, for its heartbeats; shared by all copies of its Ranks.
 
-    `ticks` says that it gets on, `num_waits` within how many waits for others it is. `failure` is the error with which
-    it waits for the others, `failed` the number of the command that ended so, or IN_TALK. On rank 0 `num_gathered` is
-    the number of the last command of which it has heard from all.
+    `ticks` counts progress, `num_waits` how many nested waits for others it is in. `failure` is the error with which it
+    waits for the others, `failed` the number of the command that raised it, or IN_TALK. On rank 0 `num_gathered` is the
+    number of the last command that all ranks have reported.
     """
 
     ticks: int = 0
@@ -59,18 +59,17 @@ class Doing:
 
 
 IN_TALK = -1
-"""Where what failed is no command but what the ranks were to agree about."""
+"""The value of `Doing.failed` if the failure is not in a command but in `agree` or `tell_all`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """The processes that hold one model, as one of them sees them; a process by itself is `ALONE`.
+    """The processes that hold one model, seen from one of them; a single process is `ALONE`.
 
-    `data_rank` of `data_size` is the part of each batch that is this rank's, `tensor_rank` of `tensor_size` its part
-    of the weights. With `fsdp` what is trained is sharded over the data-parallel ranks, and all of them must run their
-    forwards at the same time. `device` is this rank's; `mesh` has the dimensions DIMENSIONS, and so has `frozen_mesh`,
-    that of models that are not trained. `control` is the group over which objects go, `heartbeat` the pulse's, both
-    over the CPU and with all ranks.
+    `data_rank` of `data_size` is this rank's part of each batch, `tensor_rank` of `tensor_size` its part of the
+    weights. With `fsdp` trained models are sharded over the data-parallel ranks, which must run their forwards in step.
+    `device` is this rank's. `mesh` and `frozen_mesh`, for models that are not trained, have the dimensions DIMENSIONS.
+    `control` is the group for objects, `heartbeat` the pulse's; both are CPU groups of all ranks.
     """
 
     rank: int = 0
@@ -88,62 +87,62 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank serves, writes and logs; the others follow it."""
+        """Whether this rank serves, writes and logs."""
         return self.rank == 0
 
     @property
     def data_size(self) -> int:
-        """Parts into which a batch is split."""
+        """Number of parts that a batch is split into."""
         return self.size // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this rank's."""
+        """This rank's part of a batch."""
         return self.rank // self.tensor_size
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of the weights; all ranks of one data_rank compute the same sequences."""
+        """This rank's part of the weights; ranks of one data_rank compute the same sequences."""
         return self.rank % self.tensor_size
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a trained model's weights lie in parts on several ranks."""
+        """Whether a trained model's weights are sharded over ranks."""
         return self.size > 1 and (self.tensor_size > 1 or self.fsdp)
 
     @property
     def in_step(self) -> bool:
-        """Whether the data-parallel ranks must make the same number of forwards, as their weights are sharded."""
+        """Whether the data-parallel ranks must run equally many forwards because their weights are sharded."""
         return self.fsdp and self.data_size > 1
 
     @property
     def data_group(self) -> ProcessGroup:
-        """The ranks that hold the same part of the weights, and compute different sequences."""
+        """The ranks with the same part of the weights and different sequences."""
         assert self.mesh is not None
         return self.mesh.get_group("fsdp" if self.fsdp else "replica")
 
     @property
     def tensor_group(self) -> ProcessGroup:
-        """The ranks that compute the same sequences, each with its part of the weights."""
+        """The ranks with the same sequences and different parts of the weights."""
         assert self.mesh is not None
         return self.mesh.get_group("tp")
 
     def frozen(self) -> Ranks:
-        """The same ranks for a model that is not trained: of that nothing is sharded but by tensor parallelism."""
+        """Returns the same ranks for a model that is not trained: sharded by tensor parallelism only."""
         return dataclasses.replace(self, fsdp=False, mesh=self.frozen_mesh) if self.fsdp else self
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While within it this rank need not tick: it waits for another, or does what has nothing to tick in."""
+        """Suspends the duty to tick: inside, this rank waits for another or does what cannot tick."""
         self.doing.num_waits += 1
         try:
             yield
         finally:
-            self.doing.ticks += 1  # what comes after it has its whole time
+            self.doing.ticks += 1  # what follows has its full time
             self.doing.num_waits -= 1
 
     def most(self, number: int) -> int:
-        """The largest of the data-parallel ranks' numbers."""
+        """Returns the maximum over the data-parallel ranks. Collective."""
         if self.data_size == 1:
             return number
         import torch
@@ -155,7 +154,7 @@ class Ranks:
         return int(found)
 
     def total(self, numbers: Any) -> Any:
-        """The sums of the data-parallel ranks' numbers, float64 `[N]` in and out, by numpy."""
+        """Returns the sums over the data-parallel ranks, numpy float64 `[N]` in and out. Collective."""
         if self.data_size == 1:
             return numbers
         import torch
@@ -167,13 +166,13 @@ class Ranks:
         return sums.numpy()
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Returns where no rank has an error; else each raises: its own, or what befell another, named by its rank.
+        """Collective; if any rank has an error, every rank raises: its own, or another's with the rank's name.
 
-        All ranks must call it, in the same place. An error that they have agreed upon already is only raised.
+        All ranks must call it in the same place. An error that all ranks raise already is only re-raised.
         """
         if error is not None and (self.size == 1 or getattr(error, _AGREED, False)):
             raise error
-        told = self._told(None if error is None else self.portable(error), "agree", error)
+        told = self._exchange(None if error is None else self.portable(error), "agree", error)
         if error is not None:
             raise agreed(error)
         for other in told:
@@ -181,10 +180,10 @@ class Ranks:
                 raise agreed(other)
 
     @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
-        """What raises within it on one rank raises on all, as by `agree`; all ranks must come to it.
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Collective; re-raises any rank's error on every rank at the end of the context, as `agree`.
 
-        An error that they have agreed upon is only raised, also where it was given another name on the way.
+        An error that all ranks raise already is only re-raised, even if it was wrapped on the way.
         """
         try:
             yield
@@ -197,13 +196,13 @@ class Ranks:
         self.agree()
 
     def tell_all(self, what: Any) -> list[Any]:
-        """What every rank tells, by rank; all must call it, in the same place. Raises RanksLost.
+        """All-gathers objects: returns every rank's, by rank. Collective; raises RanksLost.
 
-        Where they do not, each raises the same: what an error one of them tells, else that they are out of step.
+        If the ranks call it in different places, all raise the same: an error that one of them sends, else RanksLost.
         """
-        return self._told(what, _place(), what if isinstance(what, BaseException) else None)
+        return self._exchange(what, _place(), what if isinstance(what, BaseException) else None)
 
-    def _told(self, what: Any, where: str, failure: BaseException | None) -> list[Any]:
+    def _exchange(self, what: Any, where: str, failure: BaseException | None) -> list[Any]:
         if self.size == 1:
             return [what]
         from guerdon.distributed import frames
@@ -229,7 +228,7 @@ class Ranks:
         raise RanksLost(f"the ranks are out of step: {text}")
 
     def portable(self, error: BaseException) -> GuerdonError:
-        """The error as another process is told of it."""
+        """Returns the error in a form for other processes, prefixed with this rank."""
         me = f"rank {self.rank} on {self.members[self.rank].host}"
         if isinstance(error, GuerdonError):
             return named(me, error)
@@ -240,21 +239,21 @@ ALONE = Ranks()
 
 
 _AGREED = "is_agreed"
-"""The attribute of an error that every rank raises."""
+"""Attribute that marks an error as raised on every rank."""
 _OWN = (__file__, os.path.join("training", "collectives.py"), "contextlib.py")
-"""Files that are not the place where ranks talk, but pass on what others say."""
+"""Files that only pass a collective on, and so are not its place."""
 
 E = TypeVar("E", bound=BaseException)
 
 
 def agreed(error: E) -> E:
-    """The error as one that every rank raises."""
+    """Marks an error as raised on every rank."""
     setattr(error, _AGREED, True)
     return error
 
 
 def _place() -> str:
-    """Where ranks talk, as file and line."""
+    """Returns the caller's file and line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_OWN):
         frame = frame.f_back
@@ -267,11 +266,11 @@ def _first_line(error: Exception) -> str:
 
 
 def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
-    """Joins the processes that torchrun has started, or those that the caller has joined to a process group already.
+    """Joins the processes that torchrun has started, or the process group that the caller has made.
 
-    `device` is `auto`, `cpu` or `cuda`; each rank has a GPU of its own. None for models that are the caller's own, on
-    devices of their own: then there are neither `device` nor meshes. Raises ConfigError where the number of processes
-    does not fit the settings, StartError where they do not find each other.
+    `device` is `auto`, `cpu` or `cuda`, with one GPU per rank; None for models that the caller places himself: then
+    there are neither `device` nor meshes. Raises ConfigError if the number of processes does not fit the settings,
+    StartError if they do not find each other.
     """
     if num_started() == 1:
         if config.tensor_parallel > 1 or config.fsdp:
@@ -294,7 +293,7 @@ def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
         own = Member(rank, socket.gethostname(), os.getpid(), joining.machine())
         members, layouts = zip(*frames.exchange((own, layout), control), strict=True)
         _check_layout(members, layouts)
-        # All make them here: later a rank that cannot load would leave the others waiting for it in this.
+        # Collective, so made here: later a rank that cannot load would leave the others waiting.
         mesh = frozen_mesh = None
         if place is not None:
             mesh = frozen_mesh = _mesh(place.type, size, config.tensor_parallel, False)
@@ -322,7 +321,7 @@ def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
 
 
 def _check_layout(members: ListLike[Member], layouts: ListLike[dict[str, Any]]) -> None:
-    """Raises ConfigError, the same on all ranks, where their settings differ or do not fit their number."""
+    """Raises ConfigError, the same on all ranks, if their settings differ or do not fit their number."""
     for member, layout in zip(members, layouts, strict=True):
         for name, first in layouts[0].items():
             if layout[name] != first:
@@ -339,7 +338,7 @@ def _check_layout(members: ListLike[Member], layouts: ListLike[dict[str, Any]]) 
 
 
 def num_started() -> int:
-    """How many processes torchrun, or the caller by torch.distributed, has started to be one."""
+    """Returns how many processes torchrun, or the caller by torch.distributed, has started together."""
     if "torch" in sys.modules:  # whoever has joined a group has imported it
         from torch import distributed
 

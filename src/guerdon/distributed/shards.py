@@ -1,4 +1,4 @@
-"""Which rank computes which rows: parts of about equally many computed tokens, a shared beginning counted once."""
+"""Splits rows over the ranks into parts of about equal cost; a shared prefix counts once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from guerdon.core import MIN_SHARED, common_prefix
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row's number, its cost by itself, and its cost behind the one before it."""
+    """A row's number, its cost alone, and its cost behind its predecessor, which may share a prefix."""
 
     number: int
     alone: int
@@ -25,21 +25,21 @@ class _Part:
 
 
 def shards(rows: list[np.ndarray], count: int, lengths: list[int] | None = None) -> list[list[int]]:
-    """The numbers of the rows, ascending, in `count` parts; parts may be empty. The same rows give the same parts.
+    """Returns the rows' numbers, ascending, in `count` parts, which may be empty; deterministic.
 
-    Rows that begin alike stay together, unless that would keep other parts waiting. `lengths` are the rows' costs where
-    these are not their tokens, as with text; then nothing is shared.
+    Rows with a shared prefix stay together unless that makes another part slower. `lengths` are the rows' costs if
+    these are not their tokens, as for text; then nothing is shared.
     """
     if count == 1:
         return [list(range(len(rows)))]
     ordered = _in_order(rows) if lengths is None else [_Row(i, n, n) for i, n in enumerate(lengths)]
-    # Runs are spread the more evenly the more of them there are; where they are few and long, cuts are better.
+    # Many runs spread evenly; few long ones are better cut.
     parts = min(_spread(ordered, count), _cut(ordered, count), key=lambda parts: max(part.cost for part in parts))
     return [sorted(part.numbers) for part in parts]
 
 
 def _in_order(rows: list[np.ndarray]) -> list[_Row]:
-    """The rows as in a dictionary, so that those that begin alike are neighbours."""
+    """Sorts the rows lexicographically, so that rows with a shared prefix are neighbours."""
     keys = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     ordered = []
@@ -50,7 +50,7 @@ def _in_order(rows: list[np.ndarray]) -> list[_Row]:
 
 
 def _spread(ordered: list[_Row], count: int) -> list[_Part]:
-    """Rows that begin alike as one run, but for those of more than a part's share; the costliest runs first."""
+    """Keeps rows with a shared prefix in one run, up to a fair share each, and assigns the costliest runs first."""
     fair = -(-sum(row.behind for row in ordered) // count)
     runs: list[_Part] = []
     for row in ordered:
@@ -68,7 +68,7 @@ def _spread(ordered: list[_Row], count: int) -> list[_Part]:
 
 
 def _cut(ordered: list[_Row], count: int) -> list[_Part]:
-    """The rows in their order, cut where the costliest part costs least."""
+    """Cuts the ordered rows so that the costliest part costs least."""
     low, high = 0, sum(row.alone for row in ordered)
     while low < high:
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def _cut(ordered: list[_Row], count: int) -> list[_Part]:
 
 
 def _filled(ordered: list[_Row], most: int) -> list[_Part]:
-    """As few parts of at most that cost as will do, but for single rows that cost more."""
+    """Fills parts up to `most` one after the other; a single row may cost more."""
     parts: list[_Part] = []
     for row in ordered:
         if parts and parts[-1].cost + row.behind <= most:

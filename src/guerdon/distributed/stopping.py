@@ -1,4 +1,4 @@
-"""A rank that is asked to stop while it waits for another."""
+"""Handles SIGTERM and SIGINT while the main thread may be inside a collective."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def asking(ask: Callable[[], None], *, for_good: bool = False) -> Iterator[None]:
-    """Within it SIGTERM and SIGINT only call `ask`, on a thread of its own; in the main thread, which gets signals.
+    """Makes SIGTERM and SIGINT call `ask`, on a thread of its own, inside the context; a no-op off the main thread.
 
-    One signal may call it twice. Behind it they do what they did before, with `for_good` nothing: a rank that ends must
-    not be killed by those that come late, and of Python's own handlers the interpreter's end leaves none.
+    One signal may call it twice. On exit the former handlers come back; with `for_good` signals are ignored from then
+    on, so that a late one does not kill a rank that is ending.
 
-    Python runs a handler between two of its instructions, and the main thread may be inside a collective for hours. The
-    number of the signal is written to a socket at once.
+    Python runs a handler only between two bytecodes, and the main thread may be inside a collective for hours. But the
+    signal's number is written to the wakeup socket at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -34,7 +34,7 @@ def asking(ask: Callable[[], None], *, for_good: bool = False) -> Iterator[None]
                 ask()
 
     def handle(number: int, _: FrameType | None) -> None:
-        # Once more: an event loop has a socket of its own in the place of this one.
+        # Written once more because an event loop may have replaced the wakeup socket by its own.
         with contextlib.suppress(BlockingIOError):
             writer.send(bytes([number]))
 

@@ -79,7 +79,7 @@ def _best_path(forward: Forward, *, gradients: bool) -> tuple[str, str]:
 @contextlib.contextmanager
 def checking(ranks: Ranks) -> Iterator[None]:
     """Runs a self-check inside the context; raises TooLarge on all ranks if any rank's device runs out of memory."""
-    with ranks.alike():
+    with ranks.raise_on_all_ranks():
         try:
             yield
         except torch.OutOfMemoryError as e:
@@ -216,7 +216,7 @@ def check_finite(
 ) -> None:
     """Collective; raises CheckpointError if no probe has a finite score, with `every` if any has none."""
     info = forward.info
-    with forward.ranks.alike():
+    with forward.ranks.raise_on_all_ranks():
         rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
         results = score([Sequence(row, steps=np.array([len(row) - 1])) for row in rows])
         failed = [result for result in results if isinstance(result, SampleFailed)]

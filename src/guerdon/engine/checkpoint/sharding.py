@@ -127,7 +127,7 @@ class RankLoading:
 @contextlib.contextmanager
 def loading_on(ranks: Ranks) -> Iterator[RankLoading]:
     """Collective; re-raises any rank's error on all ranks, which would otherwise wait for it in their first forward."""
-    with ranks.alike():
+    with ranks.raise_on_all_ranks():
         yield RankLoading(ranks)
 
 

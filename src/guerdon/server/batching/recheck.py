@@ -1,4 +1,4 @@
-"""A sampled share of what was answered, scored again by the plain forward and compared: a check that never sleeps."""
+"""Scores a random share of the answered sequences again by the plain forward, and compares."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = {"float32": 1e-3}
 _TOLERANCE_OF_HALF_PRECISION = 5e-2
-"""Differences of rewards, relative where the plain one is beyond 1; above them a sequence `differs`."""
+"""Largest differences that count as the same; relative if the plain result exceeds 1."""
 
 _WARN_EVERY_S = 60.0
 
 
 class Recheck:
-    """Scores sequences of finished batches again; `shares` says how many of them by model, `dtypes` how exactly.
+    """Checks finished batches; `shares` says by model how many sequences, `dtypes` how exactly.
 
-    A model without a share is left alone. Whatever goes wrong here is counted and logged, and changes no answer.
+    Failures here are counted and logged, and change no answer.
     """
 
     def __init__(self, shares: Mapping[str, float], dtypes: Mapping[str, str], metrics: Metrics) -> None:
         self._shares = shares
         self._dtypes = dtypes
         self._metrics = metrics
-        self._random = random.Random(0)  # no multiple of a prompt's responses, as every n-th might be
+        self._random = random.Random(0)  # every n-th could coincide with a prompt's responses
         self._warned: dict[str, float] = {}
 
     def after(self, model: str, batch: Batch, scored: Scored, group: Group) -> None:
-        """Looks at a batch whose scores were given out; the weights must be those that gave them."""
+        """Checks a batch that was answered; the weights must still be the same."""
         share = self._shares.get(model, 0.0)
         if not share:
             return
@@ -56,7 +56,7 @@ class Recheck:
             assert isinstance(plain, Scored)
             self._compare(model, picked, plain)
         except Unavailable:
-            return  # nothing is wrong with the scores
+            return  # says nothing about the scores
         except BaseException as e:
             self._metrics.add("guerdon_recheck_sequences", len(picked), model, "failed")
             if self._may_warn(model):
@@ -93,10 +93,9 @@ class Recheck:
 
 
 def compare(score: Score, reference: Score, wants_reward: bool = True) -> tuple[float, float]:
-    """The largest difference of any of two scores' numbers, and the largest in units of what is compared with.
+    """Returns the largest absolute difference of two scores' numbers, and the largest relative to max(1, reference).
 
-    That unit is 1, or the reference's size where that is more. What one of them has and the other has not differs
-    infinitely.
+    Infinite if one has a number that the other lacks.
     """
     pairs = [(getattr(score, name), getattr(reference, name)) for name in ("attributes", "values", "steps")]
     if wants_reward:

@@ -1,4 +1,4 @@
-"""A critic's checkpoints on disk: each is there whole or not at all, and what is damaged later is seen."""
+"""A critic's checkpoints on disk: each is written atomically, and later damage is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANSWERS = "answers.json"
 
 
 class DamagedCheckpoint(Exception):
-    """The files of checkpoint `name` are not those that were written; the text says which."""
+    """A file of checkpoint `name` is not as it was written; the text says which."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class DamagedCheckpoint(Exception):
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """One checkpoint: its folder holds what was done up to the journal's `position`; `files` are as the manifest."""
+    """One checkpoint of everything up to the journal's `position`; `files` are those of the manifest."""
 
     info: CheckpointInfo
     position: int
@@ -38,15 +38,15 @@ class Checkpoint:
     files: dict[str, dict[str, Any]]
 
     def answers(self) -> bytes:
-        """What `commit` was given."""
+        """Returns the `answers` given to `commit`."""
         return (self.folder / _ANSWERS).read_bytes()
 
 
 class CheckpointFolder:
-    """The checkpoints in `folder`: the newest `keep` of them, and the one that is best by the metric `best`.
+    """The checkpoints in `folder`: the newest `keep`, and the best by the metric `best`.
 
-    The constructor removes what a crash left unfinished; no other server may work in the folder. Raises StartError
-    where it cannot be written.
+    The constructor removes what a crash left unfinished; no other server may use the folder. Raises StartError if it
+    cannot be written.
     """
 
     def __init__(self, folder: Path, keep: int, best: str | None = None, mode: Literal["max", "min"] = "max") -> None:
@@ -68,16 +68,16 @@ class CheckpointFolder:
         for name in names:
             if match := _NAME.fullmatch(name):
                 try:
-                    self._all[int(match[1])] = _described(folder / name)
+                    self._all[int(match[1])] = _read_manifest(folder / name)
                 except DamagedCheckpoint as e:
                     self._set_aside(folder / name, e)
 
     def infos(self) -> list[CheckpointInfo]:
-        """All that are there, the oldest first."""
+        """Returns all checkpoints, the oldest first."""
         return [self._all[number].info for number in sorted(self._all)]
 
     def begin(self) -> Path:
-        """An empty folder for the files of the next checkpoint; raises OSError."""
+        """Makes an empty folder for the next checkpoint's files; raises OSError."""
         aside = self._folder / f"{ASIDE}{self._next:06d}"
         if aside.exists():
             shutil.rmtree(aside)
@@ -85,7 +85,7 @@ class CheckpointFolder:
         return aside
 
     def discard(self, aside: Path) -> None:
-        """Gives up a checkpoint that was begun."""
+        """Removes a checkpoint that was begun."""
         shutil.rmtree(aside, ignore_errors=True)
 
     def commit(
@@ -99,7 +99,7 @@ class CheckpointFolder:
         answers: bytes,
         settings: dict[str, Any],
     ) -> CheckpointInfo:
-        """Makes the files in `aside` a checkpoint that outlives a crash; raises OSError, and then there is none."""
+        """Makes a durable checkpoint of the files in `aside`; raises OSError, and then there is none."""
         info = CheckpointInfo(f"checkpoint-{self._next:06d}-step-{step}", self._next, step, weights_version, metrics)
         write_new(aside / _ANSWERS, answers)
         files = seal(aside, _MANIFEST, {"info": info, "position": position, "settings": settings})
@@ -110,9 +110,9 @@ class CheckpointFolder:
         return info
 
     def newest_whole(self, at: int | None = None) -> Checkpoint | None:
-        """The newest whole one, None where there is none, or none that ends `at` that position of the journal.
+        """Returns the newest whole checkpoint; None if there is none, or it does not end `at` the given position.
 
-        Those that are found damaged are put aside, loudly.
+        Sets damaged ones aside and logs an error.
         """
         while self._all:
             newest = self._all[max(self._all)]
@@ -127,7 +127,7 @@ class CheckpointFolder:
         return None
 
     def whole(self, name: str | None) -> Checkpoint:
-        """The checkpoint of that name, the newest for None; raises InvalidRequest, and DamagedCheckpoint."""
+        """Returns the checkpoint of that name, or the newest; raises InvalidRequest and DamagedCheckpoint."""
         found = [c for c in self._all.values() if name in (None, c.info.name)]
         if not found:
             have = ", ".join(info.name for info in self.infos()) or "none yet"
@@ -137,15 +137,15 @@ class CheckpointFolder:
         return checkpoint
 
     def oldest_position(self) -> int:
-        """The position of the oldest of the newest `keep`: with the records behind it any of them can be taken.
+        """Returns the position of the oldest of the newest `keep`; later records must stay in the journal.
 
-        0 while there are fewer: then the journal reaches back to the model itself.
+        0 while there are fewer: then the journal must reach back to the model itself.
         """
         newest = sorted(self._all)[-self._keep :]
         return self._all[newest[0]].position if len(newest) == self._keep else 0
 
     def prune(self, spare: set[str]) -> None:
-        """Removes all but the newest `keep`, the best, and those named in `spare`."""
+        """Removes all checkpoints but the newest `keep`, the best, and those named in `spare`."""
         kept = set(sorted(self._all)[-self._keep :])
         sign = 1 if self._mode == "max" else -1
         rated = [(sign * c.info.metrics[self._best], n) for n, c in self._all.items() if self._best in c.info.metrics]
@@ -170,8 +170,8 @@ class CheckpointFolder:
             log.error("cannot rename %s: %s", folder, e)
 
 
-def _described(folder: Path) -> Checkpoint:
-    """The checkpoint as its manifest tells it; raises DamagedCheckpoint."""
+def _read_manifest(folder: Path) -> Checkpoint:
+    """Reads a checkpoint's manifest; raises DamagedCheckpoint."""
     try:
         manifest = read_manifest(folder, _MANIFEST)
         return Checkpoint(CheckpointInfo(**manifest["info"]), manifest["position"], folder, manifest["files"])
@@ -180,7 +180,7 @@ def _described(folder: Path) -> Checkpoint:
 
 
 def _verify(checkpoint: Checkpoint) -> None:
-    """Raises DamagedCheckpoint where a file is not as the manifest has it."""
+    """Raises DamagedCheckpoint if a file differs from the manifest."""
     try:
         verify(checkpoint.folder, checkpoint.files)
     except Damaged as e:

@@ -1,4 +1,4 @@
-"""What is wrong with a train request; found before anything of it is written or queued."""
+"""Checks a train request before it is journalled or queued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_METRIC_LENGTH = 100
 
 
 def checked(request: TrainRequest, info: ModelInfo) -> str:
-    """The digest of a request in which nothing is wrong; raises as `check`."""
+    """Checks a request and returns its digest; raises as `check`."""
     check(request, info)
     return digest_of(request)
 
@@ -25,8 +25,8 @@ def checked(request: TrainRequest, info: ModelInfo) -> str:
 def check(request: TrainRequest, info: ModelInfo) -> None:
     """Raises InvalidRequest naming the tensor, row and column at fault.
 
-    Only what is learnt from is looked at: targets where the mask is above 0, tokens up to the action behind the last
-    such column.
+    Checks only what is learnt from: targets whose mask is above 0, and tokens up to the action after the last such
+    column.
     """
     tokens, mask = request.tokens, request.mask
     if len(request.id) > MAX_ID_LENGTH:
@@ -66,7 +66,7 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
 
 
 def check_metrics(metrics: dict[str, float]) -> None:
-    """Raises InvalidRequest for what a checkpoint does not keep beside the weights."""
+    """Raises InvalidRequest for metrics that a checkpoint cannot keep."""
     if len(metrics) > MAX_METRICS:
         raise InvalidRequest(f"metrics has {len(metrics)} numbers; {MAX_METRICS} are the most")
     for name, value in metrics.items():
