@@ -482,7 +482,7 @@ def test_many_at_once_over_both_transports(server: RunningServer, helpful: list[
 
 
 def test_a_function_with_a_parameter_that_nobody_fills_cannot_start() -> None:
-    with pytest.raises(CheckpointError, match="rewarding:unknown has a parameter metadata") as caught:
+    with pytest.raises(CheckpointError, match="rewarding:unknown has an unknown parameter metadata") as caught:
         build_service(ServerConfig(models=[ModelConfig(model="rewarding:unknown")]))
     assert "`prompts` and `labels`" in caught.value.help
 

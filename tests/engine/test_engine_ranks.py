@@ -112,7 +112,7 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
 
 def test_an_old_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.distributed.DistributedConfig", object)
-    with pytest.raises(ConfigError, match="cannot load a model in parts") as raised:
+    with pytest.raises(ConfigError, match="cannot load the sharded models") as raised:
         sharded_class(None, None, Ranks(size=2, tensor_size=2))
     assert raised.value.help == "pip install 'transformers>=5.23'"
 

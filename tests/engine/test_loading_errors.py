@@ -165,8 +165,8 @@ def test_a_head_of_an_unknown_form(llama: Path) -> None:
 
 
 def test_named_entities_are_no_rewards(tmp_path: Path) -> None:
-    assert "5 labels a token" in refused(zoo.checkpoint("llama", tmp_path / "a", "tokcls", num_labels=5))
-    assert "5 labels a token" in refused(zoo.checkpoint("bert", tmp_path / "b", "tokcls", num_labels=5))
+    assert "5 labels per token" in refused(zoo.checkpoint("llama", tmp_path / "a", "tokcls", num_labels=5))
+    assert "5 labels per token" in refused(zoo.checkpoint("bert", tmp_path / "b", "tokcls", num_labels=5))
 
 
 def test_a_plain_causal_model(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_self_check_without_memory_chooses_nothing(
     loaded = load_critic(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path))))
     monkeypatch.setattr(Batcher, "plan", short)
     with pytest.raises(
-        TooLarge, match=r"no memory is left .*: CUDA out of memory\. Tried to allocate 20\.00 MiB\.$"
+        TooLarge, match=r"too little memory for the self-check: CUDA out of memory\. Tried to allocate 20\.00 MiB\.$"
     ) as e:
         Engine(loaded)
     assert tried[-1] == path and "--device" in e.value.help

@@ -132,7 +132,7 @@ class Engine(Forward):
         self.head.to(self.device)
 
     def discard(self) -> None:
-        """Frees the weights, whoever else holds a reference; nothing can be computed any more."""
+        """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
         for module in (*self.trunk.modules(), *self.head.modules()):
             module._parameters.clear()
             module._buffers.clear()

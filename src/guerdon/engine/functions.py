@@ -70,7 +70,7 @@ class FunctionScorer:
         self._function = _import(config.model)
         if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
             raise CheckpointError(
-                f"{config.model} is asynchronous, or a generator: calling it gives no numbers",
+                f"{config.model} is asynchronous, or a generator: calling it returns no numbers",
                 "make it a plain function that returns a list of numbers",
             )
         parameters = inspect.signature(self._function).parameters
@@ -89,7 +89,7 @@ class FunctionScorer:
                 and parameter.default is parameter.empty
             ):
                 raise CheckpointError(
-                    f"{config.model} has a parameter {name}, for which there is nothing",
+                    f"{config.model} has an unknown parameter {name}",
                     f"give it a default; beside {_READS} a function may have `prompts` and `labels`",
                 )
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS

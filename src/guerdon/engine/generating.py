@@ -65,7 +65,7 @@ class PackedDecoder:
         if not engine.path.startswith("packed"):
             raise NotImplementedError("its forward does not run packed")
         if engine.depends_on_length or engine.bounds_tokens:
-            raise NotImplementedError("what it computes for a token depends on what shares its batch")
+            raise NotImplementedError("a token's state depends on what shares its batch")
         self._policy, self._engine = policy, engine
         self._decoding = Decoding()
 

@@ -215,7 +215,7 @@ def _no_steps(rule: StepRule) -> SampleFailed:
         return SampleFailed("no step to reward: this model has no tokenizer, so send step_positions")
     return SampleFailed(
         f"no step to reward: the separator {rule.separator!r} (tokens {list(rule.separator_ids)}) does not occur "
-        "behind the prompt, or is merged into another token; end each step with it, or send step_positions"
+        "after the prompt, or is merged into another token; end each step with it, or send step_positions"
     )
 
 
@@ -241,7 +241,7 @@ class OutputHead:
                 return
             why = f"they differ by {difference:.1e}"
         raise CheckpointError(
-            f"the logits of {folder}, a {type(model).__name__}, cannot be made from its last hidden states: {why}",
+            f"the logits of {folder}, a {type(model).__name__}, cannot be computed from its last hidden states: {why}",
             "choose a model of another architecture",
         )
 

@@ -84,7 +84,7 @@ def checking(ranks: Ranks) -> Iterator[None]:
             yield
         except torch.OutOfMemoryError as e:
             raise TooLarge(
-                f"no memory is left on the device to try a few short sequences: {(str(e).splitlines() or [''])[0]}",
+                f"the device has too little memory for the self-check: {(str(e).splitlines() or [''])[0]}",
                 "free some, choose another machine or --device, or a smaller --dtype such as bfloat16",
             ) from e
 

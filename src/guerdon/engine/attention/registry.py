@@ -71,7 +71,7 @@ def packed_attention(
     """
     for name in UNSUPPORTED:
         if others.get(name) is not None:
-            raise NotImplementedError(f"packed attention knows no {name}")
+            raise NotImplementedError(f"packed attention does not support {name}")
     batch = _batch.get()
     assert batch is not None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -84,7 +84,7 @@ def packed_attention(
         batch = batch.prompts
     if key.shape[2] != batch.num_tokens:
         # Some models append keys that are no tokens, such as DeepSeek-V4 one for every 128 tokens.
-        raise NotImplementedError(f"packed attention knows no {key.shape[2]} keys of {batch.num_tokens} tokens")
+        raise NotImplementedError(f"packed attention does not support {key.shape[2]} keys of {batch.num_tokens} tokens")
     pattern, span = cut(attention_mask, causal, batch.max_length)
     if pattern is None and attention_mask is not None and query.device.type != "cpu":
         # These rows are too short for the window. Try its forms now, at start, and not when a long row arrives.

@@ -22,8 +22,8 @@ def read_config(checkpoint: Checkpoint) -> Any:
     model_type = settings.get("model_type")
     if "quantization_config" in settings:
         raise CheckpointError(
-            f"{checkpoint.folder} is quantised, and models run in full precision only",
-            "give the checkpoint it was made from",
+            f"{checkpoint.folder} is quantised, and only full-precision models can be served",
+            "give the unquantised checkpoint",
         )
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
@@ -48,7 +48,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
         what = f"{model_type} ({architecture})" if architecture else model_type
         raise CheckpointError(
             f"{checkpoint.folder} holds a {what}, which is neither a causal decoder nor a known encoder",
-            f"served are decoders and {', '.join(SEQUENCE_HEADS)}; wrap another in module:function",
+            f"decoders and {', '.join(SEQUENCE_HEADS)} can be served; wrap another in module:function",
         )
     return config
 

@@ -188,7 +188,7 @@ def _step_rule(config: ModelConfig, encoder: TextEncoder | None) -> StepRule:
     ids = encoder.separator_ids(separator) if encoder else ()
     if encoder and not ids:
         raise ConfigError(
-            f"the step separator {separator!r} has no tokens", "give --step-separator a text that has some"
+            f"the step separator {separator!r} has no tokens", "set --step-separator to a text that has tokens"
         )
     return StepRule(separator, ids, config.step_reduction)
 
@@ -213,9 +213,7 @@ def load_critic(
         raise CheckpointError(f"{config.model} is a function, and has no weights to train", STARTS)
     loaded = load_reward_model(config, device, moment_bytes=moment_bytes, ranks=ranks, trains=True)
     if not loaded.causal:
-        raise CheckpointError(
-            f"{config.model} is an encoder: the value of a token would be made from the tokens behind it", STARTS
-        )
+        raise CheckpointError(f"{config.model} is an encoder: a token's value would depend on later tokens", STARTS)
     if loaded.head.steps is not None:
         raise CheckpointError(f"{config.model} is a process reward model, whose outputs are probabilities", STARTS)
     head = _value_head(loaded.head)
@@ -241,7 +239,7 @@ def _merge(module: nn.Module, weights: np.ndarray) -> None:
     last.out_features = 1
 
 
-# ------------------------------------------------------------------------------------ what a model tells of itself
+# ------------------------------------------------------------------------------------ the description of a model
 
 
 def describe(

@@ -142,7 +142,7 @@ def place(model: Any, device: torch.device, ranks: Ranks) -> Any:
 
 def _libraries(ranks: Ranks) -> tuple[Any, Any]:
     """Returns transformers' module for meshes and its class of settings; raises ConfigError if they are too old."""
-    old = f"transformers {transformers.__version__} cannot load a model in parts as tensor_parallel and fsdp need it"
+    old = f"transformers {transformers.__version__} cannot load the sharded models that tensor_parallel and fsdp need"
     help_ = f"pip install 'transformers>={NEEDED}'"
     try:
         from transformers.distributed import DistributedConfig, utils

@@ -94,7 +94,7 @@ class Checkpoint:
         if not is_same:
             raise CheckpointError(
                 f"the files in {self.folder} were written to while they were read",
-                "load it again once whoever writes them is done",
+                "load it again when the writer is done",
             )
 
 

@@ -97,7 +97,7 @@ def build_model(
             ignore_mismatched_sizes=True,
             **how,
         )
-    if not ranks.is_sharded:  # FSDP may have made a class of its own of it
+    if not ranks.is_sharded:  # FSDP may have replaced the class
         model.__class__ = model_class
     if found["missing_keys"]:
         raise CheckpointError(f"the files lack {_list_names(found['missing_keys'])}", INCOMPLETE)
@@ -134,7 +134,7 @@ def check_labels_per_token(num_outputs: int, folder: Path) -> None:
     """Raises CheckpointError unless a token classifier has one label (values) or two (a wrong and a right step)."""
     if num_outputs > 2:
         raise CheckpointError(
-            f"{folder} gives {num_outputs} labels a token",
+            f"{folder} has {num_outputs} labels per token",
             "one (values) or two (a wrong and a right step) can be served",
         )
 
