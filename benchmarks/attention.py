@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.masking_utils import sliding_window_bidirectional_mask_function, sliding_window_causal_mask_function
 
-from guerdon.engine.attention.forms import BY_SEGMENT, Form, Need, candidates, check_form, need_of
+from guerdon.engine.attention.forms import BY_SEGMENT, AttentionForm, Need, candidates, check_form, need_of
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
 from guerdon.engine.packing import PackedBatch, pack
 from report import machine
@@ -130,7 +130,7 @@ def leaves(tensors: list[Tensor], differentiated: bool) -> list[Tensor]:
 
 
 def run(
-    form: Form, batch: PackedBatch, inputs: list[Tensor], need: Need, pattern: Pattern | None
+    form: AttentionForm, batch: PackedBatch, inputs: list[Tensor], need: Need, pattern: Pattern | None
 ) -> tuple[Tensor, ...]:
     """The output, and the gradients if needed."""
     some = leaves(inputs[:3], need.gradients)
@@ -140,7 +140,7 @@ def run(
 
 
 def alternate(
-    forms: dict[str, tuple[Form, Need]],
+    forms: dict[str, tuple[AttentionForm, Need]],
     batch: PackedBatch,
     inputs: list[Tensor],
     pattern: Pattern | None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import masking_utils as masks
 
 from guerdon.engine.attention.patterns import Pattern, packed_mask
-from guerdon.engine.attention.varlen import Part
+from guerdon.engine.attention.varlen import KernelCall
 from guerdon.engine.packing import PackedBatch, pack
 
 SCALE = 0.3
@@ -115,9 +115,11 @@ def written_out(
 class WrittenOut:
     """A kernel for parts in plain torch, of any dtype, that holds callers to what FlashAttention wants."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[KernelCall] = field(default_factory=list)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         self._check(part, query, key, value)
         self.parts.append(part)
         out = torch.empty(query.shape, dtype=query.dtype)
@@ -137,7 +139,7 @@ class WrittenOut:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: KernelCall,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._check(part, query, key, value)
@@ -155,7 +157,7 @@ class WrittenOut:
                 slope[rows] = by_group.sum(2)
         return slopes[0], slopes[1], slopes[2]
 
-    def _check(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, part: KernelCall, query: Tensor, key: Tensor, value: Tensor) -> None:
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1
         for cu, longest, rows in ((part.cu_queries, part.max_queries, query), (part.cu_keys, part.max_keys, key)):
             assert cu.dtype == torch.int32 and cu.is_contiguous() and cu[0] == 0 and cu[-1] == len(rows)
@@ -163,7 +165,7 @@ class WrittenOut:
         assert len(part.cu_queries) == len(part.cu_keys) and len(key) == len(value)
 
 
-def _runs(part: Part) -> list[tuple[slice, slice]]:
+def _runs(part: KernelCall) -> list[tuple[slice, slice]]:
     queries, keys = part.cu_queries.tolist(), part.cu_keys.tolist()
     return [(slice(*queries[i : i + 2]), slice(*keys[i : i + 2])) for i in range(len(queries) - 1)]
 
@@ -172,7 +174,7 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
     return x.transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)
 
 
-def _logits(query: Tensor, key: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _logits(query: Tensor, key: Tensor, part: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     """Logits `[H,Tq,Tk]` of one run, and the keys by query head; the last query is where the last key is."""
     keys = _by_head(key, query)
     q, k = torch.arange(len(query))[:, None] + len(key) - len(query), torch.arange(len(key))[None]

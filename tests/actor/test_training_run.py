@@ -28,7 +28,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_checkpoints import decisive_contents
 from guerdon.actor.run_metrics import METRICS
 from guerdon.actor.training_run import Run, RunSummary
-from guerdon.engine.checkpoint.stored import Checkpoint as Opened
+from guerdon.engine.checkpoint.stored import StoredCheckpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig

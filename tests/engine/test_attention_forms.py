@@ -22,7 +22,7 @@ from guerdon.engine.attention import forms as attention_forms
 from guerdon.engine.attention import registry, varlen
 from guerdon.engine.attention.forms import (
     BY_SEGMENT,
-    Form,
+    AttentionForm,
     Need,
     candidates,
     check_form,
@@ -164,14 +164,14 @@ def test_copies_are_counted_as_far_as_the_window_reaches() -> None:
         assert what.shared and what.copies is copies
 
 
-def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = None) -> Form:
+def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = None) -> AttentionForm:
     """`varlen` with a kernel for CPUs, its arguments changed."""
 
     def compute(batch: Any, q: Any, k: Any, v: Any, scale: Any, need: Need, pattern: Any, sinks: Any) -> Tensor:
         given = change({"scale": scale, "span": need.span, "sinks": sinks})
         return varlen.varlen(batch, q, k, v, **given, kernel=kernel or WrittenOut())
 
-    return Form("varlen", lambda need: need.span is not None and not need.softcap, compute)
+    return AttentionForm("varlen", lambda need: need.span is not None and not need.softcap, compute)
 
 
 class LosesKeys(WrittenOut):
@@ -223,7 +223,7 @@ def test_no_memory_says_nothing_about_a_form(fresh: None) -> None:
             raise torch.OutOfMemoryError("no memory")
         return stand_in().compute(*args)
 
-    form, what = Form("varlen", lambda _: True, compute), TRIED[0]
+    form, what = AttentionForm("varlen", lambda _: True, compute), TRIED[0]
     with pytest.raises(torch.OutOfMemoryError):
         attention_forms._check_once(form, what)
     assert attention_forms._check_once(form, what) is None is attention_forms._check_once(form, what)
@@ -245,7 +245,7 @@ def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:
 
 # ------------------------------------------------------------------------------------------------ in models
 
-FLEX_ON_CPU = Form("flex", lambda need: not need.sinks and not need.gradients, attention_forms.FLEX.compute)
+FLEX_ON_CPU = AttentionForm("flex", lambda need: not need.sinks and not need.gradients, attention_forms.FLEX.compute)
 LIKE_A_GPU = {
     "llama": "varlen", "mistral-sliding": "varlen", "gemma3": "varlen", "gpt-oss": "varlen", "gpt2": "varlen",
     "bert": "varlen", "modernbert": "varlen", "gemma2": "flex", "llama4": "flex",
@@ -262,12 +262,12 @@ def like_a_gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The forms of a GPU in a CPU's place, as far as they go; the names of those that run are in the list."""
     ran: list[str] = []
 
-    def noted(form: Form) -> Form:
+    def noted(form: AttentionForm) -> AttentionForm:
         def compute(*args: Any) -> Tensor:
             ran.append(form.name)
             return form.compute(*args)
 
-        return Form(form.name, form.supports, compute)
+        return AttentionForm(form.name, form.supports, compute)
 
     forms = [noted(form) for form in (stand_in(), FLEX_ON_CPU, BY_SEGMENT)]
     monkeypatch.setattr(attention_forms, "candidates", lambda what: [form for form in forms if form.supports(what)])

@@ -14,7 +14,7 @@ from attended import CASES, SCALE, Case, tensors, tree, written_out
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
 from guerdon.engine.attention import forms
-from guerdon.engine.attention.forms import CASCADE, FLEX, VARLEN, Form, choose_form, need_of
+from guerdon.engine.attention.forms import CASCADE, FLEX, VARLEN, AttentionForm, choose_form, need_of
 from guerdon.engine.attention.patterns import cut
 from guerdon.engine.packing import pack
 from guerdon.settings.config import ModelConfig
@@ -43,7 +43,7 @@ def ask(case: Case, dtype: torch.dtype, batch: Any, *, gradients: bool = True, *
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("form", [VARLEN, CASCADE, FLEX], ids=["varlen", "cascade", "flex"])
 def test_outputs_and_gradients_equal_attention_written_out(
-    form: Form, name: str, size: int, dtype: torch.dtype
+    form: AttentionForm, name: str, size: int, dtype: torch.dtype
 ) -> None:
     case = CASES[name]
     for seed in range(2):
@@ -62,7 +62,7 @@ def test_outputs_and_gradients_equal_attention_written_out(
 
 
 @pytest.mark.parametrize("form", [VARLEN, CASCADE], ids=["varlen", "cascade"])
-def test_a_query_alone_behind_each_prompt(form: Form) -> None:
+def test_a_query_alone_behind_each_prompt(form: AttentionForm) -> None:
     """FlashAttention turns single queries of grouped heads around; the log-sum-exp must still be each head's."""
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 99, 40) for _ in range(3)]

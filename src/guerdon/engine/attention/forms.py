@@ -117,7 +117,7 @@ class Compute(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionForm:
     """An implementation of attention, and which needs it supports."""
 
     name: str
@@ -140,33 +140,33 @@ def _supports_cascade_on_cpu(need: Need) -> bool:
     return need.device.type == "cpu" and plain and need.size == need.value_size
 
 
-CASCADE_ON_CPU = Form(
+CASCADE_ON_CPU = AttentionForm(
     "cascade",
     _supports_cascade_on_cpu,
     lambda batch, query, key, value, scale, need, pattern, sinks: cascade(batch, query, key, value, scale),
 )
-VARLEN = Form(
+VARLEN = AttentionForm(
     "varlen",
     _supports_flash,
     lambda batch, query, key, value, scale, need, pattern, sinks: varlen(
         batch, query, key, value, scale, need.span or CAUSAL, sinks
     ),
 )
-CASCADE = Form(
+CASCADE = AttentionForm(
     "cascade",
     lambda need: _supports_flash(need) and need.shared and need.span == CAUSAL,
     lambda batch, query, key, value, scale, need, pattern, sinks: varlen(
         batch, query, key, value, scale, CAUSAL, sinks, gathers=False
     ),
 )
-FLEX = Form(
+FLEX = AttentionForm(
     "flex",
     _supports_flex,
     lambda batch, query, key, value, scale, need, pattern, sinks: flex(
         batch, query, key, value, scale, need.causal, pattern, need.span, need.softcap
     ),
 )
-BY_SEGMENT = Form(
+BY_SEGMENT = AttentionForm(
     "by_segment",
     lambda need: True,
     lambda batch, query, key, value, scale, need, pattern, sinks: by_segment(
@@ -175,7 +175,7 @@ BY_SEGMENT = Form(
 )
 
 
-def candidates(need: Need) -> list[Form]:
+def candidates(need: Need) -> list[AttentionForm]:
     """Returns the forms that support the need, best first; the last is the reference."""
     if need.device.type == "cpu":
         order = [CASCADE_ON_CPU, BY_SEGMENT]
@@ -200,7 +200,7 @@ def noting_skipped() -> Iterator[dict[str, str]]:
         _skipped.reset(token)
 
 
-def choose_form(need: Need) -> Form:
+def choose_form(need: Need) -> AttentionForm:
     """Returns the first form that supports the need and, on a GPU, has passed its check."""
     form, failures = _choose_form(need)
     noted = _skipped.get()
@@ -210,7 +210,7 @@ def choose_form(need: Need) -> Form:
 
 
 @functools.cache
-def _choose_form(need: Need) -> tuple[Form, dict[str, str]]:
+def _choose_form(need: Need) -> tuple[AttentionForm, dict[str, str]]:
     """Returns the form, and why earlier ones are skipped, also for a batch with more or fewer copies."""
     form, failures = _first_passed(need)
     if need.shared:
@@ -219,7 +219,7 @@ def _choose_form(need: Need) -> tuple[Form, dict[str, str]]:
     return form, failures
 
 
-def _first_passed(need: Need) -> tuple[Form, dict[str, str]]:
+def _first_passed(need: Need) -> tuple[AttentionForm, dict[str, str]]:
     *others, reference = candidates(need)
     failures: dict[str, str] = {}
     for form in others:
@@ -236,14 +236,14 @@ def _kind(need: Need) -> Need:
 
 
 @functools.cache
-def _check_once(form: Form, kind: Need) -> str | None:
+def _check_once(form: AttentionForm, kind: Need) -> str | None:
     failure = check_form(form, kind)
     if failure is not None:
         log.warning("attention by %s is skipped: %s", form.name, failure)
     return failure
 
 
-def check_form(form: Form, need: Need) -> str | None:
+def check_form(form: AttentionForm, need: Need) -> str | None:
     """Checks the form on a small tree; returns why it must not be used for the need, None if it agrees."""
     try:
         # An enclosing context, such as activation checkpointing, must not see the tensors saved here.
@@ -257,7 +257,7 @@ def check_form(form: Form, need: Need) -> str | None:
     return None if difference <= most else f"differs from the reference by {difference:.1e}"
 
 
-def differences(form: Form, need: Need) -> float:
+def differences(form: AttentionForm, need: Need) -> float:
     """Returns the largest difference of the output or a gradient from the reference, as in TOLERANCE."""
     batch = _tree(need.shared)
     random = torch.Generator().manual_seed(0)

@@ -36,7 +36,7 @@ Rows = slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KernelCall:
     """One call: the runs `cu_queries[i]:cu_queries[i+1]` of the rows `queries`, and likewise of the rows `keys`.
 
     `cu_queries` and `cu_keys` are int32 `[S+1]`, `max_queries` and `max_keys` their longest runs. `span` counts
@@ -55,7 +55,9 @@ class Part:
 class Kernel(Protocol):
     """A kernel for the tokens of one part; queries `[Tq,H,D]`, keys and values `[Tk,K,D]`."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Returns the output `[Tq,H,D]` and the log-sum-exp of all logits, float32 `[H,Tq]`."""
 
     def backward(
@@ -66,7 +68,7 @@ class Kernel(Protocol):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: KernelCall,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns gradients of query, key and value; `out` and `lse` may be of a softmax over more than the part."""
@@ -80,7 +82,9 @@ class Flash:
     `torch.nn.attention.activate_flash_attention_impl`, these operators call it.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Implements `Kernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0, part.span == CAUSAL,
@@ -96,7 +100,7 @@ class Flash:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: KernelCall,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Implements `Kernel`."""
@@ -142,9 +146,9 @@ def varlen(
     return out.transpose(0, 1)[None]
 
 
-def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[Part]:
+def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[KernelCall]:
     """Returns one part: each segment on its ancestors and itself, as far back as the span reaches."""
-    known: list[Part] | None = batch.cache.get(("gathered", span, device))
+    known: list[KernelCall] | None = batch.cache.get(("gathered", span, device))
     if known is None:
         window = span[0] + 1 if span[0] >= 0 and span[1] == 0 else None
         seen = [visible(s, window)[0] for s in batch.segments]
@@ -153,9 +157,9 @@ def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[Part]
     return known
 
 
-def levels(batch: PackedBatch, device: torch.device) -> list[Part]:
+def levels(batch: PackedBatch, device: torch.device) -> list[KernelCall]:
     """Returns one part of all segments on themselves, and one for each level of the tree with everything below it."""
-    known: list[Part] | None = batch.cache.get(("levels", device))
+    known: list[KernelCall] | None = batch.cache.get(("levels", device))
     if known is None:
         own = [[(s.start, s.stop)] for s in batch.segments]
         known = [_part(own, own, CAUSAL, device)]
@@ -167,13 +171,13 @@ def levels(batch: PackedBatch, device: torch.device) -> list[Part]:
     return known
 
 
-def _part(queries: Sequence[list[Run]], keys: Sequence[list[Run]], span: Span, device: torch.device) -> Part:
+def _part(queries: Sequence[list[Run]], keys: Sequence[list[Run]], span: Span, device: torch.device) -> KernelCall:
     """Returns the part of these sequences, given the runs of each one's queries and keys."""
     lengths = [np.array([sum(b - a for a, b in runs) for runs in some]) for some in (queries, keys)]
     sums = [np.concatenate([[0], np.cumsum(some)]).astype(np.int32) for some in lengths]
     cu_queries, cu_keys = (to_device(x, device) for x in sums)
     most = [int(some.max()) for some in lengths]
-    return Part(_rows(queries, device), _rows(keys, device), cu_queries, cu_keys, most[0], most[1], span)
+    return KernelCall(_rows(queries, device), _rows(keys, device), cu_queries, cu_keys, most[0], most[1], span)
 
 
 def _rows(sequences: Sequence[list[Run]], device: torch.device) -> Rows:
@@ -187,7 +191,7 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float,
-        divisions: tuple[list[Part], list[Part]], kernel: Kernel,
+        divisions: tuple[list[KernelCall], list[KernelCall]], kernel: Kernel,
     ) -> Tensor:  # fmt: skip
         out, lse = _forward(query, key, value, sinks, scale, divisions[0], kernel)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -203,7 +207,13 @@ class _Varlen(torch.autograd.Function):
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, parts: list[Part], kernel: Kernel
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    parts: list[KernelCall],
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[T,H,D]` and the log-sum-exp of all logits and sinks, float32 `[H,T]`, part by part."""
     first, *others = parts
@@ -224,11 +234,11 @@ def _forward(
 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, parts: list[Part], kernel: Kernel,
+    scale: float, parts: list[KernelCall], kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns the gradients of query, key, value and sinks from the output's; parts are summed in float32."""
 
-    def of_part(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    def of_part(part: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys = part.queries, part.keys
         return kernel.backward(
             _taken(grad, queries), _taken(query, queries), _taken(key, keys), _taken(value, keys), _taken(out, queries),

@@ -24,8 +24,8 @@ from torch import nn
 from transformers import MODEL_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.stored import Checkpoint
-from guerdon.engine.checkpoint.weights import Parts, build_model, check_labels_per_token
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
+from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
@@ -51,10 +51,10 @@ class HeadLayout:
         return name.startswith(f"{self.prefix}.")
 
 
-def load_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
+def load_decoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> ModelParts:
     """Loads a decoder's trunk and head; raises CheckpointError if a tensor is missing or the head is unknown."""
     layout = find_head(checkpoint, config)
-    return Parts(
+    return ModelParts(
         trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
         module=load_head(checkpoint, layout),
         num_outputs=layout.num_outputs,
@@ -73,7 +73,7 @@ def _pooling(config: Any, layout: HeadLayout) -> Pooling:
     return "last_non_pad"
 
 
-def find_head(checkpoint: Checkpoint, config: Any) -> HeadLayout:
+def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
     """Finds the reward head's tensors; raises CheckpointError if there is no head, or none that can be served."""
     architecture = (config.architectures or [""])[0]
     named = checkpoint.settings.get("value_head_prefix")
@@ -89,7 +89,7 @@ def find_head(checkpoint: Checkpoint, config: Any) -> HeadLayout:
     )
 
 
-def _layout(checkpoint: Checkpoint, config: Any, architecture: str, prefix: str, names: set[str]) -> HeadLayout:
+def _layout(checkpoint: StoredCheckpoint, config: Any, architecture: str, prefix: str, names: set[str]) -> HeadLayout:
     layers = next((ls for ls in (LINEAR, SUMMARY, MLP) if _matches(names, ls)), None)
     if layers is None:
         raise CheckpointError(
@@ -130,7 +130,7 @@ def _matches(names: set[str], layers: tuple[str, ...]) -> bool:
     return weights <= names <= weights | {f"{layer}bias" for layer in layers}
 
 
-def load_head(checkpoint: Checkpoint, layout: HeadLayout) -> nn.Module:
+def load_head(checkpoint: StoredCheckpoint, layout: HeadLayout) -> nn.Module:
     """Returns the head's module in float32, from the precision that the file has."""
     modules: list[nn.Module] = []
     for layer in layout.layers:
@@ -146,7 +146,7 @@ def load_head(checkpoint: Checkpoint, layout: HeadLayout) -> nn.Module:
 
 
 def load_trunk(
-    checkpoint: Checkpoint, config: Any, layout: HeadLayout, dtype: torch.dtype, ranks: Ranks = ALONE
+    checkpoint: StoredCheckpoint, config: Any, layout: HeadLayout, dtype: torch.dtype, ranks: Ranks = ALONE
 ) -> Any:
     """Returns the base model, whatever prefix its tensors have; raises CheckpointError if one is missing."""
     model_class = MODEL_MAPPING[type(config)]

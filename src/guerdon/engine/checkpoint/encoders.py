@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.stored import Checkpoint
-from guerdon.engine.checkpoint.weights import Parts, build_model, check_labels_per_token
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
+from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
@@ -62,7 +62,7 @@ SEQUENCE_HEADS: dict[str, Callable[[Any], nn.Module]] = {
 """How each family's sequence-classification class turns the pooled state into logits, without dropout."""
 
 
-def load_encoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> Parts:
+def load_encoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> ModelParts:
     """Loads an encoder's trunk and head; raises CheckpointError if a tensor is missing or the kind is unknown."""
     if ranks.is_sharded:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def load_encoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, ranks:
     pooling: Pooling = "last" if per_token else "mean" if pools_mean else "first"
     is_process_reward = per_token and config.num_labels == 2
     kind = "token-classification" if per_token else "sequence-classification"
-    return Parts(
+    return ModelParts(
         trunk=trunk,
         module=module.eval(),
         num_outputs=config.num_labels,

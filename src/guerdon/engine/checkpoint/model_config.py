@@ -7,7 +7,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
-from guerdon.engine.checkpoint.stored import Checkpoint
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import CheckpointError, ConfigError
 
@@ -16,7 +16,7 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 """Modules and buffers with one row for each position: no position beyond their end exists."""
 
 
-def read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: StoredCheckpoint) -> Any:
     """Returns the config; raises CheckpointError unless it is an unquantised decoder's or known encoder's."""
     settings = checkpoint.settings
     model_type = settings.get("model_type")

@@ -9,7 +9,7 @@ import torch
 
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.stored import Checkpoint
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.errors import ConfigError, TooLarge
 
 SMALLER_TRAINING = "train with lora, optimizer adamw_8bit or activation_checkpointing, or take a smaller model"
@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_memory(
-    checkpoint: Checkpoint,
+    checkpoint: StoredCheckpoint,
     dtype: torch.dtype,
     device: torch.device,
     moment_bytes: int | None = None,

@@ -20,9 +20,9 @@ from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS, load_encoder
 from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad, read_config
 from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
 from guerdon.engine.checkpoint.sharding import RankLoading, loading_on, place
-from guerdon.engine.checkpoint.stored import Checkpoint, open_checkpoint
+from guerdon.engine.checkpoint.stored import StoredCheckpoint, open_checkpoint
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.engine.checkpoint.weights import LoadedTrunk, Parts
+from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts
 from guerdon.engine.fsdp import fsdp_of
 from guerdon.engine.heads import Head, StepRule
 from guerdon.engine.host import keep_freed
@@ -123,8 +123,8 @@ def _load(
 
 def _head(
     config: ModelConfig,
-    checkpoint: Checkpoint,
-    parts: Parts,
+    checkpoint: StoredCheckpoint,
+    parts: ModelParts,
     encoder: TextEncoder | None,
     eos_token_id: int | None,
     pad_token_id: int | None,
@@ -244,9 +244,9 @@ def _merge(module: nn.Module, weights: np.ndarray) -> None:
 
 def describe(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: StoredCheckpoint,
     weights_version: str,
-    parts: Parts,
+    parts: ModelParts,
     encoder: TextEncoder | None,
     eos_token_id: int | None,
     dtype: torch.dtype,

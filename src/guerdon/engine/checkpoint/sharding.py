@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from guerdon.distributed.ranks import Ranks, agreed
-from guerdon.engine.checkpoint.stored import Checkpoint, digest_of
+from guerdon.engine.checkpoint.stored import StoredCheckpoint, digest_of
 from guerdon.engine.layers import layer_lists
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
@@ -76,7 +76,9 @@ class RankLoading:
         self._ranks = ranks
         self._hashes = True
 
-    def compare(self, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig) -> None:
+    def compare(
+        self, checkpoint: StoredCheckpoint, dtype: torch.dtype, config: ModelConfig | LanguageModelConfig
+    ) -> None:
         """Collective; raises CheckpointError on all ranks unless they load the same weights with the same settings.
 
         Raises another rank's error if it failed before. Afterwards the weights' bytes are hashed in the background; if
@@ -96,7 +98,7 @@ class RankLoading:
         if self._hashes:
             checkpoint.start_hashing()
 
-    def weights_version(self, checkpoint: Checkpoint, model: str) -> str:
+    def weights_version(self, checkpoint: StoredCheckpoint, model: str) -> str:
         """Collective; returns the version of the weights that all ranks have read.
 
         Raises CheckpointError if the versions differ, and as `check_unchanged`.

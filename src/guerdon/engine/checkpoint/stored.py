@@ -54,7 +54,7 @@ class StoredTensor:
 
 
 @dataclass
-class Checkpoint:
+class StoredCheckpoint:
     """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
 
     `sampled_version` is its version by guerdon 0.1: 12 hex digits from samples of the weights' bytes.
@@ -149,7 +149,7 @@ def digest_of(settings: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str, revision: str | None = None) -> StoredCheckpoint:
     """Opens a local folder or downloads a hub id; raises CheckpointError if a file is missing or broken."""
     folder = find_folder(model, revision)
     _check_config(folder)
@@ -160,7 +160,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for file in files.weights:
         tensors.update(open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
-    return Checkpoint(folder, settings, tensors, sampled, files)
+    return StoredCheckpoint(folder, settings, tensors, sampled, files)
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:

@@ -1,6 +1,6 @@
 """Builds a transformers model from a checkpoint's tensors: none may be missing, and none is initialised at random.
 
-`Parts` is a reward model as it comes from the files, `LoadedTrunk` the part of any model that is ready to run.
+`ModelParts` is a reward model as it comes from the files, `LoadedTrunk` the part of any model that is ready to run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save 
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A reward model taken apart: the trunk in its dtype, the head's module in float32, and what its outputs mean.
 
     `pooling` is the rule of the library that saved the checkpoint.
