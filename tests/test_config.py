@@ -1,4 +1,4 @@
-"""Settings from YAML: what is taken, and what is refused with help."""
+"""Settings from YAML and Python: which are accepted, and what errors say."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_mapping_becomes_nested_settings() -> None:
         ([1], "the file must be a mapping, not list", "key: value"),
     ],
 )
-def test_what_is_wrong_is_named(data: Any, message: str, help_text: str) -> None:
+def test_mistakes_are_named(data: Any, message: str, help_text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(ServerConfig, data)
     assert message in str(caught.value)
@@ -94,7 +94,7 @@ def test_every_number_is_finite(cls: type, number: float) -> None:
     assert checked >= 1
 
 
-def test_a_critic_does_not_train_in_float16() -> None:
+def test_a_critic_refuses_float16() -> None:
     with pytest.raises(ConfigError, match="float16") as caught:
         check_settings(CriticConfig(dtype="float16"))
     assert "bfloat16 or float32" in caught.value.help
@@ -112,7 +112,7 @@ def test_a_critic_does_not_train_in_float16() -> None:
         ("reward", "min", "min"),
     ],
 )
-def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mode: Any, resolved: str) -> None:
+def test_the_best_loss_is_the_smallest_by_default(best: Any, mode: Any, resolved: str) -> None:
     assert CriticConfig(keep_best=best, keep_best_mode=mode).best_mode == resolved
 
 
@@ -127,7 +127,7 @@ def test_the_best_loss_is_the_smallest_unless_it_is_said_otherwise(best: Any, mo
         ({"reward_model": "r", "reward_std": 0.0}, "reward_std is 0"),
     ],
 )
-def test_settings_of_a_reward_model(settings: Any, message: str) -> None:
+def test_settings_that_need_a_reward_model(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(CriticConfig(**settings))
 
@@ -138,7 +138,7 @@ def summed(*components: dict[str, Any], **more: Any) -> ServerConfig:
     return typing.cast(ServerConfig, from_mapping(ServerConfig, given))
 
 
-def test_a_reward_is_a_sum_of_several() -> None:
+def test_a_sum_of_rewards() -> None:
     config = summed({"model": "a", "normalize": "given", "mean": 1}, {"model": "b", "weight": 0, "clip": 2})
     check_settings(config)
     a, b = config.rewards[0].components
@@ -169,13 +169,13 @@ def test_a_reward_is_a_sum_of_several() -> None:
         (ServerConfig(rewards=[RewardConfig(components=[ComponentConfig("a")])]), "not in `models:`"),
     ],
 )
-def test_a_sum_that_cannot_be(config: ServerConfig, message: str) -> None:
+def test_invalid_sums(config: ServerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         check_settings(config)
     assert caught.value.help
 
 
-def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml"):
         read_yaml(tmp_path / "absent.yaml")
     broken = tmp_path / "broken.yaml"
@@ -191,20 +191,20 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ("port: 1\nmodels: []\nport: 2\n", "port is given twice"),
     ],
 )
-def test_a_key_given_twice_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_duplicate_keys_are_refused(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "twice.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_yaml(tmp_path / "twice.yaml")
 
 
-def test_a_key_may_replace_one_that_is_merged_in(tmp_path: Path) -> None:
+def test_a_key_may_override_a_merged_one(tmp_path: Path) -> None:
     (tmp_path / "merged.yaml").write_text("a: &a {x: 1, y: 2}\nc: &c {z: 3}\nb: {<<: *a, y: 3}\nd: {<<: [*a, *c]}\n")
     merged = read_yaml(tmp_path / "merged.yaml")
     assert (merged["b"], merged["d"]) == ({"x": 1, "y": 3}, {"x": 1, "y": 2, "z": 3})
 
 
 @pytest.mark.parametrize("name", ["a,b", "a/b", "", "a b", "a?", "a;b=c", "a\n"])
-def test_a_name_that_no_client_could_ask_for(name: str) -> None:
+def test_invalid_model_names(name: str) -> None:
     models = [ModelConfig(model="x", name="fine-1.5_b")]
     for config in (
         ServerConfig(models=[*models, ModelConfig(model="x", name=name)]),
@@ -229,7 +229,7 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "empty.yaml") == {}
 
 
-def test_a_choice_is_checked_that_python_gave_and_named_by_its_section() -> None:
+def test_choices_from_python_are_checked_and_named_by_their_section() -> None:
     with pytest.raises(ConfigError, match=r"policy\.optimizer is 'sgd'") as caught:
         check_settings(CriticConfig(optimizer="sgd"), "policy.")  # type: ignore[arg-type]
     assert caught.value.help == "choose one of adamw, adamw_8bit"
@@ -252,7 +252,7 @@ critic:
 """
 
 
-def test_a_files_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_in_a_file_are_listed_with_their_lines(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(MISTAKEN)
     with pytest.raises(ConfigError) as caught:
@@ -267,7 +267,7 @@ def test_a_files_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> N
     ]
 
 
-def test_a_files_one_mistake_is_the_error_itself(tmp_path: Path) -> None:
+def test_a_single_mistake_in_a_file_is_the_error(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("models:\n- {model: m}\nprot: 1\n")
     with pytest.raises(ConfigError, match=r"server\.yaml, line 3: unknown setting prot$") as caught:
@@ -278,7 +278,7 @@ def test_a_files_one_mistake_is_the_error_itself(tmp_path: Path) -> None:
         from_mapping(ServerConfig, read_yaml(file))
 
 
-def test_settings_that_contradict_are_told_at_once() -> None:
+def test_all_contradictions_are_listed() -> None:
     critic = CriticConfig(model="c", lr_schedule="linear", save_every=3)
     with pytest.raises(ConfigError) as caught:
         check_settings(ServerConfig(dashboard=False, dashboard_samples=True, critic=critic))

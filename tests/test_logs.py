@@ -1,3 +1,5 @@
+"""The logs: one line per record, no secrets, text or JSON."""
+
 from __future__ import annotations
 
 import io
@@ -7,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,7 +31,7 @@ SECRET = "the text of a sample"
 
 @pytest.fixture
 def written() -> tuple[logging.Logger, io.StringIO]:
-    """A logger, and what the server's formatter writes of it."""
+    """A logger, and the stream of the server's formatter."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
@@ -39,7 +42,7 @@ def written() -> tuple[logging.Logger, io.StringIO]:
 
 @pytest.fixture
 def in_json() -> tuple[logging.Logger, io.StringIO]:
-    """A logger of rank 3, and what the server's formatter of JSON writes of it."""
+    """A logger of rank 3, and the stream of the server's JSON formatter."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines(3))
@@ -75,14 +78,14 @@ def test_no_client_can_forge_a_line(written, name):
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_line_is_not_as_long_as_a_client_likes(written):
+def test_long_lines_are_cut(written):
     logger, stream = written
     logger.warning("the model %r is unknown", "x" * 1_000_000)
     assert len(stream.getvalue()) < 11_000
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
-def test_failures_tell_where_and_not_what(written, level):
+def test_failures_log_the_place_but_not_the_text(written, level):
     logger, stream = written
     logger.setLevel(level)
     failure(logger, logging.ERROR, "%s failed", "a batch", error=failed())
@@ -94,7 +97,7 @@ def test_failures_tell_where_and_not_what(written, level):
     assert SECRET not in told
 
 
-def test_libraries_errors_are_told_likewise(written):
+def test_errors_of_libraries_log_no_text_either(written):
     logger, stream = written
     logger.setLevel(logging.INFO)
     logger.addFilter(Frames())
@@ -103,7 +106,7 @@ def test_libraries_errors_are_told_likewise(written):
     assert SECRET not in stream.getvalue()
 
 
-def test_the_command_logs_one_line_a_record(monkeypatch):
+def test_the_command_logs_one_line_per_record(monkeypatch):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging.getLogger("httpx"), "level", 0)
@@ -144,13 +147,13 @@ def test_no_client_can_forge_a_line_of_json(in_json, name):
     assert all(frame.isprintable() for frame in second["traceback"])
 
 
-def test_a_line_of_json_is_not_as_long_as_a_client_likes(in_json):
+def test_long_json_lines_are_cut(in_json):
     logger, stream = in_json
     logger.warning("the model %r is unknown", "x" * 1_000_000)
     assert len(json.loads(stream.getvalue())["message"]) < 11_000
 
 
-def test_failures_in_json_tell_where_and_not_what(in_json):
+def test_failures_in_json_log_the_place_but_not_the_text(in_json):
     logger, stream = in_json
     failure(logger, logging.ERROR, "%s failed", "a batch", error=failed())
     told = json.loads(stream.getvalue())
@@ -160,7 +163,7 @@ def test_failures_in_json_tell_where_and_not_what(in_json):
     assert SECRET not in stream.getvalue()
 
 
-def test_libraries_that_write_by_themselves_are_taken_over():
+def test_libraries_with_their_own_handlers_are_redirected():
     logger = logging.getLogger("a_library_of_its_own")
     other = logging.StreamHandler(io.StringIO())
     logger.propagate = False
@@ -224,34 +227,39 @@ def test_every_line_of_a_server_is_json(tmp_path: Path) -> None:
     assert any(line["logger"] == "py.warnings" and "careful" in line["message"] for line in logged)
 
 
-def test_what_cannot_start_is_said_in_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "guerdon", "serve", "absent", "--log-format", "json", "--std", "0"]
-    env = environment() | {"RANK": "1", "LOCAL_RANK": "0"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+@pytest.fixture
+def text_format_after() -> Iterator[None]:
+    yield
+    console.set_format("text")
+
+
+@pytest.mark.usefixtures("text_format_after")
+def test_startup_errors_are_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main(["serve", "absent", "--log-format", "json", "--std", "0"]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
     told = json.loads(line)
-    assert list(told) == ["time", "level", "logger", "message", "rank", "help"]
+    assert out == "" and list(told) == ["time", "level", "logger", "message", "rank", "help"]
     assert (told["level"], told["rank"]) == ("error", 1)
     assert told["message"] == "models[0].std is 0" and "above 0" in told["help"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--log-format", "json")], ids=["in the file alone", "by the flag"])
-def test_a_mistake_in_the_file_is_told_in_json_where_the_flag_says_so(
+@pytest.mark.usefixtures("text_format_after")
+@pytest.mark.parametrize("flags", [(), ("--log-format", "json")], ids=["only in the file", "by the flag"])
+def test_a_mistake_in_the_file_is_json_if_the_flag_says_so(
     tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("log_format: json\nnope: 1\n")
-    try:
-        assert cli.main(["serve", "--config", str(file), *flags]) == 2
-    finally:
-        console.set_format("text")
+    assert cli.main(["serve", "--config", str(file), *flags]) == 2
     err = capsys.readouterr().err
     assert "nope" in err
-    assert err.startswith("{") == bool(flags), "as docs/cli.md has it"
+    assert err.startswith("{") == bool(flags), "as docs/cli.md says"
 
 
-def test_a_crash_is_logged_without_what_it_says(caplog):
+def test_a_crash_is_logged_without_its_text(caplog):
     service = EchoService()
 
     async def crash(name: str, request: ScoreRequest, *_: object) -> ScoreReply:
