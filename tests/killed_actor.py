@@ -9,7 +9,7 @@ import torch
 
 from actor.runs import without_curves
 from guerdon import assembly
-from guerdon.actor import ppo, reinforce
+from guerdon.actor import ppo, reinforce, run_checkpoints
 from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.trackers import Trackers
 from guerdon.actor.training_run import Run
@@ -33,7 +33,7 @@ POINTS: Points = {
 }
 POINTS_WITH_CRITIC: Points = POINTS | {
     "when the critic's training is asked for": (CriticClient, "train", False),
-    "between the critic's save and the actor's": (RunCheckpoints, "_complete", True),
+    "between the critic's save and the actor's": (run_checkpoints, "seal", True),
     "between the actor's load and the critic's": (CriticClient, "load", True),
     "at the end of a resume": (CriticClient, "load", False),
 }

@@ -194,7 +194,7 @@ def test_a_failure_says_which_steps_stand() -> None:
     trainer, batch = make(), batch_of(8)
     batch["tokens"][5, 0] = RAISES
     _, weights = by_hand(trainer, {name: x[:4] for name, x in batch.items()})
-    with pytest.raises(TrainFailed, match="a bug in the user's model; its first 1 global batches stand") as e:
+    with pytest.raises(TrainFailed, match="a bug in the user's model; its first 1 global batches are kept") as e:
         trainer.run_training(**batch)
     assert e.value.num_steps == 1 and trainer.step == 1
     torch.testing.assert_close(trainer.model.head.weight, weights["head.weight"])
@@ -204,7 +204,7 @@ def test_a_failure_says_which_steps_stand() -> None:
 def test_a_failure_behind_the_step_counts_it() -> None:
     trainer, batch = make(), batch_of(4)
     trainer.logger.lines = None  # appending to it fails
-    with pytest.raises(TrainFailed, match="its first 1 global batches stand") as e:
+    with pytest.raises(TrainFailed, match="its first 1 global batches are kept") as e:
         trainer.run_training(**batch)
     assert e.value.num_steps == 1 and trainer.step == 1
 
@@ -216,7 +216,7 @@ def test_a_failure_inside_the_step_claims_nothing() -> None:
         raise RuntimeError("out of memory")
 
     trainer.optimizer.step = breaks_off
-    with pytest.raises(TrainFailed, match="broke off inside step 1, which may stand in part") as e:
+    with pytest.raises(TrainFailed, match="failed within step 1, which may be applied in part") as e:
         trainer.run_training(**batch)
     assert "nothing was changed" not in str(e.value) and e.value.num_steps == 0
 

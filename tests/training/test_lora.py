@@ -126,7 +126,7 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
 def test_a_model_that_peft_cannot_adapt_is_refused(name: str, model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"peft cannot adapt a {model} by lora_targets all-linear: ") as caught:
         build(zoo.checkpoint(name, tmp_path), lora=4)
-    assert "lora_targets" in caught.value.help and "leave lora out" in caught.value.help
+    assert "lora_targets" in caught.value.help and "remove lora" in caught.value.help
 
 
 @pytest.mark.parametrize("targets", ["no_such_layer", "(", ".*norm"])

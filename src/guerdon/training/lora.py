@@ -24,32 +24,31 @@ def add_adapters(
     seed: int = 0,
     no_gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.inference_mode,
 ) -> None:
-    """Puts float32 adapters on linear layers of the model or trunk, in place; all else in it is frozen.
+    """Adds float32 adapters to linear layers of the model or trunk, in place, and freezes everything else.
 
     `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
-    begin as nothing, so outputs stay what they were, and they begin the same at every start with the same `seed`: what
-    is replayed after a crash gives the same weights. Other random numbers stay what they were. The model is run once
-    within `no_gradients`. Raises ConfigError where peft is not installed, finds no such layer, or cannot adapt one of
-    them.
+    start as the identity, so that outputs stay equal. The same `seed` gives the same adapters at every start, because a
+    replay after a crash must give the same weights; the global random state does not change. The model is run once
+    within `no_gradients`. Raises ConfigError if peft is not installed, matches no layer, or cannot adapt one.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
         raise ConfigError("lora is set, and peft is not installed", install_command("lora")) from e
     settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
-    # By itself it takes all GPUs there are, and memory on each.
+    # By default fork_rng initialises every GPU.
     with torch.random.fork_rng([trunk.device] if trunk.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)
             with no_gradients():
                 trunk(input_ids=torch.zeros(1, 2, dtype=torch.long, device=trunk.device), use_cache=False)
-        # ValueError where nothing matches, re.error, and whatever an adapter raises on a layer that is not as others,
-        # such as a router that returns a tuple.
+        # ValueError if nothing matches, re.error, and anything that an adapter raises on an unusual layer, such as a
+        # router that returns a tuple.
         except Exception as e:
             raise ConfigError(
                 f"peft cannot adapt a {type(trunk).__name__} by lora_targets {targets}: {type(e).__name__}: {e}",
-                r"give lora_targets that match other layers, such as '.*\.(q|k|v|o)_proj', or leave lora out",
+                r"give lora_targets that match other layers, such as '.*\.(q|k|v|o)_proj', or remove lora",
             ) from e
     for name, parameter in trunk.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -59,7 +58,7 @@ def add_adapters(
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it the model is what it was before it had adapters."""
+    """Disables the model's adapters within the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -73,12 +72,12 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a trunk's parameter of that name is one of an adapter."""
+    """Whether the parameter of that name belongs to an adapter."""
     return f".{ADAPTER}." in name
 
 
 def adapted_share(trunk: Any) -> float:
-    """Which part has adapters of all matrices, experts' among them, that are no embeddings; counted by weights."""
+    """Returns the share of adapted weights among all matrices, experts included, without embeddings."""
     embeddings = {id(p) for module in trunk.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     matrices = {name: p for name, p in trunk.named_parameters() if p.dim() > 1 and id(p) not in embeddings}
     own = {name: p.numel() for name, p in matrices.items() if not is_adapter(name)}
@@ -86,17 +85,17 @@ def adapted_share(trunk: Any) -> float:
 
 
 def to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trunk's adapter tensors under the names of peft's own files."""
+    """Returns the trunk's adapter tensors under their names in peft's files."""
     return {peft_name(name): tensor for name, tensor in tensors.items()}
 
 
 def peft_name(name: str) -> str:
-    """What peft's own files call the adapter's parameter of that name."""
+    """Returns the name of an adapter's parameter in peft's files."""
     return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def describe_adapters(trunk: Any, base: str) -> dict[str, Any]:
-    """What peft's `adapter_config.json` says, so that `PeftModel.from_pretrained` reads the adapters, too."""
+    """Returns peft's `adapter_config.json`, with which `PeftModel.from_pretrained` reads the adapters, too."""
     settings = trunk.peft_config[ADAPTER].to_dict()
     settings |= {"base_model_name_or_path": base, "inference_mode": True}
     return json.loads(json.dumps(settings, default=_plain))

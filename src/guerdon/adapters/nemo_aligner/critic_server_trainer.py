@@ -170,7 +170,7 @@ class CriticServerTrainer:
     ) -> None:
         """Saves through `ckpt_callback.custom_save(monitor_candidates, is_train_end, save_top_only)`."""
         candidates = {name: torch.tensor(value, dtype=torch.int32) for name, value in self.state_dict().items()}
-        with self.critic.between("prepare_for_training", "finish_training"):
+        with self.critic.calling_hooks("prepare_for_training", "finish_training"):
             self.ckpt_callback.custom_save(
                 monitor_candidates=candidates | (extra_candidates or {}),
                 is_train_end=is_train_end,
@@ -183,7 +183,7 @@ class CriticServerTrainer:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Goes on counting from `state_dict["step"]`; weights and optimiser are the caller's to load."""
-        self.critic.begin(int(state_dict["step"]))
+        self.critic.restart_at(int(state_dict["step"]))
 
     def run_server(self) -> None:
         """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
