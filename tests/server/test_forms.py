@@ -42,7 +42,7 @@ def running_server(service: EchoService) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(running_server: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=running_server.http_url, timeout=10) as client:
         yield client
@@ -230,7 +230,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
 
     async def received() -> dict:
         if not bodies:  # it listens whether the client has left
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return {"type": "http.request", "body": bodies.pop()}
 
     form, config = replace(FORMS["/encode"], to_request=to_request), ServerConfig()
