@@ -6,7 +6,9 @@ import asyncio
 import copy
 import gc
 import inspect
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -261,6 +263,28 @@ def test_closing_ends_a_blocking_call_and_the_threads(url: str, service: Scripte
         for thread in threads:
             thread.join(timeout=30)
         assert len(ended) == 3
+
+
+def test_calls_within_a_running_event_loop(url: str) -> None:
+    async def score(client: RewardClient) -> list[float]:
+        return list(client.score(texts=["abc"]))
+
+    with RewardClient(url) as client:
+        assert [asyncio.run(score(client)) for _ in range(2)] == [[3.0], [3.0]]
+
+
+def test_ctrl_c_interrupts_a_call_and_cancels_its_request(url: str, service: ScriptedService) -> None:
+    with RewardClient(url) as client, service.scorer.held():
+        alarm = threading.Thread(
+            target=lambda: (wait_until(lambda: service.num_open == 1), os.kill(os.getpid(), signal.SIGINT))
+        )
+        alarm.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.score(tokens=[[SLOW_TOKEN]])
+        alarm.join()
+        wait_until(lambda: service.num_open == 0)
+    with pytest.raises(Cancelled):
+        client.score(texts=["a"])
 
 
 def test_waiting_for_cancelled_futures_ends(url: str) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a JSONL file to score: read, checked, and made into samples."""
+"""Reads the rows of a JSONL file, checks them, and makes samples of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from guerdon.errors import StartError
 from guerdon.messages import answered
 
 ADDED = ("rewards", "attributes", "errors", "weights_version", "template")
-"""The fields that an output row has beyond its input row."""
+"""The fields that scoring adds to a row."""
 
 _FORMS = '{"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} or {"text"}'
 
 Sample = str | list[Message]
 
 
-def bare(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without what scoring added to it."""
+def strip_added(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row without the fields that scoring adds."""
     return {key: value for key, value in row.items() if key not in ADDED}
 
 
 def read_rows(path: Path, name: Path | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows with their line numbers from 1; blank lines are skipped. Errors call the file `name`, if given."""
+    """Yields the rows with their line numbers from 1, and skips blank lines; errors call the file `name` if given."""
     name = name or path
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -46,19 +46,19 @@ def read_rows(path: Path, name: Path | None = None) -> Iterator[tuple[int, dict[
 
 
 def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> list[Sample]:
-    """The row's samples, texts or conversations; raises StartError naming the line where it has none of the forms."""
+    """Returns the row's samples, texts or conversations; raises StartError naming the line if its form is unknown."""
     prompt = row.get("prompt")
     try:
         if "responses" in row and prompt is not None:
             if not isinstance(row["responses"], list):
                 raise ValueError("responses is not a list")
-            samples = [_joined(prompt, response, template) for response in row["responses"]]
+            samples = [_join(prompt, response, template) for response in row["responses"]]
         elif "response" in row and prompt is not None:
-            samples = [_joined(prompt, row["response"], template)]
+            samples = [_join(prompt, row["response"], template)]
         elif "chosen" in row and "rejected" in row:
-            samples = [_joined(prompt, row[name], template) for name in ("chosen", "rejected")]
+            samples = [_join(prompt, row[name], template) for name in ("chosen", "rejected")]
         elif "messages" in row:
-            samples = [_conversation(row["messages"])]
+            samples = [_check_conversation(row["messages"])]
         elif isinstance(row.get("text"), str):
             samples = [row["text"]]
         else:
@@ -70,27 +70,27 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
     return samples
 
 
-def _joined(prompt: Any, response: Any, template: bool) -> Sample:
-    """The sample of a prompt and its response; a response that is a whole conversation stands for itself."""
+def _join(prompt: Any, response: Any, template: bool) -> Sample:
+    """Returns the sample of a prompt and its response; a response that is a whole conversation is the sample."""
     if isinstance(response, list):
-        conversation = _conversation(response)
+        conversation = _check_conversation(response)
         if prompt is None or conversation[0]["role"] != "assistant":
             return conversation
-        return [*_turns(prompt), *conversation]
+        return [*_to_turns(prompt), *conversation]
     if not isinstance(response, str):
         raise ValueError(f"a response is a {type(response).__name__}, neither text nor a list of messages")
     if prompt is None:
         return response
     if isinstance(prompt, str) and not template:
         return prompt + response
-    return answered(_turns(prompt), response)
+    return answered(_to_turns(prompt), response)
 
 
-def _turns(prompt: Any) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _conversation(prompt)
+def _to_turns(prompt: Any) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _check_conversation(prompt)
 
 
-def _conversation(messages: Any) -> list[Message]:
+def _check_conversation(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one {role, content}")
     for message in messages:

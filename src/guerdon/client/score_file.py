@@ -1,4 +1,4 @@
-"""Scores a JSONL file: many requests in flight, rows out in the order of the input, continued where it stopped."""
+"""Scores a JSONL file with many requests in flight, writes the rows in input order, and resumes after a stop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import orjson
 from tqdm import tqdm
 
 from guerdon.client import Scores
-from guerdon.client.jsonl import Sample, bare, read_rows, samples_of
-from guerdon.client.window import Group, Scorer, Window, groups_of
+from guerdon.client.jsonl import Sample, read_rows, samples_of, strip_added
+from guerdon.client.window import RowGroup, Scorer, Window, group_rows
 from guerdon.errors import StartError, StorageFailed
 
 
 @dataclass(slots=True)
 class FileSummary:
-    """What a file came to; statistics are over all its rows, also those of an earlier run (`num_resumed`)."""
+    """Counts and statistics of a scored file, over all its rows, also those of an earlier run (`num_resumed`)."""
 
     num_rows: int = 0
     num_samples: int = 0
@@ -37,7 +37,7 @@ class FileSummary:
 
     @property
     def mean(self) -> float:
-        """The mean reward of the samples that did not fail; NaN where there are none."""
+        """The mean reward of the samples that did not fail; NaN without any."""
         return float(np.mean(self.rewards)) if self.rewards else float("nan")
 
     def __str__(self) -> str:
@@ -68,18 +68,19 @@ def score_file(
     """Scores every row of `in_path` (JSONL, or .gz of it) and writes it with its `rewards` to `out_path`.
 
     A row is one of {"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"} (with or without a
-    prompt), {"messages"} and {"text"}. Prompt and response are joined as they are; a prompt of messages, and any
-    prompt with `template`, makes a conversation. A function at the server may ask for a row's prompt, and for its
-    "label", any JSON value. `rewards` has one number a sample, null where it failed; then
-    `errors` says why. `attributes`, where the model has several, are a list of numbers a sample, or an object where
-    they have names. `weights_version` names the weights, where the server does, and `template` is true where it
-    was applied. Rows that `out_path` already has are kept; with `retry_failed`, those with failed samples are first
-    scored again. About `max_in_flight` samples are on their way at once, fewer while the server's queue is full.
-    `-` as a path is stdin, which is read to its end first, and stdout, which keeps nothing to continue.
+    prompt), {"messages"} and {"text"}. Prompt and response are concatenated; a prompt of messages, and with `template`
+    any prompt, makes a conversation. Functions at the server may read a row's prompt and its "label", any JSON value.
 
-    Raises StartError, before anything is scored, where a row is malformed or `out_path` is of another input, and
-    where its rows are of other weights than the server's; StorageFailed where the disk does not take them, and the
-    GuerdonError of a server that fails or does not answer, after which the same call continues.
+    `rewards` has one number a sample, null if it failed; `errors` then says why. `attributes`, if the model has
+    several, is a list of numbers a sample, or an object if they have names. `weights_version` names the weights if the
+    server does, and `template` is true if it was applied. Rows that `out_path` already has are kept; with
+    `retry_failed`, those with failed samples are scored again first. About `max_in_flight` samples are under way at
+    once, fewer while the server's queue is full. The path `-` means stdin, which is read to its end first, or stdout,
+    which cannot be resumed.
+
+    Before anything is scored, raises StartError if a row is malformed, or if `out_path` belongs to another input or to
+    other weights. Raises StorageFailed if writing fails, and the GuerdonError of a server that fails or does not
+    answer; after either, the same call continues.
     """
     target, is_file = Path(out_path), str(out_path) != "-"
     to_file = f"cannot write {target}", "; make room on the disk, or mend it, and the same call continues"
@@ -91,12 +92,12 @@ def score_file(
             _check_paths(source.path, target)
         num_samples = sum(len(samples_of(row, source.name, line, template)) for line, row in source.rows())
         started = time.monotonic()
-        done = _Done(source, target if is_file else None, template)
+        done = _ScoredRows(source, target if is_file else None, template)
         if retry_failed and target.exists():
-            with _storing(*to_file):
+            with _check_storage(*to_file):
                 _score_again(scorer, done, target, max_in_flight)
         with (
-            _storing(*(to_file if is_file else ("cannot write stdout", ""))),
+            _check_storage(*(to_file if is_file else ("cannot write stdout", ""))),
             _open(target) if is_file else nullcontext(sys.stdout.buffer) as out,
         ):
             if is_file:
@@ -105,11 +106,11 @@ def score_file(
             rows = itertools.islice(source.rows(), summary.num_resumed, None)
             with (
                 tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
-                Window(groups_of(rows, source.name, template), scorer, max_in_flight, out.flush) as window,
+                Window(group_rows(rows, source.name, template), scorer, max_in_flight, out.flush) as window,
             ):
                 for group, scores in window:
-                    for row, part in _parts(group, scores, done.weights):
-                        out.write(_line(row, part, template))
+                    for row, part in _split_rows(group, scores, done.weights):
+                        out.write(_encode_row(row, part, template))
                         summary._add(_rewards(part), part.errors)
                         bar.update(len(part))
             out.flush()
@@ -119,7 +120,7 @@ def score_file(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The file of the rows, and what errors call it."""
+    """The file of the rows, and its name in errors."""
 
     path: Path
     name: Path
@@ -130,21 +131,21 @@ class _Source:
 
 @contextmanager
 def _source(path: str | Path) -> Iterator[_Source]:
-    """Yields the file of the rows: for stdin a temporary one, because rows are read twice."""
+    """Yields the file of the rows; copies stdin to a temporary one, because rows are read twice."""
     if str(path) != "-":
         yield _Source(Path(path), Path(path))
         return
     where = tempfile.gettempdir()
     with ExitStack() as stack:
-        with _storing(f"cannot keep stdin in {where}", "; make room there, or set TMPDIR"):
+        with _check_storage(f"cannot keep stdin in {where}", "; make room there, or set TMPDIR"):
             kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guerdon-")), "stdin")
             with kept.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
         yield _Source(kept, Path("stdin"))
 
 
-def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[dict[str, Any], Scores]]:
-    """Each row of the group with its own scores."""
+def _split_rows(group: RowGroup, scores: Scores, weights: _WeightsCheck) -> Iterator[tuple[dict[str, Any], Scores]]:
+    """Yields each row of the group with its own scores."""
     weights.check(scores.weights_version)
     start = 0
     for row, count in group.rows:
@@ -163,8 +164,8 @@ def _parts(group: Group, scores: Scores, weights: _Weights) -> Iterator[tuple[di
         )
 
 
-def _line(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
-    """The output row, with its newline."""
+def _encode_row(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
+    """Returns the output row, with its newline."""
     added: dict[str, Any] = {"rewards": scores.rewards}
     if scores.attributes is not None:
         names = scores.attribute_names
@@ -177,22 +178,22 @@ def _line(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
         added["weights_version"] = scores.weights_version
     if template:
         added["template"] = True
-    return orjson.dumps(bare(row) | added, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(strip_added(row) | added, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
 def _rewards(scores: Scores) -> list[float | None]:
     return [None if np.isnan(reward) else reward for reward in scores.rewards.tolist()]
 
 
-class _Weights:
-    """The weights that made the rows of the output so far; `target` is None for stdout."""
+class _WeightsCheck:
+    """The version of the weights that made the output so far; `target` is None for stdout."""
 
     def __init__(self, target: Path | None) -> None:
         self._target = target
         self.version = ""
 
     def check(self, version: str) -> None:
-        """Raises StartError where these are others."""
+        """Raises StartError if the version differs."""
         if self.version and version and version != self.version:
             if self._target is None:
                 raise StartError(f"the server's weights changed from {self.version} to {version}", "score again")
@@ -203,15 +204,15 @@ class _Weights:
         self.version = version or self.version
 
 
-class _Done:
-    """The rows that the output has already."""
+class _ScoredRows:
+    """The rows that the output already has."""
 
     def __init__(self, source: _Source, target: Path | None, template: bool) -> None:
         self.source, self.target, self.template = source, target, template
-        self.weights = _Weights(target)
+        self.weights = _WeightsCheck(target)
 
     def keep(self, out: BinaryIO, summary: FileSummary) -> None:
-        """Adds the rows that `out` already holds to the summary, and cuts off a last one that is not whole."""
+        """Adds the rows that `out` already has to the summary, and truncates an incomplete last one."""
         end = 0
         for _, done, text in self.rows(out):
             summary._add(done["rewards"], done.get("errors", ()))
@@ -219,7 +220,7 @@ class _Done:
         out.truncate(end)
 
     def rows(self, out: BinaryIO) -> Iterator[tuple[list[Sample], dict[str, Any], bytes]]:
-        """The samples, the output row and its line, of each whole row; raises StartError where it does not belong."""
+        """Yields each whole row's samples, output row and line; raises StartError if it is not of this input."""
         rows = self.source.rows()
         out.seek(0)
         for number, text in enumerate(out, 1):
@@ -228,10 +229,10 @@ class _Done:
             if not text.endswith(b"\n"):
                 if row and _is_beginning(text, row):
                     return
-                raise self._other(number)
-            done = _parsed(text, len(samples))
-            if done is None or bare(done) != bare(row):
-                raise self._other(number)
+                raise self._other_input(number)
+            done = _parse_scored(text, len(samples))
+            if done is None or strip_added(done) != strip_added(row):
+                raise self._other_input(number)
             if done.get("template", False) != self.template:
                 raise StartError(
                     f"{self.target}, line {number}: scored {'without' if self.template else 'with'} --template",
@@ -240,7 +241,7 @@ class _Done:
             self.weights.check(done.get("weights_version", ""))
             yield samples, done, text
 
-    def _other(self, number: int) -> StartError:
+    def _other_input(self, number: int) -> StartError:
         return StartError(
             f"{self.target}, line {number}: not the scored row of {self.source.name}, line {number}; it is "
             "of another input",
@@ -248,13 +249,13 @@ class _Done:
         )
 
 
-def _score_again(scorer: Scorer, done: _Done, target: Path, max_in_flight: int) -> None:
-    """Puts new scores into the output rows with failed samples: into all or, where the server fails, into none."""
+def _score_again(scorer: Scorer, done: _ScoredRows, target: Path, max_in_flight: int) -> None:
+    """Replaces the scores of output rows with failed samples: of all, or of none if the server fails."""
     copy = target.with_name(target.name + ".part")
     try:
         with open(target, "rb") as out, open(target, "rb") as failed, open(copy, "wb") as part:
             groups = (
-                Group(None, [(row, len(samples))], samples)
+                RowGroup(None, [(row, len(samples))], samples)
                 for samples, row, _ in done.rows(failed)
                 if None in row["rewards"]
             )
@@ -262,16 +263,16 @@ def _score_again(scorer: Scorer, done: _Done, target: Path, max_in_flight: int) 
                 scored = iter(window)
                 for _, row, text in done.rows(out):
                     if None in row["rewards"]:
-                        ((_, scores),) = _parts(*next(scored), done.weights)
-                        text = _line(row, scores, done.template)
+                        ((_, scores),) = _split_rows(*next(scored), done.weights)
+                        text = _encode_row(row, scores, done.template)
                     part.write(text)
         copy.replace(target)
     finally:
         copy.unlink(missing_ok=True)
 
 
-def _parsed(text: bytes, num_samples: int) -> dict[str, Any] | None:
-    """The output row in a line, or None where it is not one of so many samples."""
+def _parse_scored(text: bytes, num_samples: int) -> dict[str, Any] | None:
+    """Returns the output row in a line, None if it is malformed or has another number of samples."""
     try:
         row = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -285,8 +286,8 @@ def _parsed(text: bytes, num_samples: int) -> dict[str, Any] | None:
 
 
 def _is_beginning(text: bytes, row: dict[str, Any]) -> bool:
-    """Whether an unfinished line is how the row's own output begins."""
-    start = orjson.dumps(bare(row))[:-1] + b',"rewards":['
+    """Returns whether an incomplete line is the start of the row's own output."""
+    start = orjson.dumps(strip_added(row))[:-1] + b',"rewards":['
     return text.startswith(start) or start.startswith(text)
 
 
@@ -300,11 +301,11 @@ def _check_paths(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _storing(failed: str, remedy: str) -> Iterator[None]:
-    """Tells of a disk that is full, read-only or broken: what `failed`, why, and the remedy."""
+def _check_storage(failed: str, remedy: str) -> Iterator[None]:
+    """Raises StorageFailed with the remedy if the disk is full, read-only or broken."""
     try:
         yield
-    except BrokenPipeError:  # nobody reads stdout any more
+    except BrokenPipeError:  # the reader of stdout has gone
         raise
     except OSError as e:
         raise StorageFailed(f"{failed}: {e.strerror or e}{remedy}") from e

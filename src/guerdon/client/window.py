@@ -1,4 +1,4 @@
-"""Groups of rows on their way to the server: a bounded number of samples, fewer while its queue is full."""
+"""Keeps a limited number of samples under way to the server, fewer while its queue is full."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from guerdon.client import Scores
 from guerdon.client.jsonl import Sample, samples_of
 from guerdon.errors import InvalidRequest, Overloaded, PayloadTooLarge, SampleFailed, UnknownModel
 
-_OF_THE_ROW = (InvalidRequest, PayloadTooLarge, SampleFailed)
-"""Errors that the row would have again; after any other it may be scored later."""
+_ROW_ERRORS = (InvalidRequest, PayloadTooLarge, SampleFailed)
+"""Errors that a retry would repeat; after any other the row may be scored later."""
 
 Row = tuple[dict[str, Any], int]
 """An input row and the number of its samples."""
 
 
 class Scorer(Protocol):
-    """What scores the rows: a RewardClient, or anything that submits as it does."""
+    """A RewardClient, or anything else with its `submit`."""
 
     @property
     def submit(self) -> Callable[..., Future[Scores]]: ...
 
 
 @dataclass(slots=True)
-class Group:
-    """Neighbouring rows with the same prompt; they go in one request."""
+class RowGroup:
+    """Neighbouring rows with the same prompt, sent in one request."""
 
     prompt: Any
     rows: list[Row] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     future: Future[Scores] | None = None
-    """None before it is sent, and once the server had no room for it."""
+    """None before it is sent, and after the server had no room for it."""
 
     def submit(self, scorer: Scorer) -> None:
         if not self.samples:
@@ -46,16 +46,16 @@ class Group:
             self.future.set_result(Scores(np.zeros(0, np.float32), []))
             return
         kind = "texts" if isinstance(self.samples[0], str) else "messages"
-        self.future = scorer.submit(**{kind: self.samples, **self._told(), "timeout_s": _TIMEOUT_S})
+        self.future = scorer.submit(**{kind: self.samples, **self._hints(), "timeout_s": _TIMEOUT_S})
 
-    def _told(self) -> dict[str, list[Any]]:
-        """What functions at the server may read of each sample beyond it: its row's prompt and label."""
-        told: dict[str, list[Any]] = {}
+    def _hints(self) -> dict[str, list[Any]]:
+        """Returns each sample's prompt and label, which functions at the server may read."""
+        hints: dict[str, list[Any]] = {}
         if all(isinstance(row.get("prompt"), str) for row, _ in self.rows):
-            told["prompts"] = [row["prompt"] for row, count in self.rows for _ in range(count)]
+            hints["prompts"] = [row["prompt"] for row, count in self.rows for _ in range(count)]
         if any("label" in row for row, _ in self.rows):
-            told["labels"] = [row.get("label") for row, count in self.rows for _ in range(count)]
-        return told
+            hints["labels"] = [row.get("label") for row, count in self.rows for _ in range(count)]
+        return hints
 
     @property
     def is_busy(self) -> bool:
@@ -64,22 +64,24 @@ class Group:
 
 _MAX_GROUP = 64
 _TIMEOUT_S = 3600.0
-"""Nobody waits for a single row; the longest request of all should not end the run."""
+"""Long, because nobody waits for a single row, and one slow request should not end the run."""
 
 _LEAST_PAUSE_S = 0.1
 
 
 class Window:
-    """Iterates over the groups with their scores, in order, while later groups are on their way.
+    """Iterates over the groups with their scores, in order, while later groups are under way.
 
-    At most `max_samples` samples are, a last group aside; half as many with each time that the server has no room,
-    and more again as it answers.
+    Sends groups until `max_samples` samples are under way; halves that limit when the server has no room, and raises it
+    again with each answer.
     """
 
-    def __init__(self, groups: Iterator[Group], scorer: Scorer, max_samples: int, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self, groups: Iterator[RowGroup], scorer: Scorer, max_samples: int, on_wait: Callable[[], None]
+    ) -> None:
         self._groups, self._scorer, self._on_wait = groups, scorer, on_wait
         self._max_samples = self._limit = max_samples
-        self._waiting: deque[Group] = deque()
+        self._waiting: deque[RowGroup] = deque()
 
     def __enter__(self) -> Window:
         return self
@@ -89,10 +91,10 @@ class Window:
             if group.future is not None:
                 group.future.cancel()
 
-    def __iter__(self) -> Iterator[tuple[Group, Scores]]:
+    def __iter__(self) -> Iterator[tuple[RowGroup, Scores]]:
         while self._fill():
             group = self._waiting[0]
-            assert group.future is not None, "the first is always sent"
+            assert group.future is not None, "the first group is always sent"
             if group.is_busy:
                 self._on_wait()
             try:
@@ -102,7 +104,7 @@ class Window:
                 continue
             except UnknownModel:
                 raise
-            except _OF_THE_ROW as e:
+            except _ROW_ERRORS as e:
                 n = len(group.samples)
                 scores = Scores(np.full(n, np.nan, np.float32), [str(e)] * n)
             self._waiting.popleft()
@@ -110,7 +112,7 @@ class Window:
             yield group, scores
 
     def _fill(self) -> bool:
-        """Sends what there is room for, the first in any case; returns whether there is a first."""
+        """Sends the groups for which there is room, always the first; returns whether there is one."""
         waiting = self._waiting
         held = sum(len(group.rows) + len(group.samples) for group in waiting)
         while held < 2 * self._max_samples and (group := next(self._groups, None)) is not None:
@@ -126,7 +128,7 @@ class Window:
         return bool(waiting)
 
     def _make_room(self, error: Overloaded) -> None:
-        """Takes back all that the server had no room for, and leaves it time to answer others."""
+        """Marks all refused groups as unsent, halves the limit and waits."""
         for group in self._waiting:
             future = group.future
             if future is not None and future.done() and isinstance(future.exception(), Overloaded):
@@ -136,9 +138,9 @@ class Window:
         time.sleep(max(_LEAST_PAUSE_S, error.retry_after_s or 0.0))
 
 
-def groups_of(rows: Iterator[tuple[int, dict[str, Any]]], source: Path, template: bool) -> Iterator[Group]:
-    """Neighbouring rows with the same prompt together, as long as a request does not grow too large."""
-    group: Group | None = None
+def group_rows(rows: Iterator[tuple[int, dict[str, Any]]], source: Path, template: bool) -> Iterator[RowGroup]:
+    """Yields neighbouring rows with the same prompt as groups of at most 64 samples."""
+    group: RowGroup | None = None
     for line, row in rows:
         samples, prompt = samples_of(row, source, line, template), row.get("prompt")
         if group is not None and not (
@@ -149,7 +151,7 @@ def groups_of(rows: Iterator[tuple[int, dict[str, Any]]], source: Path, template
         ):
             yield group
             group = None
-        group = group or Group(prompt)
+        group = group or RowGroup(prompt)
         group.rows.append((row, len(samples)))
         group.samples += samples
     if group is not None:
