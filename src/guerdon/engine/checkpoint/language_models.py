@@ -161,5 +161,5 @@ def _eos_token_ids(
         own = getattr(source, "eos_token_id", None)
         found |= dict.fromkeys(own if isinstance(own, list) else [] if own is None else [own])
     if strange := [token for token in found if not 0 <= token < vocab_size]:
-        log.warning("EOS %s ends no response: the model has the ids 0 to %d", strange, vocab_size - 1)
+        log.warning("ignoring EOS %s: the ids of the model are 0 to %d", strange, vocab_size - 1)
     return tuple(token for token in found if token not in strange)
