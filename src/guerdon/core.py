@@ -1,4 +1,4 @@
-"""The nouns that cross guerdon's boundaries; numpy only, so that a client needs nothing more."""
+"""The nouns of scoring, shared by all rooms; numpy only, so that a client needs nothing more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Signal(IntEnum):
-    """What a worker is told to do; the same word reaches every rank."""
+    """What a command tells the worker of every rank to do."""
 
     FORWARD = 1
     EXIT = 2
@@ -33,11 +33,11 @@ class Signal(IntEnum):
 
 
 MIN_SHARED = 16
-"""A common beginning shorter than this many tokens is not worth sharing."""
+"""A shared prefix of fewer tokens is not worth sharing."""
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of leading tokens that two rows of ids have in common."""
+    """Returns the number of leading tokens that two rows of ids share."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -48,12 +48,11 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 class Sequence:
     """One sequence to score: token ids, or the text itself for a scorer that reads text.
 
-    `tokens` is int64 `[T]`; empty only where `text` is what the scorer reads. `group` is equal for sequences
-    that the sender says share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions
-    (int64 `[K]`, each below T) whose values are wanted as step rewards. Without `wants_reward` a scorer of values
-    may leave the reward out. `prompt` and `label` are what the sender told of the sample, for a user's function. With
-    `is_response` the text is what answers a prompt, and has none before it. `width` is the length of the padded row in
-    which the tokens were sent.
+    `tokens` is int64 `[T]`, empty only if the scorer reads `text`. `group` is equal for sequences that the sender says
+    share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions (int64 `[K]`, each below T)
+    whose values are wanted as step rewards. Without `wants_reward` a scorer of values may leave out the reward.
+    `prompt` and `label` come from the sender, for a user's function. With `is_response` the text is a response without
+    its prompt. `width` is the length of the padded row that the tokens were sent in.
     """
 
     tokens: np.ndarray
@@ -69,7 +68,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Length in tokens; for text without tokens an estimate of four characters a token."""
+        """Length in tokens; for text an estimate of four characters per token."""
         return len(self.tokens) if self.text is None else 1 + len(self.text) // 4
 
 
@@ -77,8 +76,8 @@ class Sequence:
 class Score:
     """The result for one sequence.
 
-    `reward` is the scalar, `attributes` float32 `[A]` where the model has several, `values` float32 `[T]`
-    where it gives one a token, `steps` float32 `[K]` where it rewards steps.
+    `reward` is the scalar; `attributes` are float32 `[A]` if the model has several, `values` float32 `[T]` if it has
+    one per token, `steps` float32 `[K]` if it rewards steps.
     """
 
     reward: float
@@ -89,7 +88,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """A sample's tokens beyond `max_tokens` are dropped at `side`; None is the model's own maximum."""
+    """Drops a sample's tokens beyond `max_tokens` at `side`; None means the model's own maximum."""
 
     max_tokens: int | None
     side: Literal["left", "right"]
@@ -97,16 +96,15 @@ class Truncation:
 
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
-    """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, one entry a sample.
+    """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
 
-    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one
-    entry a sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` tells
-    whether anybody reads the rewards. Clients pad `tokens` to `pad_to_length` in place of the longest of them.
+    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one entry per
+    sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` is False if nobody
+    reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the longest of them.
 
-    `prompts` and `labels` (any JSON value) are for functions that name them among their parameters. With
-    `add_special_tokens` texts get those that the tokenizer adds; without it they are scored as they are. Without
-    `truncation` the server's own setting decides over samples that are too long. `width` is the length of the padded
-    rows in which the tokens were sent.
+    `prompts` and `labels` (any JSON value) are for functions that have such parameters. With `add_special_tokens` the
+    tokenizer's special tokens are added to texts. Without `truncation` the server's setting decides about samples that
+    are too long. `width` is the length of the padded rows that the tokens were sent in.
     """
 
     texts: list[str] | None = None
@@ -131,10 +129,10 @@ class ScoreRequest:
 
 @dataclass(slots=True, eq=False)
 class ScoreReply:
-    """The answer to a `ScoreRequest`: one `Score`, or the error that befell it, for each sample in order.
+    """The answer to a `ScoreRequest`: one `Score` or error per sample, in order.
 
-    `lengths` are the samples' token counts. Times are in seconds: `queue_s` from when it was asked for until the last
-    of the samples was taken up, tokenising included; `compute_s` the sum of the batches that held some of them.
+    `lengths` are the samples' token counts. Times are in seconds: `queue_s` from the request's arrival until the
+    last sample joined a batch, tokenising included; `compute_s` is the sum over the batches with its samples.
     """
 
     results: list[Score | GuerdonError]
@@ -146,7 +144,7 @@ class ScoreReply:
 
 @dataclass(slots=True, eq=False)
 class Scored:
-    """What a worker answers to FORWARD: one result a sequence, and the version of the weights that gave them."""
+    """A worker's result of FORWARD: one result per sequence, and the version of the weights that gave them."""
 
     results: list[Score | GuerdonError]
     weights_version: str
@@ -154,14 +152,13 @@ class Scored:
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """One order to the worker of every rank: what to do, with which model, on what.
+    """A command to the worker of every rank: what to do, with which model, on what.
 
-    `first_steps` bounds a TRAIN to so many of its global batches; `folder` is where SAVE writes and LOAD reads. A LOAD
-    of what only scores puts it beside the model that serves, whose place it takes by SWITCH; UNLOAD leaves that place
-    empty, and RELEASE gives back what is held beside it, and memory that is nobody's any more.
-    `lineage` is a number that no LOAD had before where a client goes back to a checkpoint, so that what is learnt
-    from there gets versions of its own; None goes on under the saved one, as a restart does. A FORWARD that is `plain`
-    goes by the plain forward, whichever path the model otherwise takes.
+    `first_steps` limits a TRAIN to so many global batches; `folder` is where SAVE writes and LOAD reads. LOAD of a
+    scorer loads it beside the one that serves, and SWITCH swaps the two; UNLOAD removes the one that serves, RELEASE
+    drops the one beside it and frees memory. `lineage` is a new number if a client returns to a checkpoint, so that
+    what is learnt from there gets versions of its own; None continues the saved lineage, as a restart does. A `plain`
+    FORWARD uses the plain forward, whichever path the model otherwise takes.
     """
 
     signal: Signal
@@ -176,12 +173,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a served model is and what it takes and gives; all that transports and clients need to know of it.
+    """What a served model is, takes and returns: all that transports and clients need to know of it.
 
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`; `attribute_names` are
-    those of the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor `rewards` has a
+    the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor `rewards` has a
     column for each attribute. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
-    `takes_prompts` and `takes_labels` tell that a user's function reads what senders know of a sample beyond it.
+    `takes_prompts` and `takes_labels` say that a user's function has such parameters.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
     that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and
@@ -218,11 +215,11 @@ class ModelInfo:
     sampled_version: str = ""
 
     def is_named(self, recorded: str) -> bool:
-        """Whether a version on disk is that of these weights, also one that guerdon 0.1 wrote."""
+        """Whether a version on disk names these weights, in the form of guerdon 0.1 as well."""
         return recorded == self.weights_version or (recorded != "" and recorded == self.sampled_version)
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
-        """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model has told none, as in a user's function."""
+        """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""
         return self.attribute_names or tuple(f"LABEL_{i}" for i in range(num_attributes))
 
     @property
@@ -232,12 +229,12 @@ class ModelInfo:
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """Whether it is a checkpoint that takes no text because its folder has no tokenizer."""
+        """Whether this is a checkpoint without a tokenizer, which therefore takes no text."""
         return not self.takes_text and self.kind not in ("function", "sum")
 
     @property
     def why_no_text(self) -> str:
-        """Why a model that takes no text takes none, and what to do, for whoever sends some."""
+        """Why the model takes no text, and what to do."""
         if not self.lacks_tokenizer:
             return f"{self.name} reads token ids, not text; send tokens"
         return (

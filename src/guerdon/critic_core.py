@@ -1,4 +1,4 @@
-"""The nouns of a critic that learns: what is asked of it and what it answers; numpy only, as `core`."""
+"""The nouns of a critic that learns: its requests and their results; numpy only, as `core`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Operation(StrEnum):
-    """What can be asked of a critic beyond its values; each is served as a model named `<critic>_<operation>`."""
+    """An operation on a critic besides scoring; each is served as a model named `<critic>_<operation>`."""
 
     TRAIN = "train"
     VALIDATE = "validate"
@@ -22,7 +22,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationInfo:
-    """An operation on a critic as clients see it: a model of that name that takes one request at a time."""
+    """An operation on a critic as clients see it: a model that takes one request at a time."""
 
     name: str
     operation: Operation
@@ -31,11 +31,11 @@ class OperationInfo:
 
 @dataclass(slots=True, eq=False)
 class TrainRequest:
-    """What a critic learns from, or is measured on: N sequences with a target for every token.
+    """What a critic is trained or validated on: N sequences with a target for every token.
 
     `tokens` is int64 `[N, T]`, right-padded with anything; `returns`, `prev_values` and `mask` are float32
-    `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; only where `mask` is above
-    0 is anything read. `id` names the request: what was applied under it is never applied again.
+    `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; it is read
+    only if `mask` is above 0. A request's `id` makes it idempotent.
     """
 
     id: str
@@ -51,7 +51,7 @@ class TrainRequest:
 
 @dataclass(slots=True)
 class TrainReport:
-    """What one train request did, or what a validation measured.
+    """The result of a train request or a validation.
 
     `step` counts the critic's optimiser steps, this request's included; `loss` is the mean over all its masked
     tokens and `losses` that of each of its global batches. `clip_fraction` and `explained_variance` (NaN where the

@@ -1,4 +1,4 @@
-"""The one rule for conversations: whichever way one comes in, the same text is read of it."""
+"""The one rule for reading conversations, whichever protocol they come by."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from guerdon.errors import InvalidRequest
 
 
 def plain(conversation: Any) -> list[Message]:
-    """The conversation with every content as one text; all else in its messages stays as it is.
+    """Returns the conversation with every content as one text; the messages' other fields stay.
 
-    A content is a text, or a list of text parts, which are put on lines of their own; beside calls of tools it may be
-    null or missing, and is then empty. Raises InvalidRequest, which names the message and the part.
+    A content is a text, or a list of text parts, which are joined by newlines; beside tool calls it may be null or
+    missing, and is then empty. Raises InvalidRequest with the message and the part.
     """
     if not isinstance(conversation, list) or not conversation:
         raise InvalidRequest("messages must be a non-empty list of objects with role and content")
@@ -22,7 +22,7 @@ def plain(conversation: Any) -> list[Message]:
 
 
 def response(conversation: Any) -> str:
-    """The assistant's message that ends the conversation; raises InvalidRequest where there is none."""
+    """Returns the assistant's message that ends the conversation; raises InvalidRequest if there is none."""
     last = plain(conversation)[-1]
     if last["role"] != "assistant":
         raise InvalidRequest(
@@ -32,25 +32,25 @@ def response(conversation: Any) -> str:
 
 
 def answered(conversation: Sequence[Message], text: str) -> list[Message]:
-    """The conversation with the assistant's response, which goes on with an assistant's message that ends it.
+    """Returns the conversation with the assistant's response.
 
-    The two are one message then, as where the response was generated. There is at least one message.
+    If the last of its messages, of which there must be one, is the assistant's, the response continues it.
     """
     last = conversation[-1]
     if last.get("role") == "assistant" and last.get("content") is not None:
-        with suppress(InvalidRequest):  # what is no text is told of where it is scored
+        with suppress(InvalidRequest):  # scoring reports what is not text
             return [*conversation[:-1], {**last, "content": _text(last, "the last message") + text}]
     return [*conversation, {"role": "assistant", "content": text}]
 
 
 def ended(text: str, ending: str) -> str:
-    """Returns the text with this ending; what stands there of it already is not doubled."""
+    """Appends the ending without doubling what the text already has of it."""
     known = next(n for n in range(len(ending), -1, -1) if text.endswith(ending[:n]))
     return text + ending[known:]
 
 
 def part_text(part: Any, where: str) -> str:
-    """The text of one part of a content; raises InvalidRequest, which names `where` it stands, for any other part."""
+    """Returns the text of one part of a content; raises InvalidRequest with `where` it is for any other part."""
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         raise InvalidRequest(f'{where} is no text; send parts such as {{"type": "text", "text": "..."}} only')
