@@ -46,19 +46,19 @@ def drift(
     [
         (drift(0.31, 0.8, (5000, 1), (5000, 1)), "apart", "Shifted by +0.8 standard deviations, KS 0.31"),
         (drift(0.31, -0.8, (5000, 1), (5000, 1)), "apart", "Shifted by −0.8 standard deviations, KS 0.31"),
-        (drift(0.03, 0.05, (5000, 1), (5000, 1)), "same", "As in the reference: +0.1 standard deviations, KS 0.03"),
-        (drift(0.2, 0.0, (5000, 1), (5000, 1)), "apart", "Another shape: +0.0 standard deviations, KS 0.20"),
+        (drift(0.03, 0.05, (5000, 1), (5000, 1)), "same", "Same as the reference: +0.1 standard deviations, KS 0.03"),
+        (drift(0.2, 0.0, (5000, 1), (5000, 1)), "apart", "Different shape: +0.0 standard deviations, KS 0.20"),
         (
             drift(0.14, 0.0, (20_000, 1), (20_000, 1), num_drawn=256),
             "same",
-            "As in the reference: +0.0 standard deviations, KS 0.14",
+            "Same as the reference: +0.0 standard deviations, KS 0.14",
         ),
         (
             drift(0.14, 0.0, (20_000, 1), (20_000, 1), num_drawn=2560),
             "apart",
-            "Another shape: +0.0 standard deviations, KS 0.14",
+            "Different shape: +0.0 standard deviations, KS 0.14",
         ),
-        (drift(0.2, 0.2, (60, 1), (60, 1)), "same", "As in the reference: +0.2 standard deviations, KS 0.20"),
+        (drift(0.2, 0.2, (60, 1), (60, 1)), "same", "Same as the reference: +0.2 standard deviations, KS 0.20"),
         (
             drift(0.4, 0.1, (900, 0.1), (900, 1)),
             "apart",
@@ -172,7 +172,7 @@ def test_what_is_to_be_looked_at(changes: dict[str, Any], level: str, text: str,
         ({"p50": 2.5, "wait": 1.5, "compute": 1}, None),
         ({"p50": 1.9, "wait": 1.9, "compute": 0.001}, None),
         ({"p50": None, "p99": None, "wait": None, "compute": None}, None),
-        ({"p99": 300}, "Requests come near their time-out"),
+        ({"p99": 300}, "Requests are close to their timeout"),
     ],
 )
 def test_how_long_requests_may_take(latency: dict[str, Any], text: str | None, page: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_slow_request_is_told_in_figures(page: Any) -> None:
     server = {"is_ready": True, "why": "", "request_timeout_s": 60}
     slow, near = call(page, "health", "findings", snapshot(latency=latency, server=server), "m")
     assert slow["detail"] == "half take over 29.5\u00a0s, with a mean wait of 27\u00a0s"
-    assert near["detail"] == "1% take over 40\u00a0s; the time-out is 60\u00a0s"
+    assert near["detail"] == "1% take over 40\u00a0s; the timeout is 60\u00a0s"
     critic = snapshot(latency={"p99": 40}, server=server, models=[{"name": "m", "is_loaded": True, "is_critic": True}])
     assert call(page, "health", "findings", critic, "m") == [], "a critic's have no time-out"
 
@@ -194,7 +194,7 @@ def test_a_queue_that_stands_still_is_told(page: Any) -> None:
     lines = {"queue_sequences": [0.0] * 5 + [8.0] * 5, "sequences_per_s": [8.0] * 6 + [0.0] * 4}
     (found,) = call(page, "health", "findings", snapshot(lines=lines), "m")
     assert (found["text"], found["detail"]) == (
-        "The queue stands still",
+        "The queue is stuck",
         "8 sequences waiting, and nothing answered for 40\u00a0s",
     )
     lines["sequences_per_s"][-1] = 1.0

@@ -153,7 +153,7 @@ def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> Non
     assert held, "it was asked"
     assert page.locator("#server .pill").inner_text() == "No answer"
     assert page.locator("#server .pill.ok").count() == 0
-    assert re.search(r"What is shown is from \d\d:\d\d:\d\d", page.locator("#notice").inner_text())
+    assert re.search(r"The page shows the state of \d\d:\d\d:\d\d", page.locator("#notice").inner_text())
     is_hanging.clear()
     for route in held:
         route.continue_()
@@ -220,7 +220,7 @@ def test_an_answer_that_cannot_be_shown_is_told_and_the_next_is_asked_for(idle: 
     page = visit(idle, expected=("Cannot read properties of null",), prepare=lambda page: alter(page, change))
     is_strange[0] = True
     page.wait_for_selector("body[data-state=broken]")
-    assert "cannot show what the server answers" in page.locator("#notice").inner_text()
+    assert "cannot read the server's answer" in page.locator("#notice").inner_text()
     assert page.title() == "Cannot be shown · guerdon"
     is_strange[0] = False
     page.wait_for_selector("body[data-state=live]")

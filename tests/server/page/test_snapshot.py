@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.server.page import asked, snapshot
+from guerdon.server.page import snapshot
+from guerdon.server.page.query import parse_query
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
@@ -37,7 +38,7 @@ def note(service: EchoService, at: float, rewards: np.ndarray) -> None:
 
 
 def told(service: EchoService, **query: str) -> dict[str, Any]:
-    what = asked.read({"window": "60", **query}, "window", "reference", "model")
+    what = parse_query({"window": "60", **query}, "window", "reference", "model")
     gathered = snapshot.gather(service.watch, service.catalog, None, what, {}, service.watch.samples())
     return snapshot.make(gathered)
 

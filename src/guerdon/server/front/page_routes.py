@@ -24,8 +24,9 @@ from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.front.admission import Admission, Exchange, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
-from guerdon.server.page import asked, snapshot, trying
+from guerdon.server.page import snapshot, trying
 from guerdon.server.page.extremes import Kept
+from guerdon.server.page.query import PageQuery, parse_query
 from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
@@ -35,7 +36,7 @@ from guerdon.wire.forms.page_bodies import Extreme, Extremes
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path(asked.__file__).parent / "static"
+FOLDER = Path(snapshot.__file__).parent / "static"
 INDEX = "index.html"
 
 _KINDS = {
@@ -63,7 +64,7 @@ _MOST_WAITING = 8
 _READ_INLINE_BYTES = 65_536
 _GZIP = re.compile(rb"gzip(\s*;\s*q=(1|0\.0*[1-9])[\d.]*)?")
 
-_Key = tuple[asked.Asked, Role, str | None, bool]
+_Key = tuple[PageQuery, Role, str | None, bool]
 
 
 class Pages:
@@ -90,7 +91,7 @@ class Pages:
 
     async def snapshot(self, request: HttpRequest) -> Reply:
         """Returns what the page shows of the last `?window=` seconds, beside what `?reference=` names."""
-        what = asked.read(request.query, "window", "reference", "model")
+        what = parse_query(request.query, "window", "reference", "model")
         caller = request.caller
         if what.model:
             what = dataclasses.replace(what, model=self._service.catalog.scored_by(what.model).name)
@@ -108,7 +109,7 @@ class Pages:
             self._num_waiting[caller.name] -= 1
         return 200, headers, body
 
-    async def _snapshot(self, what: asked.Asked, caller: Caller, address: str | None, is_packed: bool) -> bytes:
+    async def _snapshot(self, what: PageQuery, caller: Caller, address: str | None, is_packed: bool) -> bytes:
         """Makes the snapshot as JSON, one at a time, the clients taking turns."""
         key, watch = (what, caller.role, address, is_packed), self._service.watch
         run = asyncio.get_running_loop().run_in_executor
@@ -134,7 +135,7 @@ class Pages:
         if not self._may_read(caller):
             caller.need(Role.ADMIN, "to read samples' texts")
         query = request.query
-        what = asked.read(query, "model", "window")
+        what = parse_query(query, "model", "window")
         info = self._service.catalog.scored_by(query.get("model", ""))
         start = self._service.watch.now() - what.window_s
         told: Extremes = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}

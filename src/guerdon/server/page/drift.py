@@ -1,4 +1,4 @@
-"""How a distribution of rewards looks, and how far it has moved from another. Pure; weights count as repetitions."""
+"""Compares distributions of rewards: moments, quantiles, bins, drift, correlations. Pure; weights are repetitions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 NUM_BINS = 40
 _INSIDE = (0.001, 0.999)
-"""What lies between these quantiles shapes the bins; the few beyond count in the outermost ones."""
+"""The bins span these quantiles; numbers beyond them count in the outermost bins."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean, sum of squared deviations from it, least and greatest of some numbers."""
+    """Count, mean, sum of squared deviations, minimum and maximum."""
 
     count: int = 0
     mean: float = 0.0
@@ -25,11 +25,11 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Of the population; NaN of nothing."""
+        """Returns the population's standard deviation; NaN if empty."""
         return math.sqrt(self.squares / self.count) if self.count else math.nan
 
     def __add__(self, other: Moments) -> Moments:
-        """Those of both together."""
+        """Merges both."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other
@@ -44,18 +44,18 @@ class Moments:
 
 
 def moments(values: np.ndarray) -> Moments:
-    """Those of finite numbers, float64 `[N]`, of which there is at least one."""
+    """Returns the moments of finite numbers, float64 `[N]`, N at least 1."""
     mean = float(values.mean())
     return Moments(len(values), mean, float(((values - mean) ** 2).sum()), float(values.min()), float(values.max()))
 
 
 def total(parts: Iterable[Moments]) -> Moments:
-    """Those of all parts together."""
+    """Merges all parts."""
     return sum(parts, Moments())
 
 
 def quantiles(values: np.ndarray, weights: np.ndarray, shares: Iterable[float]) -> np.ndarray:
-    """Weighted quantiles, a number a share, from the middles of the sorted weights; NaN of nothing."""
+    """Returns weighted quantiles, one per share; NaN if empty."""
     shares = np.asarray([*shares], np.float64)
     if not len(values):
         return np.full(len(shares), np.nan)
@@ -66,7 +66,7 @@ def quantiles(values: np.ndarray, weights: np.ndarray, shares: Iterable[float]) 
 
 
 def ks(a: np.ndarray, a_weights: np.ndarray, b: np.ndarray, b_weights: np.ndarray) -> float:
-    """Kolmogorov's and Smirnov's distance: the largest difference of the two distribution functions, from 0 to 1.
+    """Returns the Kolmogorov-Smirnov distance: the largest difference of the distribution functions, from 0 to 1.
 
     NaN where one of them has nothing.
     """
@@ -77,14 +77,14 @@ def ks(a: np.ndarray, a_weights: np.ndarray, b: np.ndarray, b_weights: np.ndarra
 
 
 def shift(window: Moments, reference: Moments) -> float:
-    """How many of the reference's standard deviations the mean has moved; NaN where it has none, or is nothing."""
+    """Returns the shift of the mean in the reference's standard deviations; NaN if there is none."""
     if not window.count or not reference.count or not reference.std > 0:
         return math.nan
     return (window.mean - reference.mean) / reference.std
 
 
 def edges(*sides: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """The bounds of NUM_BINS even bins, float64 `[NUM_BINS + 1]`, between which nearly all numbers of each side lie.
+    """Returns the bounds of NUM_BINS equal bins, float64 `[NUM_BINS + 1]`, that cover nearly all numbers of both sides.
 
     A side is numbers and their weights. None decides alone, however many more numbers it has.
     """
@@ -96,12 +96,12 @@ def edges(*sides: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
 
 
 def histogram(values: np.ndarray, weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The weight in each bin, float64 `[E]`; what lies beyond them counts in the outermost ones."""
+    """Returns the weight in each bin, float64 `[E]`; numbers beyond them count in the outermost bins."""
     return np.histogram(np.clip(values, bounds[0], bounds[-1]), bounds, weights=weights)[0]
 
 
 def pearson(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
-    """The weighted linear correlation; NaN where one of them does not vary."""
+    """Returns the weighted Pearson correlation; NaN if one side is constant."""
     if len(x) < 2:
         return math.nan
     share = weights / weights.sum()
@@ -111,7 +111,7 @@ def pearson(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
 
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
-    """The weighted correlation of the ranks; NaN where one of them does not vary."""
+    """Returns the weighted Spearman correlation; NaN if one side is constant."""
     return pearson(ranks(x, weights), ranks(y, weights), weights) if len(x) > 1 else math.nan
 
 
@@ -129,14 +129,14 @@ def num_distinct(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
 
 
 def ranks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The rank of each number, float64 `[N]`; equal ones share the middle of theirs."""
+    """Returns the ranks, float64 `[N]`; ties share their mean rank."""
     _, places = np.unique(values, return_inverse=True)
     sums = np.bincount(places, weights)
     return (np.cumsum(sums) - sums / 2)[places]
 
 
 def binned(x: np.ndarray, y: np.ndarray, weights: np.ndarray, count: int) -> list[tuple[float, float, float]]:
-    """The mean of `x`, the mean of `y` and the weight of at most `count` bins of about the same weight, by `x`."""
+    """Splits by `x` into at most `count` bins of similar weight; returns means of `x` and `y`, and weight, of each."""
     if not len(x):
         return []
     places = np.minimum((ranks(x, weights) / weights.sum() * count).astype(np.int64), count - 1)

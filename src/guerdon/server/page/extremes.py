@@ -1,4 +1,4 @@
-"""The best and the worst samples of the last day, kept only where the settings allow it. Pure: no clock."""
+"""Keeps the best and worst samples of the last day, if the settings allow it. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.messages import plain
 
 EACH = 6
-"""So many of the best, and of the worst, are kept of every slot of time, and told of any window."""
+"""Number of best, and of worst, samples that are kept per slot and shown per window."""
 
 FINE_S, FINE_WINDOW_S = 60.0, 3600.0
 COARSE_S, COARSE_WINDOW_S = 600.0, 86_400.0
-"""The length of a slot, and how long it is kept."""
+"""Length of a slot, and its retention."""
 
 MOST_TEXT = 2000
-"""Characters of a prompt's end and of a response's beginning."""
+"""Characters kept of a prompt's end and of a response's beginning."""
 
 _HEAD = 1000
-"""Characters of its beginning that are kept of a text of which nobody knows where its prompt ends."""
+"""Characters kept of the beginning of a text without a known prompt."""
 
 _MOST_TOKENS = 1000
 _MOST_BYTES = 64 << 20
@@ -32,7 +32,7 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One sample: its texts as far as they were sent, else its ids, which `vocabulary` has a text for."""
+    """A sample: its texts if the client sent text, else its token ids, which `vocabulary` decodes."""
 
     time: float
     reward: float
@@ -48,7 +48,7 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """About as many as it takes."""
+        """Returns the approximate memory."""
         texts = sum(sys.getsizeof(text) for text in (self.prompt, self.response) if text is not None)
         return 500 + texts + (0 if self.tokens is None else self.tokens.nbytes)
 
@@ -59,7 +59,7 @@ class _Slot:
     worst: list[Kept] = field(default_factory=list)
 
     def may_take(self, rewards: list[float]) -> bool:
-        """Whether there may be one among them, of which some may be NaN."""
+        """Whether one of the rewards, which may be NaN, may be an extreme."""
         if len(self.best) < EACH or len(self.worst) < EACH:
             return True
         return not (max(rewards) <= self.best[-1].reward and min(rewards) >= self.worst[-1].reward)  # also of a NaN
@@ -70,7 +70,7 @@ class _Slot:
 
 
 class Extremes:
-    """The best and the worst samples of one model; all it holds is bounded, by about `most_bytes` for one."""
+    """The best and worst samples of one model, within about `most_bytes`."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -80,7 +80,7 @@ class Extremes:
     def note(
         self, time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, lengths: ListLike[int]
     ) -> None:
-        """Keeps what of the request's samples, of these lengths, is among the extremes of its time."""
+        """Keeps those of the request's samples that are extremes of their slot; `lengths` in tokens."""
         fine = self._slot(self._fine, time, FINE_S, FINE_WINDOW_S)
         coarse = self._slot(self._coarse, time, COARSE_S, COARSE_WINDOW_S)
         scored = [r.reward if isinstance(r, Score) else math.nan for r in reply.results]
@@ -97,11 +97,11 @@ class Extremes:
                         found[:] = _first([*found, kept[i]], sign)
 
     def best(self, start: float) -> list[Kept]:
-        """The best since then, the best first, each text once."""
+        """Returns the best since then, best first, each text once."""
         return _first(self._since(start, "best"), 1)
 
     def worst(self, start: float) -> list[Kept]:
-        """The worst since then, the worst first, each text once."""
+        """Returns the worst since then, worst first, each text once."""
         return _first(self._since(start, "worst"), -1)
 
     def _since(self, start: float, which: str) -> Iterator[Kept]:
@@ -120,7 +120,7 @@ class Extremes:
         return slots[at]
 
     def _bound(self) -> None:
-        """Lets the oldest slots go where all together take too much."""
+        """Evicts the oldest slots if all exceed the memory limit."""
         total = sum(slot.num_bytes for slots in (self._coarse, self._fine) for slot in slots.values())
         for slots in (self._coarse, self._fine):
             while total > self._most_bytes and len(slots) > 1:
@@ -128,7 +128,7 @@ class Extremes:
 
 
 def _largest(rewards: np.ndarray) -> list[int]:
-    """The places of the EACH largest numbers, the largest first; what is not finite is none of them."""
+    """Returns the indices of the EACH largest finite numbers, largest first."""
     places = np.flatnonzero(np.isfinite(rewards))
     if len(places) > EACH:
         places = places[np.argpartition(rewards[places], -EACH)[-EACH:]]
@@ -136,7 +136,7 @@ def _largest(rewards: np.ndarray) -> list[int]:
 
 
 def _first(samples: Iterable[Kept], sign: int) -> list[Kept]:
-    """The EACH with the largest rewards times `sign`, of those that are alike the latest.
+    """Returns the EACH samples with the largest `sign` times reward; of equal ones the latest.
 
     Alike is the same text before the same weights: the last digits of its reward may depend on its batch.
     """
@@ -171,7 +171,7 @@ def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo
 
 
 def _texts(request: ScoreRequest, i: int) -> tuple[str | None, str]:
-    """The prompt, where it is told, and the rest."""
+    """Splits the text into the prompt, if known, and the rest."""
     if request.messages is not None:
         *before, last = plain(request.messages[i])
         return "\n".join(map(_said, before)) or None, _said(last)

@@ -1,4 +1,4 @@
-"""Counters as they were, every few seconds of the last hour and every minute of the last day. Pure: no clock."""
+"""Keeps readings of counters: every few seconds for an hour, every minute for a day. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_POINTS = 300
-"""Of one series."""
+"""Maximum of points per series."""
 
 FINE_S, FINE_COUNT = 2.0, 3700
-"""Between two readings, which may come twice as often while somebody looks; so they reach back an hour at least."""
+"""Interval of readings; they may come twice as often while a page is open, so they cover an hour at least."""
 COARSE_S, COARSE_COUNT = 60.0, 1500
 FINE_WINDOW_S = 3600.0
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """N steps of `step_s` seconds from `start` on: `values` float64 `[N+1, W]` of every counter at their bounds.
+    """N steps of `step_s` seconds from `start`; `values` are the counters at their bounds, float64 `[N+1, W]`.
 
     `times` are the bounds, float64 `[N+1]`, as far as there are readings: a step without any has no length.
     """
@@ -31,11 +31,11 @@ class Window:
         return len(self.times) - 1
 
     def increases(self) -> np.ndarray:
-        """How much each counter grew in each step, float64 `[N, W]`."""
+        """Returns the growth of each counter in each step, float64 `[N, W]`."""
         return np.diff(self.values, axis=0)
 
     def seconds(self) -> np.ndarray:
-        """The length of each step as far as there are readings, float64 `[N, 1]`; NaN where there are none."""
+        """Returns the seconds of each step that readings cover, float64 `[N, 1]`; NaN without readings."""
         seconds = np.diff(self.times)[:, None]
         return np.where(seconds > 0, seconds, np.nan)
 
@@ -52,7 +52,7 @@ class Ring:
         return min(self._num_added, len(self._times))
 
     def add(self, time: float, values: np.ndarray, *, replaces_last: bool = False) -> None:
-        """Adds a reading, which is later than all before it; the oldest one goes where there is no room."""
+        """Adds a reading, later than all others; evicts the oldest if full."""
         self._num_added -= replaces_last
         i = self._num_added % len(self._times)
         self._times[i], self._values[i] = time, values
@@ -60,16 +60,16 @@ class Ring:
 
     @property
     def last(self) -> float:
-        """The time of the last reading, 0 before the first."""
+        """Returns the time of the last reading, 0 without one."""
         return self._time(1)
 
     @property
     def last_but_one(self) -> float:
-        """The time of the one before it, 0 before the second."""
+        """Returns the time of the last but one reading, 0 without one."""
         return self._time(2)
 
     def at(self, bounds: np.ndarray, columns: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """These times, none before the first reading or after the last, and the counters then, between two readings.
+        """Clips the times to the readings; returns them and the counters, interpolated between readings.
 
         There must be one; the counters are those of the `columns`.
         """
@@ -96,11 +96,11 @@ class Recent:
 
     @property
     def last(self) -> float:
-        """The time of the last reading, 0 before the first."""
+        """Returns the time of the last reading, 0 without one."""
         return self._fine.last
 
     def add(self, time: float, values: np.ndarray) -> None:
-        """Adds a reading, float64 `[W]`, unless it is not later than the last one."""
+        """Adds a reading, float64 `[W]`, if it is later than the last."""
         if len(self._fine) and time <= self._fine.last:
             return
         self._fine.add(time, values)
@@ -108,7 +108,7 @@ class Recent:
         self._coarse.add(time, values, replaces_last=replaces)
 
     def window(self, window_s: float, columns: slice = slice(None)) -> Window:
-        """The last so many seconds in at most MAX_POINTS steps, of which the last one may have begun only now.
+        """Returns the last seconds in at most MAX_POINTS steps; the last step may be incomplete.
 
         There must be a reading; the counters are those of the `columns`.
         """
@@ -116,7 +116,7 @@ class Recent:
         return Window(float(bounds[0]), step_s, *ring.at(bounds, columns))
 
     def whole(self, window_s: float) -> Window:
-        """All of `window` as one step."""
+        """Returns `window` as one step."""
         ring, _, bounds = self._steps(window_s)
         ends = bounds[[0, -1]]
         return Window(float(ends[0]), float(ends[1] - ends[0]), *ring.at(ends))

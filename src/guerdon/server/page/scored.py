@@ -1,4 +1,4 @@
-"""Rewards over time: moments of all of them, and an even sample of each, of every few seconds. Pure: no clock."""
+"""Keeps rewards over time: per bucket of seconds the moments of all and a uniform sample. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from guerdon.server.page.drift import Moments, moments
 
 SAMPLE = 256
-"""How many rewards are kept of a bucket, with their samples' lengths."""
+"""Rewards kept per bucket, with the lengths of their samples."""
 
 FINE_S, FINE_WINDOW_S = 10.0, 3600.0
 COARSE_S, COARSE_WINDOW_S = 60.0, 86_400.0
 FIRST_S = 3600.0
-"""So much of the beginning is kept however long ago it was: drift is told from there."""
+"""The start is kept for good, as a reference for drift."""
 
 _MOST_PENDING = 65_536
 _MOST_VERSIONS = 50
 
 Part = tuple[float, Moments, np.ndarray]
-"""The beginning of a bucket, the moments of all its rewards, and those that are kept, float32 `[K, 2]` with lengths."""
+"""Start of a bucket, moments of its rewards, and its sample of rewards and lengths, float32 `[K, 2]`."""
 
 
 class Bucket:
-    """The rewards of one stretch of time: the moments of all of them, and at most SAMPLE of them, evenly drawn.
+    """The rewards of one bucket: the moments of all, and a uniform sample of at most SAMPLE.
 
     `held` has both, float32 `[K, 2]` of rewards and lengths. It is never changed, but replaced: what was taken of it
     stays as it was, and another thread finds what belongs together. Those kept stand in no order, so that the first
@@ -40,7 +40,7 @@ class Bucket:
         self.held = (Moments(), np.empty((0, 2), np.float32))
 
     def add(self, rows: np.ndarray, random: np.random.Generator) -> None:
-        """Adds rewards and lengths, float64 `[N, 2]` of at least one."""
+        """Adds rewards and lengths, float64 `[N, 2]`, N at least 1."""
         before, kept = self.held
         room = SAMPLE - len(kept)
         if room:
@@ -57,7 +57,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """What is known of the rewards of some time: N drawn ones, each standing for `weights` of them, and the moments.
+    """Rewards of a period: N sampled ones with `weights`, and the moments of all.
 
     `rewards`, `tokens`, `weights` and `times` (the beginning of the bucket) are float64 `[N]`; `parts` are the buckets'
     times and moments.
@@ -71,7 +71,7 @@ class Pool:
 
     @classmethod
     def of(cls, parts: list[Part], most: int = 20_000) -> Pool:
-        """All of the buckets together, of each fewer where they have more than about `most` rewards together."""
+        """Merges buckets; thins their samples to about `most` rewards in total."""
         each = max(1, -(-sum(len(kept) for _, _, kept in parts) // most))
         rows = [kept[: -(-len(kept) // each)] for _, _, kept in parts]  # they stand in no order
         numbers = np.array([len(part) for part in rows], np.int64)
@@ -84,27 +84,27 @@ class Pool:
 
     @property
     def num_drawn(self) -> float:
-        """As many rewards of equal weight are as good as these: fewer where some stand for many more than others."""
+        """Returns Kish's effective sample size."""
         squares = float((self.weights**2).sum())
         return float(self.weights.sum()) ** 2 / squares if squares else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """Buckets of `step_s` seconds by their numbers, to be read on any thread; none are added any more."""
+    """An immutable copy of buckets of `step_s` seconds, by number; readable on any thread."""
 
     step_s: float
     buckets: Mapping[int, Bucket]
 
     def between(self, start: float, end: float) -> list[Part]:
-        """The buckets that begin in that time, in order."""
+        """Returns the buckets that start in the period, in order."""
         first, last = int(np.ceil(start / self.step_s)), int(np.ceil(end / self.step_s))
         found = sorted((i, bucket) for i, bucket in self.buckets.items() if first <= i < last)
         return [(i * self.step_s, *bucket.held) for i, bucket in found]
 
 
 class Buckets:
-    """One model's rewards in stretches of `step_s` seconds, those of the last `window_s` and the first `first_s`."""
+    """One model's rewards in buckets of `step_s` seconds: the last `window_s` and the first `first_s`."""
 
     def __init__(self, step_s: float, window_s: float, first_s: float = 0.0) -> None:
         self._step_s = step_s
@@ -113,7 +113,7 @@ class Buckets:
         self._start: int | None = None
 
     def add(self, time: float, rows: np.ndarray, random: np.random.Generator) -> None:
-        """Adds rewards and lengths of about that time, float64 `[N, 2]`."""
+        """Adds rewards and lengths, float64 `[N, 2]`, of about that time."""
         at = int(time // self._step_s)
         if at not in self._buckets:
             self._start = at if self._start is None else self._start
@@ -124,32 +124,32 @@ class Buckets:
         self._buckets[at].add(rows, random)
 
     def taken(self) -> Taken:
-        """All that there are."""
+        """Returns all buckets."""
         return Taken(self._step_s, self._buckets.copy())
 
 
 class Scored:
-    """The rewards of every model; what is noted counts once it is folded."""
+    """The rewards of every model; noted rewards count when they are folded."""
 
     def __init__(self, seed: int = 0) -> None:
         self._fine: dict[str, Buckets] = {}
         self._coarse: dict[str, Buckets] = {}
         self._pending: deque[tuple[str, float, list[float], list[int]]] = deque()
         self.num_pending = 0
-        """Rewards that were noted, and do not count yet."""
+        """Returns the number of noted rewards that are not folded."""
         self._versions: dict[str, tuple[str, deque[tuple[float, str]]]] = {}
         self._last = 0.0
         self._random = np.random.default_rng(seed)
 
     def note(self, name: str, time: float, rewards: list[float], lengths: list[int]) -> None:
-        """Takes the rewards of one request and its samples' lengths in tokens; this is all that a request waits for."""
+        """Queues a request's rewards and lengths in tokens; cheap, on the request's path."""
         self._pending.append((name, time, rewards, lengths))
         self.num_pending += len(rewards)
         if self.num_pending > _MOST_PENDING:
             self.fold()
 
     def served(self, name: str, time: float, version: str) -> None:
-        """Takes the version of the weights that gave an answer."""
+        """Records the weights version of an answer."""
         known = self._versions.get(name)
         if known is None:
             self._versions[name] = (version, deque(maxlen=_MOST_VERSIONS))
@@ -158,11 +158,11 @@ class Scored:
             self._versions[name] = (version, known[1])
 
     def versions(self, name: str) -> list[tuple[float, str]]:
-        """When the model's weights last became others, and which; at most _MOST_VERSIONS, in order."""
+        """Returns time and version of the last weight changes, at most _MOST_VERSIONS, in order."""
         return [*self._versions[name][1]] if name in self._versions else []
 
     def fold(self, most: int | None = None) -> None:
-        """Counts what was noted since the last time; of many requests those that together have about `most` rewards."""
+        """Folds queued rewards into the buckets, about `most` at once."""
         together: dict[tuple[str, int], list[tuple[list[float], list[int]]]] = {}
         least = 0 if most is None else self.num_pending - most
         while self._pending and self.num_pending >= least:
@@ -182,6 +182,6 @@ class Scored:
                     buckets.add(at * FINE_S, rows, self._random)
 
     def taken(self, name: str, start: float, now: float) -> Taken:
-        """What is known of the model's rewards since then, in buckets as short as reach back so far."""
+        """Returns the model's rewards since then, in the shortest buckets that reach back so far."""
         kept = self._fine if start >= now - FINE_WINDOW_S - FINE_S else self._coarse
         return kept[name].taken() if name in kept else Taken(FINE_S, {})

@@ -1,4 +1,4 @@
-"""All that the page shows at one moment, as one object: gathered quickly where requests are served, made elsewhere."""
+"""Makes the object that the page shows: gathered quickly on the service's loop, computed on another thread."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from guerdon.server.catalog import Catalog
 from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
 from guerdon.server.page import drift, traffic
-from guerdon.server.page.asked import Asked
+from guerdon.server.page.query import PageQuery
 from guerdon.server.page.recent import Window
 from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
 from guerdon.server.page.watch import Watch
 from guerdon.wire.forms.page_bodies import Snapshot
 
 MAX_COLUMNS = 144
-"""Of the rewards over time."""
+"""Maximum of columns of the rewards over time."""
 
 _SHARES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 _MAX_POINTS, _NUM_LENGTH_BINS = 400, 12
@@ -33,7 +33,7 @@ _OF_INFO = (
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """What was known at one moment, to be read on any thread; `window` has the columns of `shown`, `whole` all."""
+    """The gathered state, readable on any thread; `window` has the counters of `shown`, `whole` all."""
 
     server: dict[str, Any]
     models: list[dict[str, Any]]
@@ -56,11 +56,11 @@ def gather(
     watch: Watch,
     catalog: Catalog,
     critic: Critic | None,
-    asked: Asked,
+    asked: PageQuery,
     server: dict[str, Any],
     samples: list[traffic.Sample],
 ) -> Gathered:
-    """Gathers what the page asks for; on the service's asyncio loop.
+    """Gathers the state for a query of the page; on the service's asyncio loop.
 
     `server` is what the transport says about the server, `samples` are the watch's, of just now. `critic` is None if
     there is none or the caller may not see it.
@@ -100,7 +100,7 @@ def gather(
 
 
 def make(g: Gathered) -> Snapshot:
-    """The object that the page reads; arrays are numpy's, and NaN stands where nothing is known."""
+    """Returns the page's object, with numpy arrays; NaN for unknown numbers."""
     window, counted = g.window, traffic.totals(g.samples)
     totals = {}
     for row, name in enumerate(g.names):
@@ -122,7 +122,7 @@ def make(g: Gathered) -> Snapshot:
 
 
 def _saved(told: dict[str, Any]) -> dict[str, float]:
-    """The share of the received tokens that was not computed, or was in vain, as that of padding."""
+    """Returns the share of received tokens that was not computed; negative with padding."""
     received = told["received_tokens"]
     saved = 1 - told["computed_tokens"] / received if received else math.nan
     return {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
@@ -206,7 +206,7 @@ def _span(moments: drift.Moments, num_drawn: float, start: float, end: float) ->
 
 
 def _length(pool: Pool) -> dict[str, Any]:
-    """How rewards go with lengths: correlations, means by length, and some samples as they are."""
+    """Returns length against reward: correlations, means by length, and sample points."""
     tokens, rewards, weights = pool.tokens, pool.rewards, pool.weights
     shown = slice(None, None, max(1, -(-len(tokens) // _MAX_POINTS)))
     bins = drift.binned(tokens, rewards, weights, _NUM_LENGTH_BINS)

@@ -1,4 +1,4 @@
-"""What the counters of all models come to: how the page's rates, percentiles and fills are made of them. Pure."""
+"""Computes the page's rates, percentiles and fills from the counters of all models. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from guerdon.server.metrics import SECONDS
 from guerdon.server.page.recent import Window
 
 Sample = tuple[str, Mapping[str, str], float]
-"""Name, labels and value, as Prometheus has them."""
+"""Name, labels and value of a Prometheus sample."""
 
 METRICS = (
     "guerdon_requests",
@@ -26,7 +26,7 @@ METRICS = (
     "guerdon_out_of_memory",
     "guerdon_recheck_sequences",
 )
-"""What is read of the registry."""
+"""The metrics that the page reads."""
 
 _FAILINGS = ("failed_sequences", "out_of_memory", "rechecked_differs")
 _COUNTERS = (
@@ -35,13 +35,13 @@ _COUNTERS = (
     *_FAILINGS,
 )
 _LEVELS = ("queue_sequences", "queue_tokens", "budget_tokens")
-"""Levels are kept as their sums over time, in seconds, so that whatever time is looked at has its own mean."""
+"""Levels are kept as integrals over time, so that any window has its own mean."""
 
 _COLUMNS = {name: i for i, name in enumerate((*_COUNTERS, *_LEVELS))}
 _BOUNDS = np.array([0.0, *SECONDS])
 _LATENCY = len(_COLUMNS)
 WIDTH = _LATENCY + len(SECONDS) + 1
-"""Counters of a model: the named ones, and the requests that took at most so long, for every bound of the buckets."""
+"""Columns per model: the named ones, and one per latency bucket."""
 
 _OF_SAMPLES = {
     "guerdon_sequences_total": "sequences",
@@ -55,13 +55,13 @@ _OF_SAMPLES = {
     "guerdon_request_inference_time_seconds_sum": "computed_s",
 }
 _FINE = ("ok", "Cancelled")
-"""Outcomes of requests that are no errors: a client that leaves is served no worse."""
+"""Outcomes that do not count as errors, such as a disconnect."""
 
 _QUANTILES = {"latency_p50_s": 0.5, "latency_p90_s": 0.9, "latency_p99_s": 0.99}
 
 
 class Reading:
-    """Turns the registry's samples into one row of counters, `[models x WIDTH]`, of the models of these names."""
+    """Turns samples of the registry into one row of counters, `[models x WIDTH]`, for the named models."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -70,7 +70,7 @@ class Reading:
         self._time: float | None = None
 
     def read(self, time: float, samples: Iterable[Sample], queue: Mapping[str, tuple[int, int]]) -> np.ndarray:
-        """The counters now; `queue` has sequences and tokens that wait, by model."""
+        """Returns the current counters; `queue` has waiting sequences and tokens by model."""
         counters, budgets = np.zeros((len(self.names), WIDTH)), np.zeros(len(self.names))
         for name, labels, value in samples:
             row = self._rows.get(labels.get("model", ""))
@@ -98,9 +98,9 @@ class Reading:
 
 
 def series(window: Window, row: int, is_computed: bool) -> dict[str, np.ndarray]:
-    """The page's series of the model in that row, float64 `[N]` each, NaN where nothing is known.
+    """Returns the series of the model in `row`, float64 `[N]` each; NaN if unknown.
 
-    Of a sum, which is not computed itself, its components tell tokens, queue and batches.
+    A sum is not computed itself: tokens, queue and batches are unknown, its components have them.
     """
     grown, seconds = window.increases()[:, row * WIDTH : (row + 1) * WIDTH], window.seconds()
 
@@ -139,13 +139,13 @@ def over(window: Window, row: int, is_computed: bool) -> dict[str, Any]:
 
 
 def empty() -> dict[str, Any]:
-    """The totals of a model that was never asked."""
+    """Returns the totals of a model without requests."""
     counts = {"received_tokens": 0, "computed_tokens": 0, "out_of_memory": 0}
     return {"requests": {}, "sequences": {}, **counts, "rechecked": {}}
 
 
 def totals(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
-    """What was counted since the start, by model."""
+    """Returns the totals since the start, by model."""
     found: dict[str, dict[str, Any]] = {}
     for name, labels, value in samples:
         if "model" not in labels or not name.endswith("_total"):
@@ -163,10 +163,10 @@ def totals(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def percentile(counts: np.ndarray, share: float) -> np.ndarray:
-    """The time within which that share of the requests was answered, float64 `[N]`, as the buckets tell it.
+    """Returns a percentile of latencies from bucket counts, float64 `[N]`; NaN without requests.
 
-    `counts` are the requests that took at most each bound, float64 `[N, bounds + 1]`. Within its bucket it lies as if
-    the requests there were spread evenly, as Prometheus' histogram_quantile has it; NaN where there were none.
+    `counts` are cumulative, float64 `[N, bounds + 1]`. Interpolates linearly within a bucket, as Prometheus'
+    histogram_quantile does.
     """
     rank = share * counts[:, -1]
     at = (counts >= rank[:, None]).argmax(axis=1)

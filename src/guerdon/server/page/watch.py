@@ -1,4 +1,4 @@
-"""What a server notes for its page while it serves: readings of its counters, rewards, and extremes where allowed."""
+"""Collects what the page shows while the server runs: counters, rewards and, if allowed, extreme samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ log = logging.getLogger(__name__)
 
 _LEAST_S = 1.0
 _AT_ONCE = 4096
-"""Rewards that are counted while requests wait, which takes about 2 ms."""
+"""Rewards folded at once, which blocks the loop for about 2 ms."""
 
 _MOST_BYTES = 512 << 20
-"""Of all models' best and worst samples together."""
+"""Memory limit for the best and worst samples of all models."""
 
 
 class Watch:
     """Reads the counters every FINE_S seconds between `start` and `stop`. Belongs to one asyncio loop.
 
-    `depth` gives what waits, by model. Times are seconds since 1970, as the clock stood at the start: they never jump.
+    `depth` returns waiting sequences and tokens by model. Times are monotonic, offset to Unix time at the start, so
+    they never jump.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Watch:
         self._metrics, self._catalog, self._depth = metrics, catalog, depth
         self._reading = traffic.Reading([info.name for info in catalog.infos()])
         self.epoch = time.time() - time.monotonic()
-        """When the monotonic clock began, in seconds since 1970."""
+        """Unix time of the monotonic clock's zero."""
         self.started = self.now()
         self.recent = Recent(len(self._reading.names) * traffic.WIDTH)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -54,28 +55,28 @@ class Watch:
 
     @property
     def names(self) -> list[str]:
-        """The models, in the order of their counters."""
+        """Returns the models in the order of their counters."""
         return self._reading.names
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Returns the Unix time."""
         return self.epoch + time.monotonic()
 
     def start(self) -> None:
-        """Begins to read; on the asyncio loop, which goes on until `stop`."""
+        """Starts the readings on the current loop."""
         if self.is_on:
             self._loop = asyncio.get_running_loop()
             self.started = self.now()
             self._tick(self._loop)
 
     def stop(self) -> None:
-        """Ends the readings, from any thread."""
+        """Stops the readings; from any thread."""
         self._loop = None
 
     def note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int] | None = None) -> None:
-        """Takes the rewards of an answered request; `lengths` are in tokens, also where the reply has none.
+        """Notes the rewards of an answered request; `lengths` in tokens override the reply's.
 
-        Whatever goes wrong here is no concern of the request's: it is logged, the first time.
+        Never fails the request: logs the first error.
         """
         if not self.is_on or not request.wants_rewards or "rewards" not in info.outputs:
             return
@@ -104,18 +105,18 @@ class Watch:
             self.extremes[info.name].note(now, request, reply, info, all_lengths)
 
     def samples(self) -> list[traffic.Sample]:
-        """What of the registry the page shows; on any thread."""
+        """Reads the page's metrics from the registry; on any thread."""
         return list(self._metrics.sample(*traffic.METRICS))
 
     def refresh(self, samples: list[traffic.Sample]) -> None:
-        """Takes the counters for a reading where the last one is a moment ago, and counts what was noted."""
+        """Adds a reading if the last one is old enough, and folds noted rewards."""
         now = self.now()
         if now - self.recent.last >= _LEAST_S:
             self.recent.add(now, self._reading.read(now, samples, self._depth()))
         self.scored.fold()
 
     def _fold(self) -> None:
-        """Counts some of what was noted, and has the rest counted later: requests go on in between."""
+        """Folds some noted rewards and schedules the rest, so that requests go on in between."""
         self.scored.fold(_AT_ONCE)
         self._is_folding = self._loop is not None and self.scored.num_pending > 0
         if self._is_folding:

@@ -15,7 +15,7 @@ import * as tryit from "./tryit.js";
 /** Seconds between two polls; a snapshot of a long window costs more and changes less. */
 const PAUSE_S = 2;
 const LONGEST_PAUSE_S = 10;
-/** If a poll stays unanswered for so long, the page says "No answer" instead of "Ready". */
+/** After this time without an answer the page shows "No answer" instead of "Ready". */
 const STALE_S = 6;
 /** And for so long, that the server has stopped. */
 const STOPPED_S = 30;
@@ -144,7 +144,7 @@ function tell() {
   const reload = () => el("button", { type: "button", onclick: () => location.reload() }, "Reload");
   if (fault) {
     state = "broken";
-    said = `This page cannot show what the server answers (${fault.message}). It may be older than the server: reload it.`;
+    said = `This page cannot read the server's answer (${fault.message}). It may be older than the server: reload it.`;
     overview.showNotice("bad", said, reload());
   } else if (failure?.kind === "unauthorised") {
     state = "refused";
@@ -157,11 +157,11 @@ function tell() {
   } else if (failure && (answered === null || silent > STOPPED_S)) {
     state = "stopped";
     said = answered === null ? `Cannot reach the server: ${failure.message}. Trying again.`
-      : `The server has not answered since ${clock(answered / 1000)}: it has stopped, or cannot be reached. What is shown is from then.`;
+      : `The server has not answered since ${clock(answered / 1000)}: it has stopped or is unreachable. The page shows its last answer.`;
     overview.showNotice("bad", said, again());
   } else if (answered !== null && silent > STALE_S) {
     state = "stale";
-    said = `No answer for ${span(Math.floor(silent / 2) * 2)}; trying again. What is shown is from ${clock(answered / 1000)}.`;
+    said = `No answer for ${span(Math.floor(silent / 2) * 2)}; trying again. The page shows the state of ${clock(answered / 1000)}.`;
     overview.showNotice("warn", said);
   } else if (!failure && told && told.server.version !== version) {
     said = `The server is guerdon ${told.server.version} now; this page came with ${version}.`;

@@ -35,7 +35,7 @@ export function show({ critic }) {
   document.querySelector('nav a[href="#critic"]').hidden = critic === null;
   if (critic === null) return;
   const words = [`${critic.name} at step ${count(critic.step)}`, `learning rate ${number(critic.learning_rate)}`];
-  words.push(critic.is_durable ? `${plural(critic.num_unsaved, "request")} since the last checkpoint` : "not saved: it has no folder for checkpoints");
+  words.push(critic.is_durable ? `${plural(critic.num_unsaved, "request")} since the last checkpoint` : "not saved: it has no checkpoint folder");
   if (critic.is_offloaded) words.push("offloaded");
   if (critic.fault) words.push(`fault: ${critic.fault}`);
   putText(byId("critic-state"), words.join(" · "));

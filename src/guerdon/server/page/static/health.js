@@ -35,7 +35,7 @@ const CORRELATED_BY_CHANCE = 2.58;
 /** So long a server keeps rewards, but for those of its start. */
 const KEPT_S = 86_400;
 
-/** Why there is nothing to compare the window with: `reference` as it is asked for, `server` as it tells of itself. */
+/** Returns why the window has no reference; `reference` is the chosen one, `server` the server's state. */
 export function absence(reference, windowS, { now, started }) {
   const end = reference === "previous" ? now - windowS : Number(reference.split("-")[1]);
   if (Number.isNaN(end)) return "Nothing to compare with yet";
@@ -65,8 +65,8 @@ export function driftOf(drift, absent = "Nothing to compare with yet") {
     return { level: "apart", text: `Nearly constant: their spread is ${share} of the reference's (KS ${isNumber(ks) ? ks.toFixed(2) : "–"})` };
   }
   if (moved) return { level: "apart", text: `Shifted by ${figures}` };
-  if (apart) return { level: "apart", text: `Another shape: ${figures}` };
-  return { level: "same", text: `As in the reference: ${figures}` };
+  if (apart) return { level: "apart", text: `Different shape: ${figures}` };
+  return { level: "same", text: `Same as the reference: ${figures}` };
 }
 
 /** What length tells of the reward: level none, fine or high, and why. */
@@ -135,7 +135,7 @@ export function checks(snapshot, name) {
 
 function ofServer({ server, models }, name) {
   const found = [];
-  if (!server.is_ready) found.push({ level: "bad", text: "Not ready", detail: server.why || "it does not answer requests now", href: "#models" });
+  if (!server.is_ready) found.push({ level: "bad", text: "Not ready", detail: server.why || "it refuses requests now", href: "#models" });
   const model = models.find((m) => m.name === name);
   if (model && !model.is_loaded) found.push({ level: "warn", text: `${name} is unloaded`, detail: "an admin may load it", href: "#models" });
   return found;
@@ -159,7 +159,7 @@ function ofTraffic({ series, totals }, name) {
   }
   const stuck = stuckS(lines, series.step_s);
   if (stuck > LONG_WAIT_S) {
-    found.push({ level: "warn", text: "The queue stands still", detail: `${plural(waiting, "sequence")} waiting, and nothing answered for ${span(stuck)}`, href: "#traffic" });
+    found.push({ level: "warn", text: "The queue is stuck", detail: `${plural(waiting, "sequence")} waiting, and nothing answered for ${span(stuck)}`, href: "#traffic" });
   }
   const sums = totals[name]?.window ?? {};
   const lost = sums.failed_sequences ?? 0;
@@ -195,7 +195,7 @@ function ofLatency({ server, models, totals }, name) {
   // A critic's requests wait as long as a train takes.
   const allowed = models.find((m) => m.name === name)?.is_critic ? null : server.request_timeout_s;
   if (isNumber(allowed) && p99 >= NEAR_TIMEOUT * allowed) {
-    found.push({ level: "warn", text: "Requests come near their time-out", detail: `1% take over ${latency(p99)}; the time-out is ${latency(allowed)}`, href: "#traffic" });
+    found.push({ level: "warn", text: "Requests are close to their timeout", detail: `1% take over ${latency(p99)}; the timeout is ${latency(allowed)}`, href: "#traffic" });
   }
   return found;
 }
@@ -222,7 +222,7 @@ function ofCritic(critic) {
     found.push({ level: "warn", text: "The critic explains nothing", detail: `explained variance ${number(mean)} over its last 20 updates`, href: "#critic" });
   }
   if (!critic.is_durable && critic.num_unsaved) {
-    found.push({ level: "warn", text: "The critic is not saved", detail: "it has no folder for checkpoints", href: "#critic" });
+    found.push({ level: "warn", text: "The critic is not saved", detail: "it has no checkpoint folder", href: "#critic" });
   }
   return found;
 }

@@ -44,7 +44,7 @@ export function showVerdict(snapshot, name, windowS) {
   const text = {
     ok: `Fewer than 1% errors in the last ${windowName(windowS)}${beside(snapshot, name, trained)}.`,
     idle: waiting ? `${plural(waiting, "sequence")} waiting for ${name}; nothing was answered in the last ${windowName(windowS)}.`
-      : `No request came for ${name} in the last ${windowName(windowS)}.`,
+      : `No requests for ${name} in the last ${windowName(windowS)}.`,
   }[level];
   document.title = `${title} · ${name} · guerdon`;
   const fine = found.length ? [] : checks(snapshot, name);
@@ -67,7 +67,7 @@ export function showVerdict(snapshot, name, windowS) {
 /** What is told beside the errors: of a model whether its rewards drift, of a critic that it is trained. */
 function beside(snapshot, name, trained) {
   if (!givesRewards(snapshot, name)) return trained ? "; the critic is being trained" : "";
-  if (driftOf(snapshot.rewards[name]?.drift).level === "same") return "; rewards as in the reference";
+  if (driftOf(snapshot.rewards[name]?.drift).level === "same") return "; rewards match the reference";
   return "; too early to tell whether rewards drift";
 }
 
@@ -131,7 +131,7 @@ export function showTiles(snapshot, name, windowS) {
   put("queue", "now", number(lines.queue_sequences.findLast(isNumber)), `${number(lines.queue_tokens.findLast(isNumber))} tokens wait`, lines.queue_sequences);
   put("latency", whole, latency(p50), `p90 ${latency(p90)} · p99 ${latency(p99)}`, lines.latency_p50_s);
   const filled = isNumber(now.batch_fill);
-  const batch = isNumber(now.batch_sequences) ? `${number(now.batch_sequences)} sequences a batch` : "no batch lately";
+  const batch = isNumber(now.batch_sequences) ? `${number(now.batch_sequences)} sequences per batch` : "no batch lately";
   put("fill", filled ? when : whole, percent(filled ? now.batch_fill : totals.batch_fill), batch, lines.batch_fill);
   const received = total(own.received_tokens_per_s, snapshot.series.step_s);
   const computed = total(own.computed_tokens_per_s, snapshot.series.step_s);
@@ -145,7 +145,7 @@ function both(value, word, other) {
 
 /** More is computed than came where batches are padded, and more than that is saved. */
 function savedText(received, computed) {
-  if (!received) return "prompts that responses share";
+  if (!received) return "shared prompts, computed once";
   if (computed > received) return `${number(computed - received)} tokens of padding`;
   return `${number(received - computed)} tokens of shared prompts`;
 }

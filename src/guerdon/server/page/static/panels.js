@@ -3,7 +3,7 @@
 import { el, putText } from "./dom.js";
 import { isNumber, span } from "./format.js";
 
-/** A card: `node` to put in, `body` for what it shows, and functions that change the words around it. */
+/** Makes a card: `node` is its element, `body` its content, and functions change its texts. */
 export function card({ title, unit = "", id = null, wide = false }) {
   const say = el("p", { class: "say" });
   const legend = el("div", { class: "legend" });

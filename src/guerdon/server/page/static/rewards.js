@@ -65,6 +65,6 @@ export function show(snapshot, name, windowS, asked) {
   const judged = lengthOf(own.length);
   const advice = judged.level === "high" ? ". A policy that learns from it may learn to be " + (own.length.spearman > 0 ? "long." : "short.") : "";
   length.say(judged.text + advice, judged.level);
-  length.legend([["point", "a sample"], ["trend", "mean of samples of about that length"]]);
+  length.legend([["point", "a sample"], ["trend", "mean at that length"]]);
   charts.scatter.update({ ...own.length, text: judged.text });
 }

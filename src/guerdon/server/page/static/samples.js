@@ -62,6 +62,6 @@ function sample(row) {
     el("b", { class: "score" }, reward(row.reward)),
     el("div", {},
       row.prompt ? el("p", { class: "text prompt" }, row.prompt) : null,
-      el("p", { class: "text" }, row.response ?? "its text is not known here: only ids were sent"),
+      el("p", { class: "text" }, row.response ?? "its text is unknown: the client sent token ids"),
       el("p", { class: "facts" }, facts.join(" · "))));
 }

@@ -22,7 +22,7 @@ function roundStep(raw) {
   return power * (lead <= 1 ? 1 : lead <= 2 ? 2 : lead <= 5 ? 5 : 10);
 }
 
-/** About `most` round numbers from `low` to `high`. */
+/** Returns about `most` round numbers from `low` to `high`. */
 export function ticks(low, high, most = 4) {
   if (!(high > low)) return [low];
   const step = roundStep((high - low) / most);

@@ -73,7 +73,7 @@ function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, re
     ["forwards out of memory", memory ?? 0],
     ["scored again: the same", rechecked.same],
     ["scored again: differs", rechecked.differs],
-    ...Object.entries(unknown).map(([outcome, n]) => [`of no model here: ${outcome}`, n]),
+    ...Object.entries(unknown).map(([outcome, n]) => [`unknown model: ${outcome}`, n]),
   ].filter(([, n]) => isNumber(n));
   errors.body.replaceChildren(
     el("table", { class: "outcomes" }, el("caption", { class: "hidden" }, "Requests by outcome"), el("tbody", {}, ...table)),

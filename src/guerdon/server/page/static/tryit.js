@@ -11,7 +11,7 @@ let model, prompt, template, templateField, responses, add, submit, results;
 /** The form, and the place of its results. */
 export function make() {
   model = el("select", { id: "try-model" });
-  prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "What a person asks" });
+  prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "A user's message" });
   template = el("input", { type: "checkbox", id: "try-template" });
   templateField = el("label", { class: "check" }, template, "use the model's chat template");
   responses = el("div", { class: "responses" });
@@ -47,7 +47,7 @@ export function show({ models }) {
   model.replaceChildren(...able.map((m) => el("option", { value: m.name }, m.name)));
   if (able.some((m) => m.name === chosen)) model.value = chosen;
   submit.disabled = !able.length;
-  if (!able.length) results.replaceChildren(el("p", { class: "empty" }, "No model here takes text now."));
+  if (!able.length) results.replaceChildren(el("p", { class: "empty" }, "No loaded model takes text."));
   model.onchange = offerTemplate;
   offerTemplate();
 }
@@ -59,7 +59,7 @@ function offerTemplate() {
 }
 
 function addResponse() {
-  const text = el("textarea", { rows: 2, placeholder: "What the policy answers" });
+  const text = el("textarea", { rows: 2, placeholder: "The policy's answer" });
   const remove = el("button", { type: "button", class: "quiet remove", "aria-label": "Remove this response" }, "×");
   const row = el("div", { class: "response" }, el("label", { class: "field" }, el("span", {}), text), remove);
   remove.addEventListener("click", () => {

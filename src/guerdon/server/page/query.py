@@ -1,4 +1,4 @@
-"""What the page asks of the server by its URLs: how far back to look, and what to compare with. Pure."""
+"""Parses the query of the page's URLs: window, reference and model. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S
 LEAST_S, MOST_S = 60.0, 86_400.0
 _DEFAULT_S = 600.0
 _SLACK_S = 60.0
-"""As much earlier begins what is kept of the start."""
+"""The kept start begins this much earlier."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The last `window_s` seconds; `reference` is `previous`, `start`, or a beginning and an end, since 1970.
+class PageQuery:
+    """The last `window_s` seconds; `reference` is `previous`, `start`, or a start and end in Unix time.
 
-    All are whole steps of what is kept, so that there are not many different ones. Of `model` alone series and rewards
-    are wanted, where it names one.
+    Times are rounded to whole buckets, so that snapshots can be shared. `model`, if not empty, restricts series and
+    rewards to one model.
     """
 
     window_s: float
@@ -28,10 +28,9 @@ class Asked:
     model: str = ""
 
     def compared(self, start: float, started: float) -> tuple[float, float]:
-        """The beginning and the end of what is compared with a window that begins at `start`.
+        """Returns start and end of the reference for a window from `start`; the server started at `started`.
 
-        `started` is when the server did. What is compared with ends at the latest where the window begins, but for a
-        time that is given.
+        The reference ends before the window, unless its times were given.
         """
         if isinstance(self.reference, tuple):
             return self.reference
@@ -40,15 +39,15 @@ class Asked:
         return start - self.window_s, start
 
 
-def read(query: Mapping[str, str], *known: str) -> Asked:
-    """What stands behind the URL's `?`, of these keys; raises InvalidRequest."""
+def parse_query(query: Mapping[str, str], *known: str) -> PageQuery:
+    """Parses a query with the known keys; raises InvalidRequest."""
     for name in query:
         if name not in known:
             raise InvalidRequest(f"the URL has the unknown key {name!r}; this path takes {', '.join(known)}")
     reference: str | tuple[float, float] = query.get("reference", "previous")
     if reference not in ("previous", "start"):
         reference = _span(str(reference))
-    return Asked(_window(query.get("window", str(_DEFAULT_S))), reference, query.get("model", ""))
+    return PageQuery(_window(query.get("window", str(_DEFAULT_S))), reference, query.get("model", ""))
 
 
 def _window(text: str) -> float:
@@ -66,7 +65,7 @@ def _span(text: str) -> tuple[float, float]:
             f"the URL has reference={text}; give previous, start, or FROM-TO in seconds since 1970, such as "
             "1767225600-1767229200"
         )
-    return _rounded(start, FINE_S), _rounded(end, FINE_S)  # the same begin in between, whatever is asked for
+    return _rounded(start, FINE_S), _rounded(end, FINE_S)  # all requests share these bounds
 
 
 def _rounded(seconds: float, step_s: float) -> float:
@@ -74,7 +73,7 @@ def _rounded(seconds: float, step_s: float) -> float:
 
 
 def _number(text: str) -> float:
-    """The number, NaN where it is none."""
+    """Returns the number, NaN if it is none."""
     try:
         return float(text)
     except ValueError:

@@ -3,29 +3,29 @@ from __future__ import annotations
 import pytest
 
 from guerdon.errors import InvalidRequest
-from guerdon.server.page import asked
+from guerdon.server.page.query import parse_query
 
 KNOWN = ("window", "reference", "model")
 
 
 def test_what_is_left_out_is_ten_minutes_beside_those_before():
-    what = asked.read({}, *KNOWN)
+    what = parse_query({}, *KNOWN)
     assert what.window_s == 600
     assert what.compared(5000, 100) == (4400, 5000)
 
 
 def test_a_reference_may_be_the_start_or_any_time():
-    what = asked.read({"window": "60", "reference": "start"}, *KNOWN)
+    what = parse_query({"window": "60", "reference": "start"}, *KNOWN)
     assert what.compared(5000, 100) == (40, 160)
     assert what.compared(130, 100) == (40, 130)  # never the window itself
-    what = asked.read({"reference": "1767225600.5-1767229200"}, *KNOWN)
+    what = parse_query({"reference": "1767225600.5-1767229200"}, *KNOWN)
     assert what.compared(5000, 100) == (1767225610, 1767229200)
 
 
 def test_there_are_not_many_different_questions():
-    assert {asked.read({"window": f"{3000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {3010}
-    assert {asked.read({"window": f"{86_000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {86_040}
-    assert asked.read({"model": "rm"}, *KNOWN).model == "rm"
+    assert {parse_query({"window": f"{3000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {3010}
+    assert {parse_query({"window": f"{86_000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {86_040}
+    assert parse_query({"model": "rm"}, *KNOWN).model == "rm"
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_there_are_not_many_different_questions():
 )
 def test_what_is_wrong_is_named(query, told):
     with pytest.raises(InvalidRequest) as raised:
-        asked.read(query, *KNOWN)
+        parse_query(query, *KNOWN)
     assert told in str(raised.value)
