@@ -137,7 +137,7 @@ def test_a_run_whose_critic_is_away_leaves_without_a_save_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(run_checkpoints, "_LEAVING_S", 2.0)
+    monkeypatch.setattr(run_checkpoints, "_LEAVING_S", 0.5)
     with critic_of(folder, tmp_path) as critic, caplog.at_level(logging.ERROR), monkeypatch.context() as patch:
         leaves = Leaves(patch, where, name, 2, critic)
         summary = ppo.train(optimised(folder, tmp_path / "run", critic.http_url))

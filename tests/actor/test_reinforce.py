@@ -92,9 +92,12 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"advantage_estimator": "none"},
+        pytest.param({"advantage_estimator": "none"}, marks=pytest.mark.slow),
         {"advantage_estimator": "mean", **SEVERAL},
-        {"advantage_estimator": "grpo", "loss_aggregation": "seq-mean-token-mean", "clip_high": 0.28, **SEVERAL},
+        pytest.param(
+            {"advantage_estimator": "grpo", "loss_aggregation": "seq-mean-token-mean", "clip_high": 0.28, **SEVERAL},
+            marks=pytest.mark.slow,
+        ),
         {"advantage_estimator": "dr_grpo", "loss_aggregation": "dr_grpo", "leave_out_truncated": True},
         {"advantage_estimator": "reinforce++", "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
         {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "importance_cap": 2.0, **SEVERAL},
@@ -104,18 +107,18 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
 def test_each_of_the_family_goes_on_bitwise_where_it_was_left(
     algorithm: dict[str, Any], folder: Path, url: str, tmp_path: Path
 ) -> None:
-    for out, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+    for out, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
         made = config_of(folder, url, tmp_path / out, algorithm=algorithm, steps=steps)
         assert reinforce.train(made).step == steps
-    whole, resumed = (weights_of(tmp_path / out, 4) for out in ("whole", "parts"))
+    whole, resumed = (weights_of(tmp_path / out, 2) for out in ("whole", "parts"))
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
     if algorithm.get("advantage_estimator") == "mean":
         newest = RunCheckpoints(tmp_path / "parts" / "checkpoints", 2).newest_whole()
-        assert newest is not None and newest.state.memory["running_mean"][1] == 64  # 16 rewards a step
+        assert newest is not None and newest.state.memory["running_mean"][1] == 32  # 16 rewards a step
     rows, several = metrics_of(tmp_path / "parts"), "epochs" in algorithm
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert rows[-1]["optimizer_steps"] == (24 if several else 4) and ("ratio" in rows[0]) == several
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[-1]["optimizer_steps"] == (12 if several else 2) and ("ratio" in rows[0]) == several
     assert ("reward_penalised" in rows[0]) == (algorithm.get("kl_placement") != "loss")
 
 

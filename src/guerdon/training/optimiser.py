@@ -297,7 +297,7 @@ def check_layout(config: LearningConfig, ranks: Ranks) -> None:
     if config.lora is not None and ranks.tensor_size > 1:
         raise ConfigError(
             f"lora is set, and tensor_parallel is {ranks.tensor_size}: adapters do not fit sharded layers",
-            "use fsdp, or leave tensor_parallel at 1, or leave lora out",
+            "use fsdp, or leave tensor_parallel at 1, or remove lora",
         )
     if config.optimizer == "adamw_8bit" and config.lora is None and ranks.is_sharded:
         raise _no_sharded_8bit()
