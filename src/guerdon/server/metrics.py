@@ -19,7 +19,7 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import Cancelled, GuerdonError, ServerFault
 
 UNKNOWN = "unknown"
-"""Stands for every model that is not served: clients may ask for any number of names."""
+"""The label of every model that is not served, because clients may send any number of names."""
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 DIFFERENCES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)
@@ -28,7 +28,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What one metric is: the `section` of docs/metrics.md that it stands in, its kind, meaning, labels and buckets."""
+    """One metric: its section in docs/metrics.md, kind, help text, labels and buckets."""
 
     section: str
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -44,25 +44,25 @@ TABLE: dict[str, Definition] = {
     "guerdon_requests": Definition("traffic", Counter, "Requests to score and to a critic's operations, by outcome: ok "
                                    "or the error's class.", ("model", "outcome")),
     "guerdon_client_requests": Definition("traffic", Counter, "Requests of any kind, by the key's holder (unknown for "
-                                          "a wrong key); only where there are keys.", ("client", "outcome")),
+                                          "a wrong key); only if the server has keys.", ("client", "outcome")),
     "guerdon_sequences": Definition("traffic", Counter, "Sequences answered, by outcome: ok or failed.",
                                     ("model", "outcome")),
-    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of the sequences accepted, of requests "
-                                          "that were answered.", _M),
-    "guerdon_computed_tokens": Definition("shared prompts", Counter, "Tokens computed, as the scheduler estimates "
-                                          "them: of a beginning that several share in a batch, once.", _M),
-    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From when a request's head was there to "
-                                                      "its answer, however it ends.", _M, SECONDS),
-    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From when a request was read and decoded "
-                                                     "until its last sequence was taken up; tokenising is in it.", _M,
+    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of accepted sequences, of answered "
+                                          "requests.", _M),
+    "guerdon_computed_tokens": Definition("shared prompts", Counter, "Computed tokens, as the scheduler estimates "
+                                          "them: a prefix shared within a batch counts once.", _M),
+    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From the arrival of a request's head to "
+                                                      "its answer or error.", _M, SECONDS),
+    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From when a request is decoded until its "
+                                                     "last sequence is taken up; includes tokenising.", _M,
                                                      SECONDS),
-    "guerdon_request_inference_time_seconds": Definition("latency", Histogram, "Sum of the batches that held some of a "
-                                                         "request's sequences.", _M, SECONDS),
+    "guerdon_request_inference_time_seconds": Definition("latency", Histogram, "Time of batches with sequences of one "
+                                                         "request.", _M, SECONDS),
     "guerdon_batch_seconds": Definition("batches", Histogram, "Time of one batch.", _M, SECONDS),
     "guerdon_batch_sequences": Definition("batches", Histogram, "Sequences in one batch.", _M, COUNTS),
-    "guerdon_batch_budget_tokens": Definition("batches", Gauge, "Tokens that one batch may cost; less than at the "
-                                              "start for a while after one that did not fit the memory.", _M),
-    "guerdon_out_of_memory": Definition("errors", Counter, "Forwards for which there was not enough memory.", _M),
+    "guerdon_batch_budget_tokens": Definition("batches", Gauge, "Token budget of a batch; lowered for a while "
+                                              "after running out of memory.", _M),
+    "guerdon_out_of_memory": Definition("errors", Counter, "Forwards that ran out of memory.", _M),
     "guerdon_recheck_sequences": Definition("errors", Counter, "Sequences of the recheck_share, scored again by the "
                                             "plain forward, by outcome: same, differs or failed.",
                                             ("model", "outcome")),
@@ -71,48 +71,48 @@ TABLE: dict[str, Definition] = {
     "guerdon_component_mean": Definition("sums of rewards", Gauge, "Mean of a component's own rewards in a sum, since "
                                          "the start.", ("model", "component")),
     "guerdon_component_std": Definition("sums of rewards", Gauge, "Standard deviation of a component's own rewards in "
-                                        "a sum (that of the population), since the start.", ("model", "component")),
+                                        "a sum (of the population), since the start.", ("model", "component")),
     "guerdon_train_requests": Definition("critic", Counter, "Train requests, by outcome: ok, known (answered again) or "
                                          "the error's class.", ("critic", "outcome")),
-    "guerdon_train_steps": Definition("critic", Counter, "Optimiser steps, by outcome: done, or skipped as the "
-                                      "gradient was not finite.", ("critic", "outcome")),
-    "guerdon_train_tokens": Definition("critic", Counter, "Tokens that were learnt from.", _C),
+    "guerdon_train_steps": Definition("critic", Counter, "Optimiser steps, by outcome: done, or skipped because "
+                                      "the gradient was not finite.", ("critic", "outcome")),
+    "guerdon_train_tokens": Definition("critic", Counter, "Tokens that the critic was trained on.", _C),
     "guerdon_train_seconds": Definition("critic", Histogram, "Time of one train request on the device.", _C, SECONDS),
-    "guerdon_journal_seconds": Definition("critic", Histogram, "Time until a train request was safe on the disk.", _C,
+    "guerdon_journal_seconds": Definition("critic", Histogram, "Time until a train request is on the disk.", _C,
                                           SECONDS),
-    "guerdon_checkpoint_seconds": Definition("critic", Histogram, "Time of one checkpoint, its verification included.",
+    "guerdon_checkpoint_seconds": Definition("critic", Histogram, "Time of one checkpoint, including its verification.",
                                              _C, SECONDS),
     "guerdon_critic_loss": Definition("critic", Gauge, "Loss of the last train request.", _C),
-    "guerdon_critic_clip_fraction": Definition("critic", Gauge, "Share of tokens whose value the loss held back, of "
+    "guerdon_critic_clip_fraction": Definition("critic", Gauge, "Share of tokens whose value the loss clipped, in "
                                                "the last train request.", _C),
     "guerdon_critic_explained_variance": Definition("critic", Gauge, "Share of the returns' variance that the values "
                                                     "explained, before the last train request's update.", _C),
     "guerdon_critic_grad_norm": Definition("critic", Gauge, "Norm of the last optimiser step's gradient, before "
                                            "clipping.", _C),
     "guerdon_critic_learning_rate": Definition("critic", Gauge, "Learning rate of the last optimiser step.", _C),
-    "guerdon_critic_step": Definition("critic", Gauge, "Optimiser steps that were made.", _C),
+    "guerdon_critic_step": Definition("critic", Gauge, "Optimiser steps done.", _C),
     "guerdon_critic_unsaved": Definition("critic", Gauge, "Train requests since the newest checkpoint.", _C),
     "guerdon_critic_offloaded": Definition("critic", Gauge, "1 while the weights are off the device.", _C),
-    "guerdon_critic_fault": Definition("critic", Gauge, "1 from when the weights are spoilt, until a restart.", _C),
+    "guerdon_critic_fault": Definition("critic", Gauge, "1 if the weights are corrupt, until a restart.", _C),
     "guerdon_ranks": Definition("ranks", Gauge, "Of several processes: data-parallel parts, and tensor-parallel ranks "
                                 "of each.", ("kind",)),
-    "guerdon_broadcast_seconds": Definition("ranks", Histogram, "Time until a command had been sent to every rank.",
+    "guerdon_broadcast_seconds": Definition("ranks", Histogram, "Time until a command is sent to every rank.",
                                             ("command",), SECONDS),
     "guerdon_gather_seconds": Definition("ranks", Histogram, "From rank 0's own end of a command until all ranks had "
                                          "told theirs.", ("command",), SECONDS),
 }  # fmt: skip
-"""What is counted as it happens, by name; a counter's name ends in `_total` where it is read."""
+"""Metrics that are recorded as events happen; a counter's exposed name ends in `_total`."""
 
 COLLECTED: dict[str, Definition] = {
-    "guerdon_num_requests_running": Definition("queue", Gauge, "Requests that are computed now, or are in part; a "
-                                               "critic's operations, too.", _M),
-    "guerdon_num_requests_waiting": Definition("queue", Gauge, "Requests of which nothing was taken up yet.", _M),
-    "guerdon_queue_sequences": Definition("queue", Gauge, "Sequences that wait.", _M),
-    "guerdon_queue_tokens": Definition("queue", Gauge, "Tokens that wait.", _M),
-    "guerdon_model_info": Definition("models", Gauge, "1 for each served model; what it is stands in the labels.",
+    "guerdon_num_requests_running": Definition("queue", Gauge, "Requests that are computed, wholly or in part; "
+                                               "includes a critic's operations.", _M),
+    "guerdon_num_requests_waiting": Definition("queue", Gauge, "Requests of which no sequence is taken up yet.", _M),
+    "guerdon_queue_sequences": Definition("queue", Gauge, "Waiting sequences.", _M),
+    "guerdon_queue_tokens": Definition("queue", Gauge, "Waiting tokens.", _M),
+    "guerdon_model_info": Definition("models", Gauge, "1 for each served model; the labels describe it.",
                                      ("model", "kind", "dtype", "device", "path", "weights_version")),
 }  # fmt: skip
-"""What is asked for when the metrics are read."""
+"""Metrics that are computed when they are read."""
 
 
 class Metrics:
@@ -128,9 +128,9 @@ class Metrics:
         self._calls = _Calls(self._metrics)
         self._others: Callable[[], str] | None = None
         self.answered_s: dict[str, float] = {}
-        """Seconds from head to answer of all requests that ended well, by model."""
+        """Latencies of successful requests, by model."""
         self.last_request: dict[str, float] = {}
-        """When the last request ended, by model, on the monotonic clock."""
+        """Monotonic time of the last request's end, by model."""
 
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Adds to a counter."""
@@ -145,7 +145,7 @@ class Metrics:
         self._calls[name, labels](value)
 
     def request_done(self, model: str, seconds: float, error: type[BaseException] | None) -> None:
-        """Counts and times one request to score, or to a critic, by the class of the error in which it ended."""
+        """Counts and times a request, by the class of its error."""
         self.last_request[model] = time.monotonic()
         self.observe("guerdon_e2e_request_latency_seconds", seconds, model)
         self.add("guerdon_requests", 1, model, _outcome(error))
@@ -153,7 +153,7 @@ class Metrics:
             self.answered_s[model] = self.answered_s.get(model, 0.0) + seconds
 
     def client_request_done(self, client: str, error: type[BaseException] | None) -> None:
-        """Counts one request of a key's holder, by the class of the error in which it ended; no-op without a name."""
+        """Counts a request of a key's holder, by the class of its error; no-op without a name."""
         if client:
             self.add("guerdon_client_requests", 1, client, _outcome(error))
 
