@@ -51,7 +51,7 @@ TABLE: dict[str, Definition] = {
                                           "requests.", _M),
     "guerdon_computed_tokens": Definition("shared prompts", Counter, "Computed tokens, as the scheduler estimates "
                                           "them: a prefix shared within a batch counts once.", _M),
-    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From the arrival of a request's head to "
+    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From a complete request head to "
                                                       "its answer or error.", _M, SECONDS),
     "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From when a request is decoded until its "
                                                      "last sequence is taken up; includes tokenising.", _M,
