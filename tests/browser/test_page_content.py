@@ -222,7 +222,7 @@ def test_this_window_can_be_kept_as_the_reference(url: str, visit: Visit) -> Non
     page = visit(f"{url}/?model=fair&window=300")
     page.click("#keep")
     until(page, "document.querySelector('#reference').value.includes('-')")
-    until(page, "document.querySelector('#rewards').innerText.includes('As in the reference')")
+    until(page, "document.querySelector('#rewards').innerText.includes('Same as the reference')")
     page.wait_for_selector("text=part of the reference lies in this window")
 
 
