@@ -66,7 +66,7 @@ def commands(ranks: Ranks, rounds: int) -> list[dict[str, float]]:
         times.clear()
         for _ in range(rounds):
             started = time.perf_counter()
-            group.lead(command)
+            group.execute(command)
             whole.append(time.perf_counter() - started)
         down, up = np.median(np.array(times), axis=0)
         size = len(pickle.dumps(command, pickle.HIGHEST_PROTOCOL))

@@ -292,10 +292,10 @@ class _Stoppable:
     group: Group
     stop: threading.Event
 
-    def lead(self, command: Command) -> Any:
+    def execute(self, command: Command) -> Any:
         if self.stop.is_set():
             raise _Stopped
-        return self.group.lead(command)
+        return self.group.execute(command)
 
 
 def _service(

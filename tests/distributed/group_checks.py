@@ -66,7 +66,7 @@ class Scorer:
 
 def raised(group: Group, command: Command) -> BaseException:
     try:
-        group.lead(command)
+        group.execute(command)
     except BaseException as e:
         return e
     raise AssertionError("nothing was raised")
@@ -79,7 +79,7 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
         return Command(Signal.FORWARD, model, [Sequence(row) for row in rows])
 
     rows = [np.append(0, rng.integers(10, 99, n)) for n in (3, 90, 4, 40, 41, 5, 6)]
-    scored = group.lead(forward("split", *rows))
+    scored = group.execute(forward("split", *rows))
     assert [r.reward for r in scored.results] == [row.sum() for row in rows]
     made_by = [int(r.attributes[0]) for r in scored.results]
     loads = [sum(len(rows[i]) for i in range(len(rows)) if made_by[i] == rank) for rank in range(size)]
@@ -88,13 +88,13 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
 
     # Larger than a block, both ways; and a sample that fails amid others.
     long = [np.append(WITH_VALUES, rng.integers(10, 99, 9000)) for _ in range(5)]
-    scored = group.lead(forward("split", *long, np.array([FAILS, 7])))
+    scored = group.execute(forward("split", *long, np.array([FAILS, 7])))
     for row, result in zip(long, scored.results[:5], strict=True):
         assert np.array_equal(result.values, row) and result.reward == row.sum()
     assert isinstance(scored.results[5], SampleFailed) and "has no score" in str(scored.results[5])
 
-    assert [r.reward for r in group.lead(forward("split", rows[0])).results] == [rows[0].sum()]  # nothing for others
-    scored = group.lead(forward("whole", *rows[:2]))
+    assert [r.reward for r in group.execute(forward("split", rows[0])).results] == [rows[0].sum()]  # nothing for others
+    scored = group.execute(forward("whole", *rows[:2]))
     assert [r.attributes[0] for r in scored.results] == [0, 0] and scorers["whole"].seen == [2]
 
     # Whatever one rank raises, all have told before it is raised here, and the next command finds them in step.
@@ -104,7 +104,7 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
         assert type(error) is cls and str(error).startswith("rank 1 on "), repr(error)
         error = raised(group, forward("split", bad))
         assert isinstance(error, SystemExit if kind == EXITS else InvalidRequest), repr(error)
-        assert [r.reward for r in group.lead(forward("split", *rows)).results] == [row.sum() for row in rows]
+        assert [r.reward for r in group.execute(forward("split", *rows)).results] == [row.sum() for row in rows]
     error = raised(group, Command(Signal.FORWARD, "nope", [Sequence(rows[0])]))
     assert isinstance(error, KeyError)
 
@@ -118,7 +118,7 @@ def lead(group: Group, scorers: dict[str, Scorer], size: int) -> None:
     seconds = []
     for _ in range(50):
         started = time.monotonic()
-        group.lead(batch)
+        group.execute(batch)
         seconds.append(time.monotonic() - started)
     print(f"ROUND TRIP {1000 * float(np.median(seconds)):.2f} ms", flush=True)
 

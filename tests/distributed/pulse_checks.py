@@ -69,8 +69,8 @@ def main(how: str) -> None:
         if how == "ends":
             print(f"RANK {ranks.rank} LEFT", flush=True)
         return
-    group.lead({"seconds": 3.0, "is_watched": True})  # ticks for longer than the limit
-    group.lead({"seconds": 3.0, "is_watched": False})
+    group.execute({"seconds": 3.0, "is_watched": True})  # ticks for longer than the limit
+    group.execute({"seconds": 3.0, "is_watched": False})
     print("WELL", flush=True)
     if how == "idle":
         time.sleep(60)
@@ -80,16 +80,16 @@ def main(how: str) -> None:
         return
     if how == "works":
         for works in range(ranks.size):
-            group.lead({"seconds": 5.0, "is_watched": True, "works": works})
+            group.execute({"seconds": 5.0, "is_watched": True, "works": works})
         group.end()
         return
     if how == "fails":
         with contextlib.suppress(RanksLost):
-            group.lead({"seconds": 0.0, "is_watched": False, "fails": 1})
+            group.execute({"seconds": 0.0, "is_watched": False, "fails": 1})
         time.sleep(10)
     hangs = {"leader": 0, "follower": 1}.get(how)
     try:
-        group.lead({"seconds": 60.0 if hangs is None else 0.0, "is_watched": True, "hangs": hangs})
+        group.execute({"seconds": 60.0 if hangs is None else 0.0, "is_watched": True, "hangs": hangs})
     except RanksLost as e:
         print(f"RAISED {e}", flush=True)
         time.sleep(10)  # the pulse ends it

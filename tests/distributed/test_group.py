@@ -38,11 +38,11 @@ class Lengths:
 def test_a_group_of_one_needs_no_others() -> None:
     group = Group(Worker({"lengths": Lengths()}))
     rows = [np.ones(n, dtype=np.int64) for n in (3, 1, 2)]
-    scored = group.lead(Command(Signal.FORWARD, "lengths", [Sequence(row) for row in rows]))
+    scored = group.execute(Command(Signal.FORWARD, "lengths", [Sequence(row) for row in rows]))
     assert [score.reward for score in scored.results] == [3, 1, 2]
     with pytest.raises(InvalidRequest, match=r"^a 0$"):
-        group.lead(Command(Signal.FORWARD, "lengths", [Sequence(np.zeros(1, dtype=np.int64))]))
-    assert group.lead(Command(Signal.EXIT)) is None
+        group.execute(Command(Signal.FORWARD, "lengths", [Sequence(np.zeros(1, dtype=np.int64))]))
+    assert group.execute(Command(Signal.EXIT)) is None
     group.end()
 
 

@@ -518,10 +518,10 @@ async def test_the_plain_forward_is_asked_of_the_model_that_serves(root: Path, w
         paths: list[str] = []
         use = entry.use  # type: ignore[attr-defined]
         entry.use = lambda path: (paths.append(path), use(path))[1]  # type: ignore[attr-defined]
-        plain = group.lead(Command(Signal.FORWARD, "reward_model", sequences, plain=True))
+        plain = group.execute(Command(Signal.FORWARD, "reward_model", sequences, plain=True))
         assert [r.reward for r in plain.results] == pytest.approx(wanted["old"], abs=1e-5)
         assert paths == ["single", "packed+shared"]
-        group.lead(Command(Signal.FORWARD, "reward_model", sequences))
+        group.execute(Command(Signal.FORWARD, "reward_model", sequences))
         assert len(paths) == 2
 
 

@@ -247,9 +247,9 @@ def test_a_rank_that_is_told_to_stop_amid_a_replay_leaves_between_two_records(tm
     trainer, stop = ArithmeticTrainer(config), threading.Event()
 
     class Told(Group):
-        def lead(self, command: Command) -> Any:
+        def execute(self, command: Command) -> Any:
             stop.set()
-            return super().lead(command)
+            return super().execute(command)
 
     group = Told(Worker({trainer.info.name: trainer}, {config.name: trainer}))
     models = assembly._Models([(ModelConfig(name=trainer.info.name), trainer)], trainer)

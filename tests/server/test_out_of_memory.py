@@ -38,7 +38,7 @@ class SmallWorker:
         self.sizes: list[int] = []
         self.error: BaseException = OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    def lead(self, command: Command) -> Scored | None:
+    def execute(self, command: Command) -> Scored | None:
         if command.signal is Signal.EXIT:
             return None
         self.sizes.append(sum(len(s.tokens) for s in command.sequences))
@@ -166,7 +166,7 @@ def test_what_says_that_memory_ended(error: BaseException, expected: bool) -> No
 @pytest.mark.parametrize("error", [ServerFault("out of memory"), OutOfMemoryError("out of memory")])
 def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception) -> None:
     class Failing(SmallWorker):
-        def lead(self, command: Command) -> Scored | None:
+        def execute(self, command: Command) -> Scored | None:
             if command.signal is Signal.EXIT:
                 return None
             activations = np.zeros(10)  # noqa: F841 - what a forward's frame holds

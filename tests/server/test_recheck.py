@@ -34,7 +34,7 @@ class TwoPaths:
         self.answered = threading.Event()
         self.commands: list[Command] = []
 
-    def lead(self, command: Command) -> Scored | None:
+    def execute(self, command: Command) -> Scored | None:
         if command.signal is Signal.EXIT:
             return None
         self.commands.append(command)

@@ -7,10 +7,10 @@ reinforce.train       the loop, as in one process            launch._follow
 training_run.Run      prompts, rewards, checkpoints
 update.update
 PolicyGroup.step
-Group.lead            -- Call, the rows and the loss ----->  Group.follow
+Group.execute            -- Call, the rows and the loss ----->  Group.follow
 PolicyWorker.execute                                         PolicyWorker.execute
 PolicyTrainer.step    its shard of the rows                  PolicyTrainer.step
-Group.lead            <-- result --------------------------  Group.follow
+Group.execute            <-- result --------------------------  Group.follow
 ```
 """
 

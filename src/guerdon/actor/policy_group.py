@@ -183,7 +183,7 @@ class PolicyGroup:
         Raises ConfigError and CheckpointError.
         """
         if self._pulse is None:
-            self._group.lead(Open(config, rollouts, seed))
+            self._group.execute(Open(config, rollouts, seed))
             return make_generator(self.trainer, rollouts)
         # From now on: an interrupt within a command would leave the other ranks in the middle of it.
         preemption.listen()
@@ -193,7 +193,7 @@ class PolicyGroup:
                 "set rollouts.engine to transformers, or start one process",
             )
         self._pulse.on_stop = preemption.request
-        self._group.lead(Open(config, rollouts, seed))
+        self._group.execute(Open(config, rollouts, seed))
         return GroupGenerator(self._group)
 
     @property
@@ -246,7 +246,7 @@ class PolicyGroup:
         self._call("load", folder.absolute())
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.lead(Call(method, args, kwargs))
+        return self._group.execute(Call(method, args, kwargs))
 
     def __enter__(self) -> Self:
         return self
@@ -280,7 +280,7 @@ class GroupGenerator:
         """As `Generator`; raises as TransformersGenerator's."""
         # Only rank 0 needs the prompts' texts.
         sent = [dataclasses.replace(prompt, text="", messages=None, ending=None) for prompt in prompts]
-        made = self._group.lead(Generate(sent, num, config, seed, greedy))
+        made = self._group.execute(Generate(sent, num, config, seed, greedy))
         while True:
             for group in made.groups:
                 for rollout in group:
@@ -288,7 +288,7 @@ class GroupGenerator:
                 yield group
             if not made.is_left:
                 return
-            made = self._group.lead(GenerateMore())
+            made = self._group.execute(GenerateMore())
 
     def sync(self) -> None:
         """Does nothing: the weights are shared."""

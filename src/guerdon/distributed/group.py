@@ -46,7 +46,7 @@ class Group:
         self.has_ended = False
         self._num_commands = 0
 
-    def lead(self, command: Any) -> Any:
+    def execute(self, command: Any) -> Any:
         """Executes the command on every rank and returns the merged result.
 
         Raises what any rank's worker raises, prefixed with the rank, and RanksLost if a rank is lost.
@@ -81,7 +81,7 @@ class Group:
     def end(self, error: GuerdonError | None = None) -> None:
         """Ends all ranks: the others' `follow` returns, or raises the error. Idempotent."""
         if self._ranks.size > 1 and not self.has_ended:
-            self.lead(error or Command(Signal.EXIT))
+            self.execute(error or Command(Signal.EXIT))
 
     def follow(self) -> None:
         """Executes the leader's commands until it ends; raises the error that it ends with.

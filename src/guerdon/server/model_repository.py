@@ -228,7 +228,7 @@ class Repository:
         before = entry.config, entry.served
 
         def switch(group: Group) -> None:
-            group.lead(Command(signal, name))
+            group.execute(Command(signal, name))
             if served is not None:
                 self._loop.change(name, self._limits(config, served))
 
@@ -251,8 +251,8 @@ class Repository:
     async def _lead(self, name: str, command: Command) -> Any:
         """Runs a command on all ranks, without disturbing a batch."""
         if self._is_alone:
-            return await _on_a_thread(lambda: self._group.lead(command))
-        order = Order(lambda group: group.lead(command))
+            return await _on_a_thread(lambda: self._group.execute(command))
+        order = Order(lambda group: group.execute(command))
         self._loop.order(name, order, finds_room=True)
         return await asyncio.wrap_future(order.outcome)
 

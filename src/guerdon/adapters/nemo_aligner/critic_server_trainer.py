@@ -223,7 +223,7 @@ class _Operations(Critic):
     def save(self, asked: ControlRequest, group: Group) -> None:
         """Has the user's callback save; raises ServerFault where the weights are in a state that nobody knows."""
         self._check_sound()
-        group.lead(Command(Signal.SAVE, self.name))
+        group.execute(Command(Signal.SAVE, self.name))
         self.store.num_unsaved = 0
         self._show()
 

@@ -35,7 +35,7 @@ _DEAD = re.compile(
 class Group(Protocol):
     """Executes one command on every rank and returns rank 0's result."""
 
-    def lead(self, command: Command) -> Any: ...
+    def execute(self, command: Command) -> Any: ...
 
 
 class Halving:
@@ -89,7 +89,7 @@ class Halving:
 
     def _score(self, batch: Batch) -> Scored:
         try:
-            scored = check_count(self._group.lead(Command(Signal.FORWARD, self._model, batch.sequences)), batch)
+            scored = check_count(self._group.execute(Command(Signal.FORWARD, self._model, batch.sequences)), batch)
         except BaseException as e:  # SystemExit as well: a user's function must not end this thread
             error = self.judge(batch, e)
         else:

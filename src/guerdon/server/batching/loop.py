@@ -215,7 +215,7 @@ class Loop:
                         self._give_up(e)
                 self._running = Batch()  # holds nothing of it while it waits for the next
             if self.loss is None:
-                self._group.lead(Command(Signal.EXIT))
+                self._group.execute(Command(Signal.EXIT))
         except BaseException as e:
             self._crash(e)
 
@@ -251,7 +251,7 @@ class Loop:
         halving: Halving | None = None
         with self._traced(model, batch) as traced:
             try:
-                scored = check_count(self._group.lead(Command(Signal.FORWARD, model, batch.sequences)), batch)
+                scored = check_count(self._group.execute(Command(Signal.FORWARD, model, batch.sequences)), batch)
             except BaseException as e:  # SystemExit as well: a user's function must not end this thread
                 halving = Halving(self._group, model)
                 error = halving.judge(batch, e)

@@ -52,7 +52,7 @@ class Recheck:
             return
         command = Command(Signal.FORWARD, model, [s for s, _ in picked], plain=True)
         try:
-            plain = group.lead(command)
+            plain = group.execute(command)
             assert isinstance(plain, Scored)
             self._compare(model, picked, plain)
         except Unavailable:

@@ -119,7 +119,7 @@ class Critic:
 
     def restore(self, group: Group) -> None:
         """Brings a durable critic to its state before it stopped or was killed."""
-        self.store.restore(group.lead)
+        self.store.restore(group.execute)
         self._look_for_fault()
         self._show()
         self._save_if_due(group)
@@ -265,7 +265,7 @@ class Critic:
                 self.metrics.observe("guerdon_journal_seconds", journalled - started, self.name)
             try:
                 with self._withdrawing(position):
-                    report = group.lead(Command(Signal.TRAIN, self.name, train=request))
+                    report = group.execute(Command(Signal.TRAIN, self.name, train=request))
             except TrainFailed as e:
                 self._look_for_fault()
                 with self._showing():
@@ -286,7 +286,7 @@ class Critic:
 
     def _validate(self, request: TrainRequest, group: Group) -> TrainReport:
         self._check_present("validate")
-        report = group.lead(Command(Signal.VALIDATE, self.name, train=request))
+        report = group.execute(Command(Signal.VALIDATE, self.name, train=request))
         assert isinstance(report, TrainReport)
         return report
 
@@ -307,7 +307,7 @@ class Critic:
         measured = {name: value for name, value in self.store.measured.items() if math.isfinite(value)}
         started = time.monotonic()
         facts = {"step": self._trainer.state()["step"], "weights_version": self._trainer.info.weights_version}
-        info = self.store.save(group.lead, facts, measured | asked.metrics)
+        info = self.store.save(group.execute, facts, measured | asked.metrics)
         self.metrics.observe("guerdon_checkpoint_seconds", time.monotonic() - started, self.name)
         self._show()
         return info
@@ -327,7 +327,7 @@ class Critic:
         position = self.store.accept(source.info.name)
         try:
             with self._withdrawing(position):
-                group.lead(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
+                group.execute(Command(Signal.LOAD, self.name, folder=str(source.folder), lineage=position))
         except CheckpointError as e:
             raise InvalidRequest(f"{e}; {e.help}") from e
         self.store.returned_to(source)
@@ -342,11 +342,11 @@ class Critic:
         self._check_sound()
         self._is_offloaded = True  # already now: a failure half way leaves only a part on the device
         self._show()
-        group.lead(Command(Signal.OFFLOAD, self.name))
+        group.execute(Command(Signal.OFFLOAD, self.name))
 
     def _onload(self, asked: ControlRequest, group: Group) -> None:
         self._check_sound()
-        group.lead(Command(Signal.ONLOAD, self.name))
+        group.execute(Command(Signal.ONLOAD, self.name))
         self._is_offloaded = False
         self._show()
 
