@@ -25,6 +25,7 @@ from guerdon.engine.host import end_pool
 from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
 from guerdon.server.auth import Access
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
@@ -134,7 +135,7 @@ def build_service(config: ServerConfig, parts: Parts = PLAIN) -> Service:
     A critic with a folder for checkpoints is restored to where its last server ended.
     """
     models = _load(config, parts, ALONE)
-    return _service(config, parts, models, Group(models.worker(config, parts, ALONE)), ALONE)
+    return _service(config, parts, models, models.worker(config, parts, ALONE), ALONE)
 
 
 def run(
@@ -289,7 +290,7 @@ class _Stopped(BaseException):
 class _Stoppable:
     """A group that refuses commands once `stop` is set."""
 
-    group: Group
+    group: Executor
     stop: threading.Event
 
     def execute(self, command: Command) -> Any:
@@ -299,7 +300,12 @@ class _Stoppable:
 
 
 def _service(
-    config: ServerConfig, parts: Parts, models: _Models, group: Group, ranks: Ranks, stop: threading.Event | None = None
+    config: ServerConfig,
+    parts: Parts,
+    models: _Models,
+    group: Executor,
+    ranks: Ranks,
+    stop: threading.Event | None = None,
 ) -> Service:
     """Builds the service over what every rank has loaded; the other ranks must follow already.
 
@@ -317,7 +323,7 @@ def _service(
             operations.close()
             raise
     end_pool()  # another thread computes from now on
-    if ranks.size > 1:
+    if isinstance(group, Group):
         metrics = service.metrics
         metrics.set("guerdon_ranks", ranks.data_size, "data")
         metrics.set("guerdon_ranks", ranks.tensor_size, "tensor")

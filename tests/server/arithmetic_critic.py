@@ -19,7 +19,6 @@ import orjson
 from guerdon.core import Message, ModelInfo, Score, Sequence, Truncation
 from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.commands import Worker
-from guerdon.distributed.group import Group
 from guerdon.errors import GuerdonError, Offloaded, TrainFailed
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
@@ -201,7 +200,7 @@ class ArithmeticService(Service):
         folder = None if checkpoint_dir is None else str(checkpoint_dir)
         config = CriticConfig(model="arithmetic", checkpoint_dir=folder, **settings)
         self.trainer = ArithmeticTrainer(config, with_rewards=with_rewards)
-        group = Group(Worker({self.trainer.info.name: self.trainer}, {config.name: self.trainer}))
+        group = Worker({self.trainer.info.name: self.trainer}, {config.name: self.trainer})
         self.critic = Critic(config, self.trainer)
         try:
             self.critic.restore(group)

@@ -11,7 +11,6 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.distributed.commands import Worker
-from guerdon.distributed.group import Group
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
 from guerdon.server.catalog import Steps
 from guerdon.server.service import Service
@@ -134,7 +133,7 @@ class EchoService(Service):
         self.num_open = 0
         self.requests: list[ScoreRequest] = []
         models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
-        super().__init__(Group(Worker(scorers)), models, config or ServerConfig())
+        super().__init__(Worker(scorers), models, config or ServerConfig())
 
     async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self.requests = [*self.requests[-9:], request]

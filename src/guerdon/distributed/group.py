@@ -33,10 +33,11 @@ class Worker(Protocol):
 
 
 class Group:
-    """Executes commands on all ranks: rank 0 calls `lead`, the others `follow`. A group of one calls its worker.
+    """Executes commands on all ranks: rank 0 calls `execute`, the others `follow`.
 
-    Calls `on_done(command, broadcast_s, gather_s)` after each command if there are other ranks. `has_ended` says
-    whether all ranks know of the end.
+    A server that is one process needs no group: its worker executes commands itself. Calls `on_done(command,
+    broadcast_s, gather_s)` after each command if there are other ranks. `has_ended` says whether all ranks know of the
+    end.
     """
 
     on_done: Callable[[Any, float, float], None] | None = None
@@ -119,7 +120,7 @@ class Group:
                 self._fail(outcome[0])
             return outcome
         finally:
-            del outcome  # breaks the cycle, as in `lead`: this frame is among the error's
+            del outcome  # breaks the cycle, as in `execute`: this frame is among the error's
 
     def _fail(self, error: BaseException) -> None:
         """Reports by the pulse that this rank has failed: others may wait for it inside the command."""

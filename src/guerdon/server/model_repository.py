@@ -30,7 +30,7 @@ from guerdon.errors import (
     TooLarge,
     Unsupported,
 )
-from guerdon.server.batching.halving import Group
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Limits
@@ -64,7 +64,7 @@ class Repository:
         self,
         catalog: Catalog,
         loop: Loop,
-        group: Group,
+        group: Executor,
         root: str | None,
         limits: Callable[[ModelConfig, Served], Limits],
         *,
@@ -227,7 +227,7 @@ class Repository:
         entry = self._catalog.entries[name]
         before = entry.config, entry.served
 
-        def switch(group: Group) -> None:
+        def switch(group: Executor) -> None:
             group.execute(Command(signal, name))
             if served is not None:
                 self._loop.change(name, self._limits(config, served))

@@ -14,7 +14,7 @@ from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
 from guerdon.server import reading, sums, tracing, triton
 from guerdon.server.auth import Access
-from guerdon.server.batching.halving import Group
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Job, Limits, Scheduler
 from guerdon.server.catalog import Catalog, Served, batch_limits
@@ -36,7 +36,7 @@ class Service:
 
     def __init__(
         self,
-        group: Group,
+        group: Executor,
         models: ListLike[tuple[ModelConfig, Served]],
         config: ServerConfig,
         limits: dict[str, Limits] | None = None,

@@ -17,7 +17,7 @@ from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.server.batching.halving import Group
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.scheduler import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
@@ -220,7 +220,7 @@ class CriticServerTrainer:
 class _Operations(Critic):
     """The operations of a critic that its user saves."""
 
-    def save(self, asked: ControlRequest, group: Group) -> None:
+    def save(self, asked: ControlRequest, group: Executor) -> None:
         """Has the user's callback save; raises ServerFault where the weights are in a state that nobody knows."""
         self._check_sound()
         group.execute(Command(Signal.SAVE, self.name))

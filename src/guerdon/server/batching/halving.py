@@ -32,7 +32,7 @@ _DEAD = re.compile(
 """Matches the start of an error after which CUDA refuses every call; also of other ranks and of trains."""
 
 
-class Group(Protocol):
+class Executor(Protocol):
     """Executes one command on every rank and returns rank 0's result."""
 
     def execute(self, command: Command) -> Any: ...
@@ -41,7 +41,7 @@ class Group(Protocol):
 class Halving:
     """Scores one failed batch of a model; `num_out_of_memory` counts the forwards that ran out of memory."""
 
-    def __init__(self, group: Group, model: str) -> None:
+    def __init__(self, group: Executor, model: str) -> None:
         self.num_out_of_memory = 0
         self._group = group
         self._model = model

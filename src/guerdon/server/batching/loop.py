@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
 from guerdon.server.batching.budget import Budgets
-from guerdon.server.batching.halving import Group, Halving, check_count
+from guerdon.server.batching.halving import Executor, Halving, check_count
 from guerdon.server.batching.orders import Order, Reservation
 from guerdon.server.batching.recheck import Recheck
 from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
@@ -39,7 +39,7 @@ class Loop:
 
     def __init__(
         self,
-        group: Group,
+        group: Executor,
         schedulers: dict[str, Scheduler],
         deliver: Callable[[list[Job]], None],
         metrics: Metrics,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from guerdon.errors import GuerdonError, RanksLost, ServerFault
 from guerdon.server import tracing
-from guerdon.server.batching.halving import Group, check_device
+from guerdon.server.batching.halving import Executor, check_device
 from guerdon.server.batching.room import Room
 from guerdon.server.logs import failure
 
@@ -35,12 +35,12 @@ class Order:
 
     def __init__(
         self,
-        run: Callable[[Group], Any],
+        run: Callable[[Executor], Any],
         *,
         client: str = "",
         num_sequences: int = 0,
         num_tokens: int = 0,
-        then: Callable[[Group], None] | None = None,
+        then: Callable[[Executor], None] | None = None,
         name: str = "",
     ) -> None:
         self.client = client
@@ -50,10 +50,10 @@ class Order:
         self.outcome: Future[Any] = Future()
         self.outcome.set_running_or_notify_cancel()  # what was accepted is done even if the client disconnects
         self.traced = tracing.part()
-        self._run: Callable[[Group], Any] | None = run
+        self._run: Callable[[Executor], Any] | None = run
         self._then = then
 
-    def execute(self, group: Group) -> None:
+    def execute(self, group: Executor) -> None:
         """Runs it; whatever it raises goes into the outcome. Raises as `check_device`, and then nothing follows."""
         run, then, self._run, self._then = self._run, self._then, None, None  # frees what they hold
         assert run is not None

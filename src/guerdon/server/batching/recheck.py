@@ -11,7 +11,7 @@ import numpy as np
 
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
-from guerdon.server.batching.halving import Group
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.scheduler import Batch
 from guerdon.server.logs import failure
 from guerdon.server.metrics import Metrics
@@ -38,7 +38,7 @@ class Recheck:
         self._random = random.Random(0)  # every n-th could coincide with a prompt's responses
         self._warned: dict[str, float] = {}
 
-    def after(self, model: str, batch: Batch, scored: Scored, group: Group) -> None:
+    def after(self, model: str, batch: Batch, scored: Scored, group: Executor) -> None:
         """Checks a batch that was answered; the weights must still be the same."""
         share = self._shares.get(model, 0.0)
         if not share:

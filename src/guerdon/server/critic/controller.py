@@ -40,7 +40,7 @@ from guerdon.errors import (
     StorageFailed,
     TrainFailed,
 )
-from guerdon.server.batching.halving import Group
+from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order, Reservation, log_unsuccessful
 from guerdon.server.critic import train_checks
@@ -117,7 +117,7 @@ class Critic:
         """A new error if the state of the weights is unknown, so that nothing can be asked any more; else None."""
         return ServerFault(self._fault) if self._fault else None
 
-    def restore(self, group: Group) -> None:
+    def restore(self, group: Executor) -> None:
         """Brings a durable critic to its state before it stopped or was killed."""
         self.store.restore(group.execute)
         self._look_for_fault()
@@ -251,7 +251,7 @@ class Critic:
 
     # -------------------------------------------------------------------------- on the loop's thread: one order
 
-    def _train(self, request: TrainRequest, digest: str, group: Group) -> TrainReport:
+    def _train(self, request: TrainRequest, digest: str, group: Executor) -> TrainReport:
         counted = ServerFault.__name__
         try:
             if (known := self.store.outcome(request.id)) is not None:
@@ -284,14 +284,14 @@ class Critic:
         finally:
             self.metrics.add("guerdon_train_requests", 1, self.name, counted)
 
-    def _validate(self, request: TrainRequest, group: Group) -> TrainReport:
+    def _validate(self, request: TrainRequest, group: Executor) -> TrainReport:
         self._check_present("validate")
         report = group.execute(Command(Signal.VALIDATE, self.name, train=request))
         assert isinstance(report, TrainReport)
         return report
 
-    def _work(self, operation: Operation, request: ControlRequest) -> Callable[[Group], OperationResult]:
-        works: dict[Operation, Callable[[ControlRequest, Group], OperationResult]] = {
+    def _work(self, operation: Operation, request: ControlRequest) -> Callable[[Executor], OperationResult]:
+        works: dict[Operation, Callable[[ControlRequest, Executor], OperationResult]] = {
             Operation.SAVE: self.save,
             Operation.LOAD: self._load,
             Operation.OFFLOAD: self._offload,
@@ -300,7 +300,7 @@ class Critic:
         }
         return functools.partial(works[operation], request)
 
-    def save(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
+    def save(self, asked: ControlRequest, group: Executor) -> CheckpointInfo | None:
         """Saves a checkpoint with the metrics of the last train request and those that are given."""
         self._check_sound()
         train_checks.check_metrics(asked.metrics)
@@ -312,7 +312,7 @@ class Critic:
         self._show()
         return info
 
-    def _save_if_due(self, group: Group) -> None:
+    def _save_if_due(self, group: Executor) -> None:
         """Saves, after a train request was answered, if `save_every` of them came since the last checkpoint."""
         if self._save_every is None or self.store.num_unsaved < self._save_every or self._fault:
             return
@@ -321,7 +321,7 @@ class Critic:
         except StorageFailed as e:
             log.error("%s; it is tried again after the next train request", e)
 
-    def _load(self, asked: ControlRequest, group: Group) -> CheckpointInfo | None:
+    def _load(self, asked: ControlRequest, group: Executor) -> CheckpointInfo | None:
         self._check_present("load")
         source = self.store.checkpoint(asked.checkpoint)
         position = self.store.accept(source.info.name)
@@ -338,13 +338,13 @@ class Critic:
             log.warning("%s; until one is, a restart goes back to %s by the journal", e, source.info.name)
             return source.info
 
-    def _offload(self, asked: ControlRequest, group: Group) -> None:
+    def _offload(self, asked: ControlRequest, group: Executor) -> None:
         self._check_sound()
         self._is_offloaded = True  # already now: a failure half way leaves only a part on the device
         self._show()
         group.execute(Command(Signal.OFFLOAD, self.name))
 
-    def _onload(self, asked: ControlRequest, group: Group) -> None:
+    def _onload(self, asked: ControlRequest, group: Executor) -> None:
         self._check_sound()
         group.execute(Command(Signal.ONLOAD, self.name))
         self._is_offloaded = False
