@@ -252,7 +252,7 @@ async def test_what_cannot_take_the_place_leaves_it_as_it_was(
             assert "serves on as before" in str(told.value) or "folder" in str(told.value), what
             assert version(service) == old and status.is_ready(service, "reward_model")
             assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5), what
-        assert not service._loop._group._worker._beside  # type: ignore[attr-defined]
+        assert not service._loop._group._beside  # type: ignore[attr-defined]
         with pytest.raises(UnknownModel):
             await service.repository.load("../reward_model", None)
 
