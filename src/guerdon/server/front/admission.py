@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from guerdon.core import ModelInfo, ScoreReply
@@ -19,10 +19,11 @@ from guerdon.server import tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.reading import off_loop
+from guerdon.server.reading import INLINE_BYTES, off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
+from guerdon.wire.tensors import InferRequest
 
 ReplyT = TypeVar("ReplyT", covariant=True)
 
@@ -31,10 +32,14 @@ RETRY_AFTER_S = 1.0
 _NUMBER_BYTES = 4
 
 
+Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
+"""Returns the tensors, None without any, and what is asked of the model, None for nothing."""
+
+
 class Exchange(Protocol[ReplyT]):
     """One request and its reply in the terms of a protocol and a transport.
 
-    `num_bytes` is the size of what `decode` has to work on, once it is read.
+    `num_bytes` is the size of what its decoder has to work on, once it is read.
     """
 
     caller: Caller
@@ -44,8 +49,8 @@ class Exchange(Protocol[ReplyT]):
         """Reads the request within the visit's room, and finds the model that it asks for."""
         ...
 
-    def decode(self, info: ModelInfo | OperationInfo) -> Any:
-        """Returns what is asked of the model, None for nothing; from then on holds no bytes of the request."""
+    def take_decoder(self) -> Decoder:
+        """Returns the function that decodes what was read, and lets go of the bytes."""
         ...
 
     async def encode(self, answer: Any, info: ModelInfo | OperationInfo) -> ReplyT:
@@ -135,6 +140,8 @@ class Visit(Place):
         super().__init__(admission.gate, caller.name)
         self.label = UNKNOWN
         """The model that the request is counted under."""
+        self.tensors: InferRequest | None = None
+        """The decoded tensors, which say how to encode the reply."""
         self._service = admission.service
         self._names = admission.names
         self._caller = caller
@@ -151,9 +158,14 @@ class Visit(Place):
         """
         info = await exchange.read(self)
         self._is_read = True
+        decode = exchange.take_decoder()
         if isinstance(info, OperationInfo):
-            return info, UnreadRequest(exchange, info, self)
-        return info, await off_loop(functools.partial(exchange.decode, info), exchange.num_bytes)
+            return info, UnreadRequest(decode, exchange.num_bytes, info, self)
+        if exchange.num_bytes <= INLINE_BYTES:
+            self.tensors, request = decode(info)
+        else:
+            self.tensors, request = await asyncio.to_thread(decode, info)
+        return info, request
 
     def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
         """Returns the coroutine that answers the request."""
@@ -242,13 +254,21 @@ class Visit(Place):
 class UnreadRequest:
     """A request to a critic whose bytes are all there, and not decoded yet."""
 
-    def __init__(self, exchange: Exchange[Any], info: OperationInfo, visit: Visit) -> None:
-        self._exchange, self._info, self._visit = exchange, info, visit
+    def __init__(self, decode: Decoder, num_bytes: int, info: OperationInfo, visit: Visit) -> None:
+        self._decode: Decoder | None = decode
+        self._num_bytes = num_bytes
+        self._info = info
+        self._visit = visit
 
     async def read(self) -> Any:
         """Decodes it, once; raises InvalidRequest."""
-        exchange = self._exchange
-        return await off_loop(functools.partial(exchange.decode, self._info), exchange.num_bytes)
+        decode, self._decode = self._decode, None
+        assert decode is not None
+        tensors, request = await off_loop(functools.partial(decode, self._info), self._num_bytes)
+        if tensors is not None:
+            tensors.inputs = {}  # it may wait for long: `request` alone holds the arrays
+        self._visit.tensors = tensors
+        return request
 
     def release(self) -> None:
         """Gives its bytes back: it only waits for another request's answer."""

@@ -26,7 +26,7 @@ from guerdon.errors import (
 )
 from guerdon.server import status, tracing
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller, read_pems, tls_context
-from guerdon.server.front.admission import Admission, Visit
+from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
 from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
@@ -37,6 +37,7 @@ from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve, kserve_grpc, signature
 from guerdon.wire.forms import triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
+from guerdon.wire.tensors import InferRequest
 
 logger = logging.getLogger("guerdon.grpc")
 
@@ -171,16 +172,19 @@ class _InferExchange:
         self._remaining_s = self._context.time_remaining()
         return visit.find(self._message.model_name, self._message.model_version)
 
-    def decode(self, info: ModelInfo | OperationInfo) -> ServedRequest:
-        """Returns what the tensors ask; the call's deadline bounds it."""
+    def take_decoder(self) -> Decoder:
+        """Returns a function that decodes the message; the call's deadline bounds what it asks."""
         message, self._message = self._message, None
-        self._tensors = kserve_grpc.decode(message)
-        asked = kserve.to_request(self._tensors, info)
-        if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
-            self._tensors.inputs = {}
+        return functools.partial(self._decode, message)
+
+    def _decode(
+        self, message: pb.ModelInferRequest, info: ModelInfo | OperationInfo
+    ) -> tuple[InferRequest, ServedRequest]:
+        tensors = kserve_grpc.decode(message)
+        asked = kserve.to_request(tensors, info)
         if self._remaining_s is not None:
             asked.timeout_s = min(asked.timeout_s or math.inf, max(self._remaining_s, 1e-3))
-        return asked
+        return tensors, asked
 
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
         """Returns the message; its bytes stay counted until `release`."""
@@ -196,7 +200,8 @@ class _InferExchange:
         self._visit.release()
 
     def _write(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
-        return kserve_grpc.encode(kserve.to_reply(answer, self._tensors, info))
+        assert self._visit.tensors is not None
+        return kserve_grpc.encode(kserve.to_reply(answer, self._visit.tensors, info))
 
 
 Method = Callable[[_Call], Awaitable[Any]]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply
 from guerdon.critic_core import OperationInfo
-from guerdon.server.front.admission import Admission, Visit
+from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply, score_headers, version_header
 from guerdon.server.reading import off_loop
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies, kserve
 from guerdon.wire.forms.form import Form, FormRequest
-from guerdon.wire.kserve import ServedReply, ServedRequest
+from guerdon.wire.kserve import ServedReply
 
 _BINARY = (b"content-type", b"application/octet-stream")
 
@@ -43,18 +43,16 @@ class KServeExchange:
         request.cancel_on_disconnect()
         return info
 
-    def decode(self, info: ModelInfo | OperationInfo) -> ServedRequest:
-        """Returns what the tensors ask."""
+    def take_decoder(self) -> Decoder:
+        """Returns the codec's function on the body."""
         body, self._body = self._body, b""
-        self._tensors, asked = kserve.read(body, self._request.json_length, info)
-        if isinstance(info, OperationInfo):  # whose request may wait for long: it holds the arrays alone
-            self._tensors.inputs = {}
-        return asked
+        return functools.partial(kserve.read, body, self._request.json_length)
 
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
         table_bytes = self._visit.hold_answer(answer, info)
-        write = functools.partial(kserve.write, answer, self._tensors, info)
+        assert self._visit.tensors is not None
+        write = functools.partial(kserve.write, answer, self._visit.tensors, info)
         payload, json_length = await off_loop(write, max(self.num_bytes, table_bytes))
         headers: Headers = []
         if isinstance(answer, ScoreReply):
@@ -101,9 +99,9 @@ class FormExchange:
         request.cancel_on_disconnect()
         return info
 
-    def decode(self, info: ModelInfo | OperationInfo) -> ScoreRequest | None:
-        """Returns the samples, None if there are none."""
-        return self._asked.request
+    def take_decoder(self) -> Decoder:
+        """Returns a function that gives the samples, None if there are none."""
+        return lambda _: (None, self._asked.request)
 
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns the form's answer as JSON."""

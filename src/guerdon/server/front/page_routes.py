@@ -16,13 +16,13 @@ from typing import Any
 
 import orjson
 
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.front.admission import Admission, Exchange, Visit
+from guerdon.server.front.admission import Admission, Decoder, Exchange, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
 from guerdon.server.page import snapshot, trying
 from guerdon.server.page.extremes import Kept
@@ -217,8 +217,8 @@ class _TrialExchange:
         self._request.cancel_on_disconnect()
         return visit.find_scorer(trial.model)
 
-    def decode(self, info: ModelInfo | OperationInfo) -> ScoreRequest:
-        return self._trial.request
+    def take_decoder(self) -> Decoder:
+        return lambda _: (None, self._trial.request)
 
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         assert isinstance(info, ModelInfo)
