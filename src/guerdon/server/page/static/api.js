@@ -1,8 +1,8 @@
-/** What the page asks the server, and which of the page's states an answer or its absence means. */
+/** The page's requests to the server, and their failures. */
 
 const PATIENCE_MS = 8000;
 
-/** What went wrong: `kind` is one of unreachable, unauthorised, forbidden, refused. */
+/** A failed request; `kind` is unreachable, unauthorised, forbidden or refused. */
 export class Failure extends Error {
   constructor(kind, message, status = 0) {
     super(message);
@@ -11,7 +11,7 @@ export class Failure extends Error {
   }
 }
 
-/** Beside this module, so that the page works behind a proxy that puts a prefix before its paths. */
+/** Returns a URL relative to this module, so that the page works behind a proxy that adds a prefix. */
 function beside(name, query = {}) {
   const url = new URL(name, import.meta.url);
   url.search = new URLSearchParams(query);
@@ -27,7 +27,7 @@ async function ask(path, options = {}, patienceMs = PATIENCE_MS) {
     throw new Failure("unreachable", late ? `no answer within ${patienceMs / 1000} s` : "no connection to the server");
   }
   const told = await response.json().catch((error) => {
-    // The head came, and the rest did not: a slow link, not a refusal.
+    // The headers came without the whole body: a slow link, not a refusal.
     if (error.name === "TimeoutError" || error.name === "TypeError") throw new Failure("unreachable", `no whole answer within ${patienceMs / 1000} s`);
     return null;
   });
@@ -37,17 +37,17 @@ async function ask(path, options = {}, patienceMs = PATIENCE_MS) {
   throw new Failure(kind, why, response.status);
 }
 
-/** All that the page shows of the last `windowS` seconds, beside the reference; series and rewards of one model, or all. */
+/** Fetches the snapshot of the last `windowS` seconds and the reference, with series and rewards of one model or all. */
 export function snapshot(windowS, reference, model = null) {
   return ask(beside("snapshot", { window: windowS, reference, ...(model === null ? {} : { model }) }));
 }
 
-/** The best and the worst samples of that time. */
+/** Fetches the best and worst samples of the window. */
 export function samples(model, windowS) {
   return ask(beside("samples", { model, window: windowS }));
 }
 
-/** Scores the responses; a model may take its time. */
+/** Scores the responses; the timeout is long because a model may be slow. */
 export function tryOut(request) {
   const headers = { "content-type": "application/json" };
   return ask(beside("try"), { method: "POST", headers, body: JSON.stringify(request) }, 120_000);

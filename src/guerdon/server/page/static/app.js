@@ -1,4 +1,4 @@
-/** The page: asks for a snapshot every few seconds, and has each section show its part of it. */
+/** The page: polls a snapshot every few seconds, and lets each section show its part. */
 
 import { Failure, snapshot as ask } from "./api.js";
 import * as critic from "./critic.js";
@@ -17,13 +17,13 @@ const PAUSE_S = 2;
 const LONGEST_PAUSE_S = 10;
 /** After this time without an answer the page shows "No answer" instead of "Ready". */
 const STALE_S = 6;
-/** And for so long, that the server has stopped. */
+/** After this time it says that the server has stopped. */
 const STOPPED_S = 30;
 
 const shown = {
   model: null, windowS: 900, reference: "previous", snapshot: null, answered: null, asked: null, failure: null, fault: null, version: null,
 };
-/** Models that the server would not tell of alone: a name from the address that it does not serve, for one. */
+/** Models that the server refused to send a snapshot of, such as an unknown name in the URL. */
 const refused = new Set();
 let timer = 0;
 let round = 0;
@@ -46,7 +46,7 @@ async function refresh() {
     if (mine !== round) return;
     if (failure instanceof Failure) shown.failure = failure;
     else {
-      shown.fault = failure; // the page's own, or it is older than the server: the next answer may be drawn again
+      shown.fault = failure; // a bug, or the page is older than the server; the next answer may succeed
       reportError(failure);
     }
   } finally {
@@ -57,7 +57,7 @@ async function refresh() {
   }
 }
 
-/** The snapshot with the series of the chosen model alone; of all where the server does not know that one. */
+/** Fetches the snapshot of the chosen model, or of all models if the server does not know it. */
 async function fetched() {
   const { windowS, reference, model } = shown;
   if (model === null || refused.has(model)) return ask(windowS, reference);
@@ -93,7 +93,7 @@ function draw() {
   byId("main").removeAttribute("aria-busy");
 }
 
-/** Puts the names into the menu, and keeps the chosen one for as long as it is served. */
+/** Fills the menu, and keeps the chosen model while it is served. */
 function chooseModels(served) {
   const names = served.map((m) => m.name);
   if (!names.includes(shown.model)) shown.model = names[0];
@@ -105,7 +105,7 @@ function chooseModels(served) {
   menu.value = shown.model;
 }
 
-/** Which reference the rewards are compared with. */
+/** Shows the menu of references. */
 function compare() {
   const place = byId("compare");
   const options = [["previous", "the time before"], ["start", "the server's start"]];
@@ -129,12 +129,12 @@ function choose(change) {
   const { model, windowS, reference } = shown;
   const query = new URLSearchParams({ ...(model ? { model } : {}), window: windowS, reference });
   history.replaceState(null, "", `?${query}${location.hash}`);
-  // What is there of another model, window or reference is not what the menus say now.
+  // The page still shows the previous model, window or reference.
   byId("main").setAttribute("aria-busy", "true");
   refresh();
 }
 
-/** What the page says of answers that did not come. */
+/** Shows whether the server answers, in the notice, the bar and the title. */
 function tell() {
   const { failure, fault, answered, asked, snapshot: told, version } = shown;
   const silent = asked === null ? 0 : (Date.now() - asked) / 1000;

@@ -1,16 +1,16 @@
-/** The frame that every chart stands in: its size, its axes, and the read-out under the pointer or the arrow keys. */
+/** The base of every chart: size, axes, and the read-out under the pointer or by the arrow keys. */
 
 import { el, putText, svg } from "./dom.js";
 
 const GAP = 14;
 
 /**
- * A chart in `host`, drawn again whenever its data or its size changes. Kinds of charts give it
- *   layout()        scales, from this.data and the plot's edges
- *   marks()         SVG elements, over the axes
- *   pick(x, y)      what is at that pixel: an integer, or null
- *   keys()          how many such there are, for the arrow keys
- *   told(key)       { x, y, title, rows: [[class, name, value]] } of one of them
+ * A chart in `host`, redrawn whenever its data or size changes. Subclasses define
+ *   layout()        sets scales from this.data and the plot's edges
+ *   marks()         SVG elements above the axes
+ *   pick(x, y)      the item at that pixel: an integer, or null
+ *   keys()          the number of items, for the arrow keys
+ *   told(key)       { x, y, title, rows: [[class, name, value]] } of one item
  */
 export class Chart {
   constructor(host, { label, height = 168, margin = {}, describe = () => "" }) {
@@ -34,13 +34,13 @@ export class Chart {
     new ResizeObserver(() => this.render()).observe(host);
   }
 
-  /** Draws other data. */
+  /** Draws new data. */
   update(data) {
     this.data = data;
     this.render();
   }
 
-  /** The plot's edges in pixels. */
+  /** Returns the plot's edges in pixels. */
   get box() {
     const { top, right, bottom, left } = this.margin;
     return { left, top, right: Math.max(this.width - right, left + 1), bottom: this.height - bottom };
@@ -62,7 +62,7 @@ export class Chart {
     return [];
   }
 
-  /** Horizontal lines with their numbers at the left. */
+  /** Returns horizontal lines with their numbers at the left. */
   yAxis(scale, at, format) {
     const { left, right } = this.box;
     return at.map((value) => {
@@ -73,7 +73,7 @@ export class Chart {
     });
   }
 
-  /** Numbers under the plot; those that would stand out of it are moved in. */
+  /** Returns the numbers under the plot; those that would overflow are moved inside. */
   xAxis(scale, at, format) {
     const { left, right, bottom } = this.box;
     return at.map((value) => {
@@ -102,7 +102,7 @@ export class Chart {
     putText(this.said, [title, ...rows.map(([, name, value]) => `${name} ${value}`)].join(", "));
   }
 
-  /** Shows the read-out of that key, or none. */
+  /** Shows the read-out of `key`; null hides it. */
   show(key) {
     this.key = key;
     const told = key === null || !this.data ? null : this.told(key);
@@ -120,14 +120,14 @@ export class Chart {
     this.readout.style.top = `${this.margin.top}px`;
   }
 
-  /** What marks the place that the read-out tells of. */
+  /** Returns the marks at the place of the read-out. */
   pointed({ x }) {
     const { top, bottom } = this.box;
     return [svg("line", { class: "crosshair", x1: x, x2: x, y1: top, y2: bottom })];
   }
 }
 
-/** An SVG path through the points `[x, y]`; where y is null it is broken, and a lone point is a dot. */
+/** Returns an SVG path through the points `[x, y]`; a null y breaks it, and a lone point is a dot. */
 export function linePath(points) {
   let path = "";
   let isOpen = false;
@@ -143,7 +143,7 @@ export function linePath(points) {
   return path;
 }
 
-/** An SVG path of the area between the points and the line at `base`. */
+/** Returns an SVG path of the area between the points and the line at `base`. */
 export function areaPath(points, base) {
   let path = "";
   let from = null;

@@ -1,4 +1,4 @@
-/** The section of a critic: how it learns, by its steps, and what of it is on the disk. */
+/** The critic's section: its training by step, and its checkpoints. */
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, number, plural } from "./format.js";
@@ -15,7 +15,7 @@ const PANELS = [
 ];
 let panels, checkpoints;
 
-/** The cards, empty. */
+/** Creates the empty cards. */
 export function make() {
   panels = PANELS.map(([key, title, fromZero]) => {
     const made = card({ title, unit: "by step" });
@@ -29,7 +29,7 @@ export function make() {
   byId("critic-grid").replaceChildren(...panels.map((panel) => panel.card.node), checkpoints.node);
 }
 
-/** The snapshot's critic, or none. */
+/** Shows the snapshot's critic; hides the section if there is none. */
 export function show({ critic }) {
   byId("critic").hidden = critic === null;
   document.querySelector('nav a[href="#critic"]').hidden = critic === null;
@@ -58,7 +58,7 @@ export function show({ critic }) {
     el("li", {}, el("b", {}, row.name), el("p", { class: "facts" }, told(row)), el("p", { class: "facts code" }, row.weights_version)))));
 }
 
-/** What tells checkpoints apart; the other measures of that step are in the charts. */
+/** Returns the metrics that tell checkpoints apart; the charts have the others of that step. */
 function told({ metrics }) {
   const shown = Object.entries(metrics).filter(([key]) => !["clip_fraction", "grad_norm", "learning_rate"].includes(key));
   return shown.map(([key, value]) => `${key.replaceAll("_", " ")} ${number(value)}`).join(" · ") || "no metrics";

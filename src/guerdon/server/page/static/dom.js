@@ -1,4 +1,4 @@
-/** Elements made from data: every text goes in as text, so that nothing a client sent is ever read as markup. */
+/** Creates elements; texts become text nodes, so a client's data is never parsed as markup (XSS). */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -12,22 +12,22 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** An HTML element; attributes that are null or false are left out, `on...` are listeners. */
+/** Creates an HTML element; null and false attributes are omitted, `on...` are listeners. */
 export function el(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
 
-/** An SVG element, likewise. */
+/** Creates an SVG element in the same way. */
 export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
-/** The element of the page's own markup with that id. */
+/** Returns the element with that id. */
 export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Puts the children in, and leaves the element alone where it already says the same: live regions stay quiet. */
+/** Replaces the text if it differs; an unchanged live region must not be announced again. */
 export function putText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

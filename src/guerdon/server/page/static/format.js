@@ -1,8 +1,8 @@
-/** Numbers, spans of time and moments as a person reads them. Whatever is not a number is a dash. */
+/** Formats numbers, durations and times for people; whatever is not a number becomes a dash. */
 
 export const NOTHING = "–";
 
-/** Whether there is a number. */
+/** Whether `x` is a finite number. */
 export function isNumber(x) {
   return typeof x === "number" && Number.isFinite(x);
 }
@@ -11,7 +11,7 @@ function signed(text) {
   return text.replace("-", "\u2212");
 }
 
-/** At most three significant digits, with k, M, G: 0.12, 3.4, 120, 1.2k. */
+/** Formats at most three significant digits, with k, M, G: 0.12, 3.4, 120, 1.2k. */
 export function number(x) {
   if (!isNumber(x)) return NOTHING;
   const size = Math.abs(x);
@@ -27,22 +27,22 @@ function trimmed(text) {
   return text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text;
 }
 
-/** A whole number with thin spaces between the thousands. */
+/** Formats a whole number with thin spaces between the thousands. */
 export function count(n) {
   return isNumber(n) ? String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, "\u202f") : NOTHING;
 }
 
-/** A reward: always the same number of digits after the point, so that they line up. */
+/** Formats a reward with a fixed number of decimals, so that rewards line up. */
 export function reward(x, digits = 2) {
   return isNumber(x) ? signed(x.toFixed(digits)) : NOTHING;
 }
 
-/** A difference, with its sign. */
+/** Formats a difference with its sign. */
 export function difference(x) {
   return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(1) : NOTHING;
 }
 
-/** A share of one, in per cent. */
+/** Formats a share of one as a percentage. */
 export function percent(x) {
   if (!isNumber(x)) return NOTHING;
   const p = x * 100;
@@ -50,7 +50,7 @@ export function percent(x) {
   return `${signed(p.toFixed(p > 0 && p < 10 ? 1 : 0))}%`;
 }
 
-/** A latency: 850 µs, 12 ms, 1.3 s. */
+/** Formats a latency: 850 µs, 12 ms, 1.3 s. */
 export function latency(s) {
   if (!isNumber(s)) return NOTHING;
   if (s === 0) return "0\u00a0ms";
@@ -59,7 +59,7 @@ export function latency(s) {
   return `${number(s)}\u00a0s`;
 }
 
-/** A span of time in its two largest units: 45 s, 3 min 10 s, 2 h 5 min, 4 d 3 h. */
+/** Formats a duration in its two largest units: 45 s, 3 min 10 s, 2 h 5 min, 4 d 3 h. */
 export function span(s) {
   if (!isNumber(s)) return NOTHING;
   const whole = Math.max(0, Math.round(s));
@@ -73,20 +73,20 @@ export function span(s) {
 
 const pad = (n) => String(n).padStart(2, "0");
 
-/** The time of day, of seconds since 1970; with seconds where asked for. */
+/** Formats Unix time as the time of day, with seconds if asked for. */
 export function clock(t, seconds = true) {
   if (!isNumber(t)) return NOTHING;
   const at = new Date(t * 1000);
   return `${pad(at.getHours())}:${pad(at.getMinutes())}${seconds ? `:${pad(at.getSeconds())}` : ""}`;
 }
 
-/** A window as its menu calls it. */
+/** Names a window like the menu. */
 export function windowName(s) {
   if (s % 3600 === 0) return s === 3600 ? "hour" : `${s / 3600} hours`;
   return `${Math.round(s / 60)} minutes`;
 }
 
-/** The word with its number: one sequence, two sequences. */
+/** Formats a count with its noun: 1 sequence, 2 sequences. */
 export function plural(n, word) {
   return `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 }

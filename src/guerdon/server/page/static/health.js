@@ -1,4 +1,4 @@
-/** What in a snapshot a person should look at: pure, from the numbers alone, each finding with where to look. */
+/** Finds what a person should look at in a snapshot; pure. */
 
 import { count, difference, isNumber, latency, number, percent, plural, span } from "./format.js";
 
@@ -7,32 +7,32 @@ const FAILING = 0.01;
 const FAILING_BADLY = 0.1;
 /** Share of the window's sequences without a score. */
 const LOSING = 0.001;
-/** Seconds that it takes to compute what waits. */
+/** Seconds of work in the queue. */
 const LONG_WAIT_S = 30;
 /** Seconds within which half of the requests should be answered. */
 const SLOW_S = 10;
-/** The same where requests wait WAITING times as long as they are computed. */
+/** The same if requests wait WAITING times as long as they compute. */
 const SLOW_IN_QUEUE_S = 2;
 const WAITING = 10;
 /** Share of the request time-out within which 99% should be answered. */
 const NEAR_TIMEOUT = 0.5;
-/** So many rewards at least, or distributions are not compared. */
+/** Distributions with fewer rewards are not compared. */
 const ENOUGH = 50;
-/** A difference of means in the reference's standard deviations, and one of the distribution functions. */
+/** The largest normal difference of means, in the reference's standard deviations, and KS distance. */
 const SHIFTED = 0.3;
 const KS_APART = 0.12;
-/** Kolmogorov's: by so many times sqrt(1/n + 1/m), two samples of one distribution differ once in a hundred times. */
+/** Kolmogorov-Smirnov: samples of one distribution exceed this times sqrt(1/n + 1/m) once in a hundred times. */
 const BY_CHANCE = 1.63;
-/** A standard deviation as a share of the reference's. */
+/** Standard deviation as a share of the reference's. */
 const NARROWED = 0.3;
-/** A rank correlation of length and reward. */
+/** Rank correlation of length and reward. */
 const CORRELATED = 0.4;
-/** So many different pairs of length and reward at least, or they are not correlated. */
+/** With fewer different pairs of length and reward, no correlation is shown. */
 const ENOUGH_DIFFERENT = 20;
-/** By so many times 1/sqrt(n - 1), the rank correlation of independent numbers differs from 0 once in a hundred times. */
+/** The rank correlation of independent numbers exceeds this times 1/sqrt(n - 1) once in a hundred times. */
 const CORRELATED_BY_CHANCE = 2.58;
 
-/** So long a server keeps rewards, but for those of its start. */
+/** Retention of rewards on the server, except those of its start. */
 const KEPT_S = 86_400;
 
 /** Returns why the window has no reference; `reference` is the chosen one, `server` the server's state. */
@@ -45,8 +45,8 @@ export function absence(reference, windowS, { now, started }) {
 }
 
 /**
- * The word for how the window's rewards differ from the reference's: level none, same or apart, and why; `absent` is
- * said where there is no reference.
+ * Returns how the window's rewards differ from the reference's: level none, same or apart, and why; `absent` is the text
+ * if there is no reference.
  */
 export function driftOf(drift, absent = "Nothing to compare with yet") {
   const { ks, shift, window: now, reference } = drift ?? {};
@@ -54,7 +54,7 @@ export function driftOf(drift, absent = "Nothing to compare with yet") {
   const least = Math.min(now.count, reference.count);
   if (least < ENOUGH) return { level: "none", text: `Too few rewards to compare (${count(least)} of ${ENOUGH})` };
   const noise = Math.sqrt(1 / now.count + 1 / reference.count);
-  // Means are of all rewards, distributions of those that were drawn.
+  // Means use all rewards, distributions the sampled ones.
   const noiseOfDrawn = Math.sqrt(1 / (now.num_drawn ?? now.count) + 1 / (reference.num_drawn ?? reference.count));
   const moved = isNumber(shift) && Math.abs(shift) > Math.max(SHIFTED, 3 * noise);
   const narrowed = now.std < NARROWED * reference.std;
@@ -69,7 +69,7 @@ export function driftOf(drift, absent = "Nothing to compare with yet") {
   return { level: "same", text: `Same as the reference: ${figures}` };
 }
 
-/** What length tells of the reward: level none, fine or high, and why. */
+/** Returns how length correlates with the reward: level none, fine or high, and why. */
 export function lengthOf(length) {
   const { spearman, pearson, count: n, num_distinct: different } = length ?? {};
   if (!n) return { level: "none", text: "No correlation yet" };
@@ -88,18 +88,18 @@ function signedNumber(x) {
   return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(2) : "–";
 }
 
-/** Numbers of a series times its step: what there was of it in the window. */
+/** Returns the window's total of a series of rates. */
 export function total(values, stepS) {
   return (values ?? []).reduce((sum, v) => sum + (isNumber(v) ? v * stepS : 0), 0);
 }
 
-/** The latest number of a series; null: there is none. */
+/** Returns the latest number of a series, null if there is none. */
 export function last(values) {
   return (values ?? []).findLast(isNumber) ?? null;
 }
 
 /**
- * Findings of the model's snapshot, the worst first: { level: bad or warn, text, detail, href }. None: nothing stands out.
+ * Returns the findings about the model, worst first: { level: bad or warn, text, detail, href }.
  */
 export function findings(snapshot, name) {
   const found = [...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofLatency(snapshot, name), ...ofRewards(snapshot, name)];
@@ -107,7 +107,7 @@ export function findings(snapshot, name) {
   return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
 }
 
-/** Whether there are rewards of that model: a critic alone has values and no rewards. */
+/** Whether the model gives rewards; a critic without a reward model does not. */
 export function givesRewards({ models }, name) {
   return models.find((m) => m.name === name)?.outputs.includes("rewards") ?? false;
 }
@@ -117,7 +117,7 @@ export function isTrained({ critic, server }, windowS) {
   return critic?.reports.time.some((t) => t >= server.now - windowS) ?? false;
 }
 
-/** What was looked at and found in order, as [name, figure]; only of what there is something to tell. */
+/** Returns the checks that passed, as [name, figure]; without those that lack data. */
 export function checks(snapshot, name) {
   const lines = snapshot.series.models[name] ?? {};
   const all = total(lines.requests_per_s, snapshot.series.step_s);
@@ -178,7 +178,7 @@ function ofTraffic({ series, totals }, name) {
   return found;
 }
 
-/** Seconds at the end of the window in which something waited and nothing was answered; one step alone does not count. */
+/** Returns for how many seconds the queue has stood still at the window's end; a single step does not count. */
 function stuckS({ queue_sequences: queue = [], sequences_per_s: answered = [] }, stepS) {
   const steps = queue.length - 1 - queue.findLastIndex((waiting, i) => !(waiting > 0) || answered[i] > 0);
   return steps > 1 ? steps * stepS : 0;
@@ -192,7 +192,7 @@ function ofLatency({ server, models, totals }, name) {
     const waiting = isNumber(wait) ? `, with a mean wait of ${latency(wait)}` : "";
     found.push({ level: "warn", text: wait > compute ? "Requests wait long" : "Requests are slow", detail: `half take over ${latency(p50)}${waiting}`, href: "#traffic" });
   }
-  // A critic's requests wait as long as a train takes.
+  // A critic's requests have no timeout, because a train may take long.
   const allowed = models.find((m) => m.name === name)?.is_critic ? null : server.request_timeout_s;
   if (isNumber(allowed) && p99 >= NEAR_TIMEOUT * allowed) {
     found.push({ level: "warn", text: "Requests are close to their timeout", detail: `1% take over ${latency(p99)}; the timeout is ${latency(allowed)}`, href: "#traffic" });

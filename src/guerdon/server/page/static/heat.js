@@ -1,4 +1,4 @@
-/** Rewards over time: a column of shades for every stretch of time, and the quantiles as lines over them. */
+/** Rewards over time: one column of shades per step of time, with the quantiles as lines. */
 
 import { Chart, linePath } from "./chart.js";
 import { svg } from "./dom.js";
@@ -7,12 +7,12 @@ import { linear, ticks, timeTicks } from "./scale.js";
 
 const QUANTILES = [["p05", "edge"], ["p95", "edge"], ["p25", "quarter"], ["p75", "quarter"], ["p50", "median"]];
 
-/** As many changes of the weights are whole lines. */
+/** With more changes of the weights, each is a short mark instead of a line. */
 const MOST_LINES = 12;
 
 /**
  * `data`: { from, to, start, step, count, mean, p05..p95, heat: { edges, counts }, swaps: [{ time, version }] }; `from` and
- * `to` are the axis's ends, `start` and `step` place the columns, `swaps` are other weights under the same name.
+ * `to` are the axis's ends, `start` and `step` place the columns, `swaps` are changes of the weights.
  */
 export class Heat extends Chart {
   layout() {
@@ -51,7 +51,7 @@ export class Heat extends Chart {
       column.forEach((n, j) => {
         if (!n) return;
         const [y0, y1] = [this.y(edges[j + 1]), this.y(edges[j])];
-        // Of the column's own peak: a quiet minute's rewards are seen as well as a busy one's. The power lifts tails.
+        // Relative to the column's own peak, so that a quiet minute is as visible as a busy one. The power lifts tails.
         const shade = 0.05 + 0.75 * (n / peak) ** 0.8;
         cells.append(svg("rect", { x: x0, width: x1 - x0, y: y0, height: Math.max(y1 - y0, 1), opacity: shade.toFixed(2) }));
       });
@@ -59,7 +59,7 @@ export class Heat extends Chart {
     return cells;
   }
 
-  /** A line where weights changed; where they do so all the time, as a critic's, a mark at the axis. */
+  /** Marks changes of the weights: by lines, or by marks at the axis if there are many, as with a critic. */
   swaps() {
     const { top, bottom } = this.box;
     const { swaps } = this.data;
@@ -106,7 +106,7 @@ export class Heat extends Chart {
   }
 }
 
-/** The part of the edges in which anything was counted, with one cell's room at both ends. */
+/** Returns the range of non-empty bins, with one bin of margin at both ends. */
 function filled({ edges, counts }) {
   let low = edges.length, high = -1;
   for (const column of counts) {

@@ -1,11 +1,11 @@
-/** The window's rewards as bars, and the reference's as an outline over them. */
+/** The window's rewards as bars, with the reference's as an outline. */
 
 import { Chart } from "./chart.js";
 import { svg } from "./dom.js";
 import { percent, reward } from "./format.js";
 import { linear, rounded, ticks } from "./scale.js";
 
-/** `data`: { edges, window, reference, means: [window's, reference's] }; counts, shown as shares of their own sum. */
+/** `data`: { edges, window, reference, means: [window's, reference's] }; counts are shown as shares of their sum. */
 export class Histogram extends Chart {
   layout() {
     const { left, right, top, bottom } = this.box;

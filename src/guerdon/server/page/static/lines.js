@@ -9,9 +9,9 @@ const charts = new Set();
 let isSharing = false;
 
 /**
- * `data`: { x: [..], from, to, series: [{ kind, name, values, area }] }, values numbers or null. Where x goes back, as a
- * critic's steps do when a checkpoint is loaded, the line is broken.
- * `overTime` charts of the page share their cursor, so that a peak in one is looked up in all.
+ * `data`: { x: [..], from, to, series: [{ kind, name, values, area }] }, values numbers or null. If x goes back, as a
+ * critic's steps do when a checkpoint is loaded, the line breaks.
+ * All `overTime` charts of the page share their cursor, so that a peak in one can be compared with the others.
  */
 export class Lines extends Chart {
   constructor(host, { format = number, overTime = true, fromZero = true, title = null, ...rest }) {
@@ -85,7 +85,7 @@ export class Lines extends Chart {
     isSharing = false;
   }
 
-  /** Marks the moment that another chart's read-out tells of, without a read-out. */
+  /** Marks the time of another chart's read-out, without a read-out of its own. */
   mirror(moment) {
     if (!this.data?.x.length || !this.cursor) return;
     const key = moment === null ? null : nearest(this.data.x, moment);
@@ -93,14 +93,14 @@ export class Lines extends Chart {
   }
 }
 
-/** The index of the nearest, of equally near ones the latest. */
+/** Returns the index of the nearest value, of equally near ones the last. */
 function nearest(x, value) {
   let best = 0;
   for (let i = 1; i < x.length; i++) if (Math.abs(x[i] - value) <= Math.abs(x[best] - value)) best = i;
   return best;
 }
 
-/** A line without axes, for a tile. */
+/** Draws a line without axes, for a tile. */
 export function sparkline(values, kind, width = 120, height = 28) {
   const found = extent(values);
   const y = linear([Math.min(found?.[0] ?? 0, 0), Math.max(found?.[1] ?? 1, 1e-9)], [height - 2, 3]);

@@ -1,4 +1,4 @@
-/** The section of what is served: each model, how it runs, and why that way. */
+/** The models' section: each model, how it runs, and why. */
 
 import { byId, el } from "./dom.js";
 import { count } from "./format.js";
@@ -11,7 +11,7 @@ const PATHS = {
 };
 let said = "";
 
-/** A card a model. */
+/** Shows one card per model. */
 export function show({ models }) {
   const says = JSON.stringify(models);
   if (says === said) return;
@@ -28,10 +28,10 @@ function model(m) {
     ["Version", m.weights_version, "code"],
     ["Source", m.source, "code"],
     ["Sum of", m.components?.join(" + ")],
-    ["Gives", m.outputs.join(", ").replaceAll("_", " ")],
+    ["Outputs", m.outputs.join(", ").replaceAll("_", " ")],
     ["Attributes", m.attribute_names.join(", ")],
     ["Steps", m.step_rule],
-    ["Takes", takes.filter(([key]) => m[key]).map(([, word]) => word).join(", ")],
+    ["Inputs", takes.filter(([key]) => m[key]).map(([, word]) => word).join(", ")],
     ["Longest sequence", m.max_length ? `${count(m.max_length)} tokens` : ""],
   ];
   return el("article", { class: "card model" },

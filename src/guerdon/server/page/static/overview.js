@@ -1,4 +1,4 @@
-/** The page's head: the server, whether all is well, and the numbers at a glance. */
+/** The overview: server, verdict, and the tiles with the main numbers. */
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, latency, number, percent, plural, span, windowName } from "./format.js";
@@ -8,7 +8,7 @@ import { lately, meanLately, since } from "./panels.js";
 
 let said = "";
 
-/** The line in the bar: whether it is ready, where, which version, for how long. */
+/** Shows in the bar whether the server is ready, its address, version and uptime. */
 export function showServer({ server }) {
   const ready = server.is_ready ? "Ready" : "Not ready";
   const parts = [server.address, `guerdon ${server.version}`, `up ${span(server.now - server.started)}`].filter(Boolean);
@@ -18,7 +18,7 @@ export function showServer({ server }) {
   );
 }
 
-/** Says in the bar, too, that nobody answers: what stands beside it is old. */
+/** Shows in the bar that the server does not answer, because the figures beside it are stale. */
 export function showSilence(text, level) {
   const pill = document.querySelector("#server .pill");
   if (!pill) return;
@@ -26,7 +26,7 @@ export function showSilence(text, level) {
   putText(pill, text);
 }
 
-/** Healthy, or what to look at. */
+/** Shows the verdict: healthy, or the findings. */
 export function showVerdict(snapshot, name, windowS) {
   const found = findings(snapshot, name);
   const lines = snapshot.series.models[name] ?? {};
@@ -64,14 +64,14 @@ export function showVerdict(snapshot, name, windowS) {
   );
 }
 
-/** What is told beside the errors: of a model whether its rewards drift, of a critic that it is trained. */
+/** Returns the aside: whether a model's rewards drift, or that a critic is being trained. */
 function beside(snapshot, name, trained) {
   if (!givesRewards(snapshot, name)) return trained ? "; the critic is being trained" : "";
   if (driftOf(snapshot.rewards[name]?.drift).level === "same") return "; rewards match the reference";
   return "; too early to tell whether rewards drift";
 }
 
-/** Has a screen reader say the verdict where another thing is to be looked at, and not with each figure that moves. */
+/** Announces the verdict to screen readers if the findings change, not whenever a figure does. */
 function announce(level, title, found) {
   const kinds = JSON.stringify([level, ...found.map(({ text }) => text.replaceAll(/[^a-z]+/gi, " "))]);
   const place = byId("said");
@@ -81,7 +81,7 @@ function announce(level, title, found) {
 }
 
 const TILES = [
-  // The id, the heading, the unit; of which time a number is stands beside the heading.
+  // Id, heading, unit; the time that a number covers stands beside the heading.
   ["requests", "Requests", "per second"],
   ["tokens", "Tokens", "per second"],
   ["queue", "Queue", "sequences"],
@@ -91,7 +91,7 @@ const TILES = [
 ];
 const tiles = new Map();
 
-/** The tiles, empty. */
+/** Creates the empty tiles. */
 export function makeTiles() {
   const nodes = TILES.map(([id, title, unit]) => {
     const value = el("b", { class: "value" }, "–");
@@ -113,7 +113,7 @@ function put(id, when, value, under, values) {
   tile.line.replaceChildren(sparkline(values, id === "saved" ? "good" : "accent"));
 }
 
-/** The numbers of now, and their way over the window. */
+/** Shows current numbers, and their history over the window. */
 export function showTiles(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const totals = snapshot.totals[name] ?? {};
@@ -143,14 +143,14 @@ function both(value, word, other) {
   return isNumber(value) ? `${number(value)} ${word} · ${other}` : other;
 }
 
-/** More is computed than came where batches are padded, and more than that is saved. */
+/** Describes the tokens that sharing saved or padding added. */
 function savedText(received, computed) {
   if (!received) return "shared prompts, computed once";
   if (computed > received) return `${number(computed - received)} tokens of padding`;
   return `${number(received - computed)} tokens of shared prompts`;
 }
 
-/** What the banner says of an answer that does not come; null: nothing. */
+/** Shows a notice with a button; null hides it. */
 export function showNotice(kind, text, action = null) {
   const notice = byId("notice");
   notice.hidden = text === null;

@@ -1,4 +1,4 @@
-/** What panels share: a card with its heading, a word under it, a legend, and what it says while it is empty. */
+/** The card that panels share: heading, sentence, legend, and placeholder. */
 
 import { el, putText } from "./dom.js";
 import { isNumber, span } from "./format.js";
@@ -24,7 +24,7 @@ export function card({ title, unit = "", id = null, wide = false }) {
       legend.replaceChildren(...items.map(([kind, name, value]) =>
         el("span", {}, el("i", { class: `swatch ${kind}` }), name, value === undefined ? null : el("b", {}, value))));
     },
-    /** Says so in the body's place where there is nothing to show; null: there is. */
+    /** Shows a placeholder instead of the body; null shows the body. */
     empty(text) {
       empty.hidden = text === null;
       body.hidden = legend.hidden = text !== null;
@@ -33,13 +33,13 @@ export function card({ title, unit = "", id = null, wide = false }) {
   };
 }
 
-/** The axis's ends of charts over time: a young server's begin with it, not with the window. */
+/** Returns the ends of the time axis, which begins no earlier than the server's start. */
 export function axis({ server, series }) {
   const to = series.from + series.step_s * series.length;
   return { from: Math.max(series.from, Math.min(server.started, to - 60)), to };
 }
 
-/** Figures beside a series are means of its last minute, or of so many steps if these are longer. */
+/** Figures beside a series are means of its last minute, or of this many steps if they are longer. */
 const LATELY_S = 60;
 const LATELY_STEPS = 5;
 
@@ -58,12 +58,12 @@ export function meanLately(snapshot, values) {
   return found.length ? found.reduce((sum, v) => sum + v, 0) / found.length : null;
 }
 
-/** The moments of a series' numbers. */
+/** Returns the times of a series' numbers. */
 export function moments({ series }) {
   return Array.from({ length: series.length }, (_, i) => series.from + (i + 0.5) * series.step_s);
 }
 
-/** Only what lies on the axis: the series' part from the server's start on. */
+/** Returns the part of the series since the server's start. */
 export function since(snapshot, lines) {
   const { from, to } = axis(snapshot);
   const x = moments(snapshot);

@@ -1,4 +1,4 @@
-/** The section of rewards: over time, against a reference, against length, the best and the worst. */
+/** The rewards' section: over time, against a reference, and against length. */
 
 import { byId } from "./dom.js";
 import { clock, count, isNumber, reward, windowName } from "./format.js";
@@ -9,11 +9,11 @@ import { axis, card } from "./panels.js";
 import { Scatter } from "./scatter.js";
 
 const LEGEND = [["median", "median"], ["quarter", "25% and 75%"], ["edge", "5% and 95%"], ["cells", "stronger colour: more rewards"]];
-/** Both are kept by the minute; so much may lie in the window and in the reference. */
+/** Both are stored by the minute, so they may overlap by this much. */
 const OVERLAP_S = 60;
 let over, against, length, charts;
 
-/** The cards, empty. */
+/** Creates the empty cards. */
 export function make() {
   over = card({ title: "Distribution over time" });
   against = card({ title: "This window and the reference" });
@@ -31,7 +31,7 @@ function told({ count: counts, p50 }) {
   return `${count(n)} rewards; the latest median is ${reward(p50.findLast(isNumber))}`;
 }
 
-/** The snapshot's rewards of that model. */
+/** Shows the model's rewards. */
 export function show(snapshot, name, windowS, asked) {
   const gives = givesRewards(snapshot, name);
   byId("rewards").hidden = !gives;

@@ -1,4 +1,4 @@
-/** The best and the worst samples of the window: asked for by a button, as they are clients' texts. */
+/** The best and worst samples of the window; fetched only when a button is pressed, because they are clients' texts. */
 
 import { samples as ask } from "./api.js";
 import { byId, el } from "./dom.js";
@@ -7,7 +7,7 @@ import { card } from "./panels.js";
 
 let panel, button, shown, asked;
 
-/** The card, empty. */
+/** Creates the empty card. */
 export function make() {
   panel = card({ title: "Best and worst samples", wide: true, id: "samples" });
   button = el("button", { type: "button", onclick: () => fetchThem() }, "Show samples of this window");
@@ -16,7 +16,7 @@ export function make() {
   byId("rewards-grid").append(panel.node);
 }
 
-/** Whether there may be samples of this model; those of another model or window are taken away. */
+/** Offers the model's samples if there may be any, and removes those of another model or window. */
 export function show({ server, models }, model, windowS) {
   if (asked && (asked.model !== model || asked.windowS !== windowS)) shown.replaceChildren();
   asked = { model, windowS, isEstimated: isEstimated(model, models) };
@@ -26,7 +26,7 @@ export function show({ server, models }, model, windowS) {
     : `Samples are clients' texts. A server shows them only if it was started with --dashboard-samples${who}.`);
 }
 
-/** Whether lengths are guessed from the text: a function that reads text has no tokenizer, nor has a sum of such alone. */
+/** Whether lengths are estimated: functions that read text have no tokenizer, and neither have their sums. */
 function isEstimated(name, models) {
   const model = models.find((m) => m.name === name);
   if (model?.components) return model.components.every((component) => isEstimated(component, models));
@@ -54,7 +54,7 @@ function column(title, rows) {
 }
 
 function sample(row) {
-  // A sum has components in the attributes' place.
+  // A sum has components instead of attributes.
   const parts = Object.entries({ ...row.components, ...row.attributes }).map(([name, value]) => `${name} ${reward(value)}`);
   const facts = [clock(row.time), `${asked.isEstimated ? "about " : ""}${plural(row.num_tokens, "token")}`, `version ${row.weights_version}`, ...parts];
   if (row.is_cut) facts.push("cut");

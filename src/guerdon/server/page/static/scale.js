@@ -1,6 +1,6 @@
-/** From values to pixels, and where an axis has its ticks. */
+/** Maps values to pixels, and places an axis's ticks. */
 
-/** A linear scale from the domain to the range. */
+/** Returns a linear scale from the domain to the range. */
 export function linear([d0, d1], [r0, r1]) {
   const slope = d1 === d0 ? 0 : (r1 - r0) / (d1 - d0);
   const scale = (x) => r0 + (x - d0) * slope;
@@ -8,7 +8,7 @@ export function linear([d0, d1], [r0, r1]) {
   return scale;
 }
 
-/** A logarithmic scale; the domain is above 0. */
+/** Returns a logarithmic scale; the domain must be positive. */
 export function logarithmic([d0, d1], range) {
   const inner = linear([Math.log(d0), Math.log(d1)], range);
   const scale = (x) => inner(Math.log(Math.max(x, d0)));
@@ -32,7 +32,7 @@ export function ticks(low, high, most = 4) {
   return found;
 }
 
-/** Round numbers on a logarithmic axis: 1, 2 and 5 times the powers of ten, thinned to `most`. */
+/** Returns ticks of a logarithmic axis: 1, 2 and 5 times the powers of ten, thinned to `most`. */
 export function logTicks(low, high, most = 6) {
   const found = [];
   for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
@@ -42,7 +42,7 @@ export function logTicks(low, high, most = 6) {
   return found.filter((_, i) => i % every === 0);
 }
 
-/** A range that ends on a round number; a flat one is given some height. */
+/** Rounds a range outwards; an empty one gets some height. */
 export function rounded(low, high, most = 4) {
   if (!(high > low)) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
   const step = roundStep((high - low) / most);
@@ -51,7 +51,7 @@ export function rounded(low, high, most = 4) {
 
 const TIME_STEPS = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
 
-/** Moments on the wall clock's round times, in seconds since 1970. */
+/** Returns ticks at round times of the clock, in Unix time. */
 export function timeTicks(from, to, most = 6) {
   const step = TIME_STEPS.find((s) => (to - from) / s <= most) ?? 86400;
   const offset = new Date(from * 1000).getTimezoneOffset() * 60;
@@ -60,7 +60,7 @@ export function timeTicks(from, to, most = 6) {
   return { at: found, withSeconds: step < 60 };
 }
 
-/** The smallest and the largest of the numbers, or null where there is none. */
+/** Returns the smallest and the largest number, null if there are none. */
 export function extent(values) {
   let low = Infinity, high = -Infinity;
   for (const x of values) {

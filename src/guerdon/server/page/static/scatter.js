@@ -1,11 +1,11 @@
-/** Length against reward: a point a sample, and the mean of each stretch of lengths as a line over them. */
+/** Length against reward: one point per sample, and a line through the means of the length bins. */
 
 import { Chart, linePath } from "./chart.js";
 import { svg } from "./dom.js";
 import { count, number, reward } from "./format.js";
 import { extent, linear, logTicks, logarithmic, rounded, ticks } from "./scale.js";
 
-/** From that ratio of the longest to the shortest on, the lengths' axis is logarithmic. */
+/** The axis is logarithmic if the longest is at least this many times the shortest. */
 const WIDE = 20;
 
 /** `data`: { points: [[tokens, reward]], bins: [{ tokens, mean, count }] }. */

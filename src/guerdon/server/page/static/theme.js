@@ -1,4 +1,4 @@
-/** Light or dark: as the system has it until somebody presses the button, and then as they chose. */
+/** Light or dark: follows the system until the user presses the button. */
 
 const KEY = "guerdon-theme";
 const system = window.matchMedia("(prefers-color-scheme: dark)");
@@ -7,7 +7,7 @@ function chosen() {
   try {
     return localStorage.getItem(KEY);
   } catch {
-    return null; // storage may be forbidden; the choice then lasts as long as the page
+    return null; // storage may be disabled; the choice then lasts until the page is closed
   }
 }
 
@@ -17,7 +17,7 @@ function isDark() {
   return theme ? theme === "dark" : system.matches;
 }
 
-/** Makes the button change the theme. */
+/** Lets the button change the theme. */
 export function start(button) {
   const show = () => {
     button.textContent = isDark() ? "Light" : "Dark";
@@ -31,7 +31,7 @@ export function start(button) {
     try {
       localStorage.setItem(KEY, next);
     } catch {
-      // as above
+      // storage is disabled
     }
     show();
   });

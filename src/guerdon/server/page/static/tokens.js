@@ -1,4 +1,4 @@
-/** A text with its tokens' values as shades: high ones in one colour, low ones in another. */
+/** A text with its tokens' values as shades: high values in one colour, low ones in another. */
 
 import { el, putText } from "./dom.js";
 import { isNumber, plural, reward } from "./format.js";
@@ -15,7 +15,7 @@ export function rangeOf(results) {
   return { low, high, middle: low < 0 && high > 0 ? 0 : (low + high) / 2 };
 }
 
-/** Gives the element the shade of the value. */
+/** Shades the element by the value. */
 function shade(node, value, { low, high, middle }) {
   if (!isNumber(value)) return;
   const side = value >= middle ? high - middle : middle - low;
@@ -24,7 +24,7 @@ function shade(node, value, { low, high, middle }) {
   node.style.setProperty("--depth", `${Math.round(depth * DEEPEST)}%`);
 }
 
-/** The scale of the shades. */
+/** Returns the legend of the shades. */
 export function legend({ low, high, middle }) {
   const ramp = Array.from({ length: 9 }, (_, i) => {
     const cell = el("i", {});
@@ -34,10 +34,10 @@ export function legend({ low, high, middle }) {
   return el("p", { class: "ramp" }, el("span", {}, reward(low)), ...ramp, el("span", {}, reward(high)));
 }
 
-/** The text of one result as its tokens; the pointer and the arrow keys read their values, if they have any. */
+/** Returns one result's text as tokens; the pointer and the arrow keys read out their values. */
 export function heatText({ tokens, steps }, range, label) {
   const hasValues = tokens.some(({ value }) => isNumber(value));
-  const said = hasValues ? ". Point at one, or use the arrow keys, to read its value." : steps?.length ? ` in ${plural(steps.length, "step")}; each step's reward stands behind it.` : "";
+  const said = hasValues ? ". Point at one, or use the arrow keys, to read its value." : steps?.length ? ` in ${plural(steps.length, "step")}; each step's reward follows it.` : "";
   const told = el("p", { class: "told", "aria-live": "polite" }, plural(tokens.length, "token") + said);
   const ends = new Map((steps ?? []).map((step, i) => [step.index, { ...step, number: i + 1 }]));
   const nodes = [];

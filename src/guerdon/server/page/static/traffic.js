@@ -1,4 +1,4 @@
-/** The section of traffic: what came, what was computed, how long it took, and what failed. */
+/** The traffic's section: requests, tokens, latency, queue, batches and outcomes. */
 
 import { byId, el } from "./dom.js";
 import { count, isNumber, latency, number, percent, span } from "./format.js";
@@ -13,13 +13,13 @@ const PANELS = [
   { title: "Queue", unit: "sequences", ofParts: true, lines: [["queue_sequences", "waiting", "accent", true]], format: number },
   { title: "Batches", unit: "share of the token budget", ofParts: true, lines: [["batch_fill", "fill", "accent", true]], format: percent },
 ];
-/** Outcomes that are no mistake of the server or of the request: a client that left asked no more. */
+/** Outcomes that are not errors; with Cancelled the client disconnected. */
 const FINE = new Set(["ok", "Cancelled"]);
-/** Shown instead of the requests of a model that is only asked as part of a sum. */
+/** Shown instead of the requests of a model that is only scored as part of a sum. */
 const PART = "Requests are counted at the sum that contains it";
 let panels, errors;
 
-/** The cards, empty. */
+/** Creates the empty cards. */
 export function make() {
   panels = PANELS.map((panel) => {
     const made = card(panel);
@@ -35,7 +35,7 @@ export function make() {
   byId("traffic-grid").replaceChildren(...panels.map((panel) => panel.card.node), errors.node);
 }
 
-/** Shows that model's series; the legends have means of the last minute, or the window's percentiles. */
+/** Shows the model's series; legends show means of the last minute, or the window's percentiles. */
 export function show(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const parts = snapshot.models.find((m) => m.name === name)?.components;

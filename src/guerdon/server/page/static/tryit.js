@@ -1,4 +1,4 @@
-/** Try it: a prompt and responses go in; rewards, their parts, and every token's value come out. */
+/** The "Try it" section: scores a prompt's responses, and shows rewards, their parts, and every token's value. */
 
 import { tryOut } from "./api.js";
 import { byId, el } from "./dom.js";
@@ -8,7 +8,7 @@ import { heatText, legend, rangeOf } from "./tokens.js";
 const MOST = 16;
 let model, prompt, template, templateField, responses, add, submit, results;
 
-/** The form, and the place of its results. */
+/** Creates the form and an empty list of results. */
 export function make() {
   model = el("select", { id: "try-model" });
   prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "A user's message" });
@@ -36,7 +36,7 @@ export function make() {
 
 let serving = [];
 
-/** Which models can be tried. */
+/** Offers the loaded models that take text. */
 export function show({ models }) {
   const able = models.filter((m) => m.is_loaded && m.takes_text);
   const says = JSON.stringify(able.map((m) => [m.name, m.takes_messages]));
@@ -131,7 +131,7 @@ function one(result, i, text, [low, high], best, range) {
     isNumber(result.num_tokens) && !result.tokens?.length ? el("p", { class: "facts" }, plural(result.num_tokens, "token")) : null);
 }
 
-/** A bar from 0 to the reward, on one scale for all responses. */
+/** Returns a bar from 0 to the reward, on one scale for all responses. */
 function bar(value, low, high) {
   const width = high - low || 1;
   const fill = el("i", { class: value < 0 ? "low" : "high" });
