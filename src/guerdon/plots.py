@@ -1,4 +1,4 @@
-"""How guerdon's pictures look: the colours and the style that all of them share."""
+"""The colours and the style of all pictures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STYLE: dict[str, Any] = {
     "ytick.color": INK,
     "grid.color": "#e6e8ec",
 }
-"""What `matplotlib.pyplot.rc_context` is given."""
+"""For `matplotlib.pyplot.rc_context`."""
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot`, drawing into files alone; imported only here, as it is an extra and takes its time."""
+    """Returns `matplotlib.pyplot` with a backend for files; imported late because it is an extra, and slow."""
     import matplotlib
 
     matplotlib.use("Agg")

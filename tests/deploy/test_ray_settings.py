@@ -68,13 +68,13 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
             "Ray's proxies listen, without TLS",
         ),
         ({"models": [{"model": "x"}], "model_repository": "."}, "one replica of several cannot load"),
-        ({"config": "x.yaml", "port": 1}, "config is given, and port, too"),
+        ({"config": "x.yaml", "port": 1}, "both config and port"),
         (
             {
                 "models": [{"model": "x", "name": "a"}],
                 "rewards": [{"components": [{"model": "a", "normalize": "running"}]}],
             },
-            "differs between replicas",
+            "differ between replicas",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def post(path: str, **headers: str) -> httpx.Request:
 
 
 def test_a_replica_needs_keys_or_a_word(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="nobody would need a key, and Ray"):
+    with pytest.raises(ConfigError, match="no keys are set, and Ray"):
         asked(module, from_mapping(ServerConfig, MODELS), [])
     with_file = keyed(tmp_path, models=from_mapping(ServerConfig, MODELS).models)
     without, having = asked(module, with_file, [post("/get_reward"), post("/get_reward", **bearer(SCORE))])

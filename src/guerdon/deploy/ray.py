@@ -1,4 +1,4 @@
-"""The service as a Ray Serve deployment: the same answers, from as many replicas as the load asks for."""
+"""The service as a Ray Serve deployment: the same answers, from as many replicas as the load needs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ NAME = "guerdon"
 """The deployment's name, by which a Serve config's `deployments:` overrides its options."""
 
 MAX_ONGOING_REQUESTS = 256
-"""More wait in Ray's proxy, from which a replica that is added takes them; a server's batches are full long before."""
+"""Further requests wait in Ray's proxy, where a new replica can take them; batches are full long before."""
 
 TARGET_ONGOING_REQUESTS = 8
-"""How many requests a replica should have at a time, where the autoscaling config does not say."""
+"""Requests in progress per replica, unless the autoscaling config sets it."""
 
 _OPTIONS = {
     "name": NAME,
-    # Ray sees that a replica died or is not ready when it next asks.
+    # Ray notices at its next health check that a replica died or is not ready.
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 30.0,
-    # As long as a plain server has; every half second Ray looks whether all is answered.
+    # As long as a plain server's; every half second Ray checks whether all requests are answered.
     "graceful_shutdown_timeout_s": 30.0,
     "graceful_shutdown_wait_loop_s": 0.5,
     "logging_config": {"enable_access_log": False},
@@ -51,13 +51,13 @@ _OPTIONS = {
 
 
 def deployment(config: ServerConfig | dict[str, Any] | str | Path, **options: Any) -> Any:
-    """The application for `serve.run`: every HTTP form of `config`'s server, from replicas of one process each.
+    """Returns the application for `serve.run`: all HTTP protocols of `config`'s server; one process per replica.
 
-    `config` is a ServerConfig, a mapping of its settings, or a YAML file of them, read here and not by the replicas;
-    of its addresses nothing is used, as Ray's proxies listen. `options` are those of `serve.deployment`, such as
-    `num_replicas`, `autoscaling_config` and `ray_actor_options={"num_gpus": 1}`, over the defaults of this module.
+    `config` is a ServerConfig, a mapping of its settings, or a YAML file of them, which the replicas do not read. Its
+    addresses are ignored, because Ray's proxies listen. `options` are those of `serve.deployment`, such as
+    `num_replicas`, `autoscaling_config` and `ray_actor_options={"num_gpus": 1}`, and override this module's defaults.
 
-    Raises ConfigError where the settings are wrong, or of what must not or cannot have replicas.
+    Raises ConfigError if the settings are invalid, or do not allow replicas.
     """
     settings = _settings(config)
     _check(settings)
@@ -69,21 +69,21 @@ def deployment(config: ServerConfig | dict[str, Any] | str | Path, **options: An
 
 
 def build(args: dict[str, Any]) -> Any:
-    """`deployment` for `serve run guerdon.deploy.ray:build config=server.yaml`, and for a Serve config's `args:`.
+    """Calls `deployment` for `serve run guerdon.deploy.ray:build config=server.yaml`, or for a Serve config's `args:`.
 
-    `args` are `config`, a YAML file's path, or the server's settings themselves. The deployment's options stand in
-    the Serve config's `deployments:`, under the name `guerdon`.
+    `args` have `config`, a YAML file's path, or the server's settings themselves. A Serve config has the deployment's
+    options under `deployments:`, by the name `guerdon`.
     """
     if "config" not in args:
         return deployment(args)
     others = sorted(set(args) - {"config"})
     if others:
-        raise ConfigError(f"config is given, and {others[0]}, too", "write all settings in that file, or all here")
+        raise ConfigError(f"both config and {others[0]} are given", "write all settings in that file, or all here")
     return deployment(args["config"])
 
 
-class _Door:
-    """The ASGI application that Ray is given before there is a service; a replica puts its own behind it."""
+class _DeferredApp:
+    """The ASGI application that Ray gets before there is a service; a replica sets the service's as `inner`."""
 
     inner: ASGIApp
 
@@ -94,21 +94,21 @@ class _Door:
             await self.inner(scope, receive, send)
 
 
-class _Empty:
-    """What `serve.ingress` makes a deployment of."""
+class _IngressBase:
+    """The empty class that `serve.ingress` extends."""
 
 
-class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
-    """One process with the models and their service; Ray makes it, and calls its methods on the service's loop."""
+class Replica(serve.ingress(_DeferredApp())(_IngressBase)):  # type: ignore[misc]
+    """One process with the models and their service; Ray creates it, and calls its methods on the service's loop."""
 
-    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # as Ray has it
-        """Loads the models; raises what `build_service` raises, and ConfigError where nobody would need a key."""
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Loads the models; raises the errors of `build_service`, and ConfigError without keys."""
         await super().__init__()
         logging.getLogger("guerdon").setLevel(config.log_level.upper())
         _check_keys(config)
-        config = dataclasses.replace(config, host="")  # any: where Ray's proxies listen is not known here
+        config = dataclasses.replace(config, host="")  # the proxies' addresses are unknown
         self._service = await asyncio.to_thread(build_service, config)
-        self._service.repository = _Fixed()
+        self._service.repository = _ReadOnlyRepository()
         runtime.settle()
         runtime.log_without_texts()
         self._service.start()
@@ -117,30 +117,30 @@ class Replica(serve.ingress(_Door())(_Empty)):  # type: ignore[misc]
         log.info("replica in process %d serves %s", os.getpid(), ", ".join(names))
 
     def check_health(self) -> None:
-        """Raises Unavailable where the service is not ready: Ray then puts another replica in its place."""
+        """Raises Unavailable if the service is not ready; Ray then replaces the replica."""
         if not status.is_ready(self._service):
             raise Unavailable("the service is not ready: its loop has ended; the log says why")
 
     async def __del__(self) -> None:
-        """Ends the service, once Ray has seen that all it had accepted is answered."""
+        """Stops the service, after Ray has seen that all accepted requests are answered."""
         if hasattr(self, "_service"):  # the constructor may have failed
             await asyncio.to_thread(self._service.stop)
         await super().__del__()
 
 
-class _Fixed(Repository):
-    """In the repository's place: a request reaches one replica, and the others would go on with other weights."""
+class _ReadOnlyRepository(Repository):
+    """Refuses to load and unload, which would reach only one replica."""
 
     def __init__(self) -> None:
         pass
 
     async def load(self, name: str, source: str | None, client: str = "") -> str:
         """Raises Unsupported."""
-        raise Unsupported("one replica of several cannot load a model; deploy the application again, with other models")
+        raise Unsupported("one replica of several cannot load a model; redeploy the application with other models")
 
     async def unload(self, name: str, client: str = "") -> None:
         """Raises Unsupported."""
-        raise Unsupported("one replica of several cannot unload a model; deploy the application again, without it")
+        raise Unsupported("one replica of several cannot unload a model; redeploy the application without it")
 
 
 def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfig:
@@ -154,42 +154,42 @@ def _check(config: ServerConfig) -> None:
     check_settings(config)
     if config.critic is not None:
         raise ConfigError(
-            "a critic cannot have replicas: each would learn for itself, and all would write one journal",
-            "serve it with `guerdon serve-critic`, and leave `critic:` out here",
+            "a critic cannot have replicas: they would diverge, and write to one journal",
+            "serve it with `guerdon serve-critic`, and remove `critic:` here",
         )
     if not config.models or not all(model.model for model in config.models):
         raise ConfigError("no model to serve", "add `models:` with `- model:` lines")
     if (config.tensor_parallel, config.fsdp) != (ParallelConfig.tensor_parallel, ParallelConfig.fsdp):
         raise ConfigError(
-            "tensor_parallel and fsdp need several processes for one model, and a replica is one process",
-            "leave them out, or serve this model with `torchrun -m guerdon serve`",
+            "tensor_parallel and fsdp need several processes per model, and a replica is one process",
+            "remove them, or serve this model with `torchrun -m guerdon serve`",
         )
     if (config.tls_cert, config.tls_key, config.tls_client_ca) != (None, None, None):
         raise ConfigError(
-            "tls_cert, tls_key and tls_client_ca are for a server's sockets; here Ray's proxies listen, without TLS",
-            "leave them out, and put a proxy that speaks TLS before Ray's",
+            "tls_cert, tls_key and tls_client_ca have no effect: Ray's proxies listen, without TLS",
+            "remove them, and put a TLS proxy in front of Ray's",
         )
     if config.model_repository is not None:
         raise ConfigError(
-            "model_repository is given, and one replica of several cannot load a model",
-            "leave it out; other weights come by deploying the application again",
+            "model_repository is set, but one replica of several cannot load a model",
+            "remove it, and redeploy the application for other weights",
         )
     for reward in config.rewards:
         for part in reward.components:
             if part.normalize == "running":
                 raise ConfigError(
-                    f"{reward.name} normalizes {part.model} by what a server has seen, which differs between replicas",
-                    "write `normalize: given` with the mean and std that /metrics of a plain server tells",
+                    f"{reward.name} normalizes {part.model} by running statistics, which differ between replicas",
+                    "set `normalize: given` with the mean and std from a plain server's /metrics",
                 )
 
 
 def _check_keys(config: ServerConfig) -> None:
-    """To be asked in the replica: its environment may have keys, and the one where the application is built none."""
+    """Raises ConfigError without keys; call it in the replica, because only its environment may have them."""
     if not (has_keys(config) or config.allow_anonymous):
         raise ConfigError(
-            "nobody would need a key, and Ray's proxies may listen where other machines reach them",
-            f"give `api_keys_file`, or {KEYS_VARIABLE} to the replicas by `runtime_env`; or, where whoever reaches the "
-            "proxies may use them, `allow_anonymous: true`",
+            "no keys are set, and other machines may reach Ray's proxies",
+            f"set `api_keys_file`, or {KEYS_VARIABLE} for the replicas by `runtime_env`; set `allow_anonymous: true` "
+            "if everybody who reaches the proxies may use them",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a server logs: no sample's text, no key, and no line that a client could forge."""
+"""Formats the server's logs: no sample texts, no keys, no log injection."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ T = TypeVar("T", bound=BaseException)
 LogFormat = Literal["text", "json"]
 
 _MOST_CHARACTERS = 10_000
-"""Of one line; a client may have given a part of it."""
+"""Limit per line, because clients control parts of it."""
 
 
 class OneLine(logging.Formatter):
-    """A record is one line; only a traceback's lines follow it, each of them indented."""
+    """Formats a record as one line; traceback lines follow it, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's text, in which what does not print is written as an escape."""
+        """Returns the record's text, with unprintable characters escaped."""
         record.message = _printable(record.getMessage())
         record.asctime = self.formatTime(record)
         return "\n  ".join([self.formatMessage(record), *map(_printable, _trace_lines(self, record))])
 
 
 class JsonLines(logging.Formatter):
-    """A record is one line with one JSON object: `json_line`, with `traceback` where there is one."""
+    """Formats a record as a JSON line (`json_line`), with `traceback` if it has one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
+        """Returns the record's line."""
         trace = _trace_lines(self, record)
         more: dict[str, str | list[str]] = {"traceback": trace} if trace else {}
         level = record.levelname.lower()
@@ -44,10 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(time: float, level: str, logger: str, message: str, rank: int, **more: str | list[str]) -> str:
-    """One JSON object, on one line; `time` in seconds since 1970.
-
-    Its strings have escapes in place of what does not print, as `OneLine` has.
-    """
+    """Returns one JSON object on one line; `time` is Unix time. Unprintable characters are escaped, as by `OneLine`."""
     told = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line: dict[str, Any] = {"time": told, "level": level, "logger": logger, "message": _printable(message)}
     line["rank"] = rank
@@ -57,7 +54,7 @@ def json_line(time: float, level: str, logger: str, message: str, rank: int, **m
 
 
 def take_over() -> None:
-    """Sends to the log what Python itself writes to stderr: warnings, and errors that nobody has caught."""
+    """Logs Python's warnings and uncaught exceptions instead of printing them to stderr."""
     logging.captureWarnings(True)
     log = logging.getLogger("guerdon")
 
@@ -69,7 +66,7 @@ def take_over() -> None:
 
 
 def take_over_libraries() -> None:
-    """Sends to the log what libraries with handlers of their own would write to stdout or stderr."""
+    """Logs the records of libraries that have their own handlers for stdout or stderr."""
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         for handler in list(logger.handlers):
@@ -79,10 +76,10 @@ def take_over_libraries() -> None:
 
 
 class Frames(logging.Filter):
-    """Leaves of a library's errors what `failure` leaves of ours."""
+    """Strips the messages from libraries' exceptions, as `failure` does from ours."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Lets every record pass."""
+        """Replaces the exception by its trace; passes every record."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             record.exc_info, record.exc_text = None, _trace(error)
@@ -90,9 +87,9 @@ class Frames(logging.Filter):
 
 
 def failure(logger: logging.Logger, level: int, text: str, *args: object, error: BaseException) -> None:
-    """Logs `text` with its `args`, the error's class and where it was raised, and the same of its causes.
+    """Logs `text` with its `args`, and the classes and stack traces of the error and its causes.
 
-    What the errors say themselves may hold a sample's text: it is for whoever sent that, and never logged.
+    The errors' own messages may contain a sample's text, so they are sent to its client and never logged.
     """
     if not logger.isEnabledFor(level):
         return
@@ -103,7 +100,7 @@ def failure(logger: logging.Logger, level: int, text: str, *args: object, error:
 
 
 def without_frames(error: T) -> T:
-    """The error without where it was raised, or by what: frames that hold a body would, while it is told, hold it."""
+    """Returns the error without traceback and causes, whose frames would keep a request's body in memory."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -128,7 +125,7 @@ def _trace_lines(formatter: logging.Formatter, record: logging.LogRecord) -> lis
 
 
 def _printable(text: str) -> str:
-    """The text on one line, cut where it is long, without what would move a terminal's cursor or turn its writing."""
+    """Escapes and truncates the text: no newlines, no terminal escape codes, no bidirectional overrides."""
     if len(text) > _MOST_CHARACTERS:
         text = text[:_MOST_CHARACTERS] + " ..."
     if text.isprintable():

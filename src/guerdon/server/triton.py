@@ -26,7 +26,7 @@ _REASON = {
 
 @dataclass(frozen=True, slots=True)
 class TritonMetric:
-    """One of Triton's metrics: its Prometheus type, its meaning, and the metric of ours behind it."""
+    """One of Triton's metrics: its Prometheus type, its help text, and the metric of ours behind it."""
 
     kind: str
     text: str
@@ -39,29 +39,28 @@ TABLE: dict[str, TritonMetric] = {
     ),
     "nv_inference_request_failure": TritonMetric(
         "counter",
-        "Requests that failed, by reason: REJECTED (the queue was full, or the time was up), CANCELED, BACKEND or "
-        "OTHER.",
+        "Requests that failed, by reason: REJECTED (queue full or deadline exceeded), CANCELED, BACKEND or OTHER.",
         "`guerdon_requests_total` with the other outcomes",
     ),
     "nv_inference_count": TritonMetric("counter", "Sequences computed.", "sum of `guerdon_batch_sequences`"),
     "nv_inference_exec_count": TritonMetric("counter", "Batches computed.", "count of `guerdon_batch_sequences`"),
     "nv_inference_request_duration_us": TritonMetric(
         "counter",
-        "Microseconds from a request's head to its answer, summed over the requests that were answered.",
-        "what `guerdon_e2e_request_latency_seconds` observes of requests with outcome `ok`",
+        "Microseconds from a request's headers to its answer, summed over answered requests.",
+        "`guerdon_e2e_request_latency_seconds` of requests with outcome `ok`",
     ),
     "nv_inference_queue_duration_us": TritonMetric(
         "counter",
-        "Microseconds in the queue, tokenising included, summed over the requests that were answered.",
+        "Microseconds in the queue, including tokenization, summed over answered requests.",
         "sum of `guerdon_request_queue_time_seconds`",
     ),
     "nv_inference_compute_infer_duration_us": TritonMetric(
         "counter",
-        "Microseconds of the batches that held some of a request, summed over the requests that were answered.",
+        "Microseconds of the batches that contained parts of a request, summed over answered requests.",
         "sum of `guerdon_request_inference_time_seconds`",
     ),
     "nv_inference_pending_request_count": TritonMetric(
-        "gauge", "Requests of which nothing is computed yet.", "`guerdon_num_requests_waiting`"
+        "gauge", "Requests of which nothing has been computed yet.", "`guerdon_num_requests_waiting`"
     ),
 }
 
@@ -69,7 +68,7 @@ _Values = dict[tuple[str, ...], float]
 
 
 class Family:
-    """Triton's metrics of all `names`; `requests` gives those that run and wait, by model."""
+    """Triton's metrics of all `names`; `requests` returns the numbers of running and waiting requests by model."""
 
     def __init__(
         self, metrics: Metrics, names: Iterable[str], requests: Callable[[], dict[str, tuple[int, int]]]
