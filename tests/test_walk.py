@@ -17,22 +17,27 @@ from walks import Station, Trace, profiling
 PAGE = Path(__file__).parents[1] / "docs/walk.md"
 
 HEAD = ("front/connections.py", "HttpConnection.on_headers_complete")
-DECODED = ("wire/kserve.py", "decode")
+DECODED = ("wire/kserve.py", "read")
 SCORE = {
     "head": HEAD,
     "decoded": DECODED,
     "queued": ("batching/scheduler.py", "Scheduler.add"),
-    "forward": ("llama/modeling_llama.py", "LlamaModel.forward"),
+    "computed": ("engine/engine.py", "Engine.score"),
 }
+FORWARD = ("engine/forward.py", "Forward.run")
 TRAIN = {
     "head": HEAD,
     "decoded": DECODED,
-    "queued": ("batching/loop.py", "Loop.order"),
-    "journalled": ("critic/journal.py", "Journal.append"),
-    "stepped": ("training/optimiser.py", "Optimiser.step"),
-    "acknowledged": ("critic/journal.py", "Journal.mark_done"),
+    "reserved": ("batching/loop.py", "Loop.order"),
+    "queued": ("batching/loop.py", "Loop.fill"),
+    "journalled": ("critic/store.py", "Journal.append"),
+    "stepped": ("training/optimiser.py", "Optimiser.apply"),
+    "acknowledged": ("critic/store.py", "Journal.mark_done"),
 }
-CALL = {"sent": ("httpcore/_async/connection_pool.py", "AsyncConnectionPool.handle_async_request")}
+CALL = {
+    "handed over": ("client/faces.py", "LoopThread.start"),
+    "sent": ("httpcore/_async/connection.py", "AsyncHTTPConnection.handle_async_request"),
+}
 ROWS = [np.array([5, 6, 7, 8, 9]), np.array([5, 6, 10])]
 
 
@@ -94,7 +99,7 @@ def test_a_train_request(use: Use, tmp_path: Path) -> None:
 
 def test_a_clients_call(use: Use, server: RunningServer) -> None:
     with RewardClient(server.http_url) as client:
-        trace = traced(use, CALL, lambda: client.infer(tokens=ROWS).result())
+        trace = traced(use, CALL, lambda: client.submit(tokens=ROWS).result())
     walk = trace.walk()
     assert walk == listed("A client's call")
     assert len(walk) <= 8 and len({file for file, _ in walk}) <= 5

@@ -7,7 +7,6 @@ a request as an `Exchange`; a `Visit` takes it through the steps.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -19,7 +18,7 @@ from guerdon.server import tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.reading import INLINE_BYTES, off_loop
+from guerdon.server.reading import INLINE_BYTES
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
@@ -264,7 +263,10 @@ class UnreadRequest:
         """Decodes it, once; raises InvalidRequest."""
         decode, self._decode = self._decode, None
         assert decode is not None
-        tensors, request = await off_loop(functools.partial(decode, self._info), self._num_bytes)
+        if self._num_bytes <= INLINE_BYTES:
+            tensors, request = decode(self._info)
+        else:
+            tensors, request = await asyncio.to_thread(decode, self._info)
         if tensors is not None:
             tensors.inputs = {}  # it may wait for long: `request` alone holds the arrays
         self._visit.tensors = tensors
