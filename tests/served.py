@@ -57,7 +57,7 @@ def reward_model(folder: Path) -> Path:
 def plain(folder: Path) -> Iterator[RunningServer]:
     """`reward_model`, whose scores are bitwise the same whatever shares their batch; 127.0.0.1, HTTP and gRPC."""
     model = ModelConfig(model=str(reward_model(folder / "rm")), deterministic=True)
-    with _running(ServerConfig(port=0, grpc_port=0, models=[model])) as server:
+    with running(ServerConfig(port=0, grpc_port=0, models=[model])) as server:
         yield server
 
 
@@ -71,7 +71,7 @@ def sums(folder: Path) -> Iterator[RunningServer]:
     ]
     parts = [ComponentConfig(model="helpful"), ComponentConfig(model="agreement", weight=0.5, clip=3.0)]
     total = RewardConfig(name="total", components=parts)
-    with _running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as server:
+    with running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as server:
         yield server
 
 
@@ -81,7 +81,7 @@ def critic(folder: Path) -> Iterator[RunningServer]:
     model = str(reward_model(folder / "rm"))
     config = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "checkpoints"))
     config.deterministic, config.global_batch_size = True, 3
-    with _running(ServerConfig(port=0, grpc_port=0, critic=config)) as server:
+    with running(ServerConfig(port=0, grpc_port=0, critic=config)) as server:
         yield server
 
 
@@ -92,6 +92,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def _running(config: ServerConfig) -> Iterator[RunningServer]:
+def running(config: ServerConfig) -> Iterator[RunningServer]:
+    """A server with these settings, in threads of this process."""
     with RunningServer(build_service(config), config) as running:
         yield running

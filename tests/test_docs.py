@@ -36,11 +36,10 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize(("page", "num_steps"), [("walk", 12), ("critic", 18), ("actors", 11)])
-def test_the_walks_go_through_functions_that_exist(page: str, num_steps: int) -> None:
-    text = (ROOT / f"docs/{page}.md").read_text()
+def test_the_actors_walk_goes_through_functions_that_exist() -> None:
+    text = (ROOT / "docs/actors.md").read_text()
     steps = re.findall(r"^ ?(\d+)  (\S+)\.py +(\S+)", text, re.MULTILINE)
-    assert [int(number) for number, *_ in steps] == list(range(1, num_steps + 1))
+    assert [int(number) for number, *_ in steps] == list(range(1, 12))
     for _, path, name in steps:
         found = importlib.import_module("guerdon." + path.replace("/", "."))
         for part in name.split("."):

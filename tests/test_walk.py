@@ -12,19 +12,19 @@ import pytest
 import served
 from guerdon import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import CriticConfig, ServerConfig
 from walks import Station, Trace, profiling
 
 PAGE = Path(__file__).parents[1] / "docs/walk.md"
 
 HEAD = ("front/connections.py", "HttpConnection.on_headers_complete")
 DECODED = ("wire/kserve.py", "read")
-SCORE = {
+SCORE = {  # the last moment is the destination, and not counted
     "head": HEAD,
     "decoded": DECODED,
     "queued": ("batching/scheduler.py", "Scheduler.add"),
-    "computed": ("engine/engine.py", "Engine.score"),
+    "forward": ("engine/forward.py", "Forward.run"),
 }
-FORWARD = ("engine/forward.py", "Forward.run")
 TRAIN = {
     "head": HEAD,
     "decoded": DECODED,
@@ -42,13 +42,13 @@ ROWS = [np.array([5, 6, 7, 8, 9]), np.array([5, 6, 10])]
 
 
 def listed(heading: str) -> list[Station]:
-    """The stations of the page's walk under that heading, in order."""
+    """Returns the functions that the page lists under that heading, in order."""
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"^ *\d+ +(\S+\.py) +(\S+)", section, re.M)
 
 
 def of_the_server(walk: list[Station]) -> list[Station]:
-    """Without the client, which runs in the same process here, and without what runs the event loop."""
+    """Leaves out the client, which runs in this process too, and the function that runs the event loop."""
     return [(file, name) for file, name in walk if not file.startswith("client/") and name != "RunningServer._run"]
 
 
@@ -68,7 +68,7 @@ def server(use: Use, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
 
 
 def traced(use: Use, moments: dict[str, Station], request: Callable[[], object]) -> Trace:
-    """The third of three requests: what is loaded or measured once is no part of the walk."""
+    """Traces the third of three requests: what is loaded or measured once is not part of the walk."""
     request()
     request()
     trace = Trace(moments)
@@ -83,14 +83,18 @@ def traced(use: Use, moments: dict[str, Station], request: Callable[[], object])
 def test_a_score_over_http(use: Use, server: RunningServer) -> None:
     with RewardClient(server.http_url) as client:
         trace = traced(use, SCORE, lambda: client.score(tokens=ROWS))
-    walk = of_the_server(trace.walk())
-    assert walk == listed("A score over HTTP")
+    *walk, forward = of_the_server(trace.walk())
+    assert walk == listed("A score over HTTP") and forward == SCORE["forward"]
     assert len(walk) <= 14 and len({file for file, _ in walk}) <= 9
 
 
 def test_a_train_request(use: Use, tmp_path: Path) -> None:
     targets = [[np.full(len(row) - 1, value) for row in ROWS] for value in (1.0, 0.0, 1.0)]
-    with served.critic(tmp_path) as server, CriticClient(server.http_url) as critic:
+    config = CriticConfig(model=str(served.reward_model(tmp_path / "rm")), checkpoint_dir=str(tmp_path / "checkpoints"))
+    with (
+        served.running(ServerConfig(port=0, grpc_port=0, critic=config)) as server,
+        CriticClient(server.http_url) as critic,
+    ):
         trace = traced(use, TRAIN, lambda: critic.train(ROWS, *targets).result())
     walk = of_the_server(trace.walk())
     assert walk == listed("A train request")
