@@ -24,7 +24,7 @@ TOLD = {
     "cli/bench/benching.py",
     "cli/console.py",
     "engine/checkpoint/digests.py",
-    "server/page/watch.py",
+    "server/page/recorder.py",
     "server/front/http_app.py",
     "server/triton.py",
     "server/tracing.py",

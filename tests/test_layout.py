@@ -61,7 +61,7 @@ BANNED = {  # path prefix: modules that it must not import
             "server/batching/budget.py",
             "server/batching/scheduler.py",
             *(f"server/batching/{name}.py" for name in ("fair_queue", "prefixes", "room")),
-            *(f"server/page/{name}.py" for name in ("query", "drift", "extremes", "recent", "scored", "traffic")),
+            *(f"server/page/{name}.py" for name in ("query", "drift", "extremes", "reward_history", "traffic")),
         ],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),

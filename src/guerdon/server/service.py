@@ -21,7 +21,7 @@ from guerdon.server.catalog import Catalog, Served, batch_limits
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
-from guerdon.server.page.watch import Watch
+from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ModelConfig, ServerConfig
 
 _BYTES_A_TOKEN = 8
@@ -81,7 +81,7 @@ class Service:
         root = config.model_repository
         self.repository = Repository(self.catalog, self._loop, group, root, own_limits, is_alone=is_alone)
         self.triton = triton.Family(self.metrics, self.catalog.names(), self._loop.requests)
-        self.watch = Watch(config, self.metrics, self.catalog, self._loop.depth)
+        self.recorder = PageRecorder(config, self.metrics, self.catalog, self._loop.depth)
         self.metrics.watch(self._loop.depth, self._loop.requests, self.catalog.loaded, self.triton.text)
 
     # ------------------------------------------------------------------------------------------------ scores
@@ -150,7 +150,7 @@ class Service:
         """Counts an answered request; `lengths` estimates those that the reply lacks."""
         num_failed = self.metrics.reply(info.name, reply)
         tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
-        self.watch.note(info, request, reply, lengths)
+        self.recorder.note(info, request, reply, lengths)
 
     def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
         """Raises Overloaded if the model's queue has no room for this client, Unavailable if it is unloaded.
@@ -177,7 +177,7 @@ class Service:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
         self._asyncio = asyncio.get_running_loop()
         self._loop.start()
-        self.watch.start()
+        self.recorder.start()
         self.ready = self.loss is None
 
     def check_ready(self) -> None:
@@ -195,7 +195,7 @@ class Service:
     def stop(self, timeout_s: float = 30.0) -> None:
         """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
         self.ready = False
-        self.watch.stop()
+        self.recorder.stop()
         has_ended = self._loop.stop(timeout_s)
         self.loss = self.loss or self._loop.loss
         if self.critic is not None and has_ended:

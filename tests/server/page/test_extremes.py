@@ -5,13 +5,15 @@ import numpy as np
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import SampleFailed
 from guerdon.server.page import extremes
-from guerdon.server.page.extremes import EACH, MOST_TEXT, Extremes
+from guerdon.server.page.extremes import EACH, MOST_TEXT, ExtremeSamples
 
 INFO = ModelInfo("rm", "echo", vocabulary="v1")
 NOW = 1_700_000_000.0
 
 
-def noted(made: Extremes, rewards: list[float], *, time: float = NOW, version: str = "w7", **asked: object) -> None:
+def noted(
+    made: ExtremeSamples, rewards: list[float], *, time: float = NOW, version: str = "w7", **asked: object
+) -> None:
     asked = asked or {"texts": [f"text {reward}" for reward in rewards]}
     results = [Score(reward) if reward == reward else SampleFailed("none") for reward in rewards]
     lengths = [3] * len(rewards)
@@ -19,7 +21,7 @@ def noted(made: Extremes, rewards: list[float], *, time: float = NOW, version: s
 
 
 def test_the_best_and_the_worst_of_many_requests_are_kept_in_order():
-    made = Extremes()
+    made = ExtremeSamples()
     rewards = np.random.default_rng(0).permutation(1000) - 500.0
     for part in np.array_split(rewards, 37):
         noted(made, part.tolist())
@@ -30,14 +32,14 @@ def test_the_best_and_the_worst_of_many_requests_are_kept_in_order():
 
 
 def test_of_few_samples_all_are_both():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [2.0, 1.0])
     assert [one.reward for one in made.best(0)] == [2, 1]
     assert [one.reward for one in made.worst(0)] == [1, 2]
 
 
 def test_the_same_text_is_there_once_however_often_it_came():
-    made = Extremes()
+    made = ExtremeSamples()
     for time in range(0, 900, 100):
         noted(made, [5.0, 5.0, 4.0], time=NOW + time)
         noted(made, [5.0], time=NOW + time, tokens=[np.array([1, 2])])
@@ -47,7 +49,7 @@ def test_the_same_text_is_there_once_however_often_it_came():
 
 
 def test_failed_samples_and_those_before_the_window_are_left_out():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [9.0, 1.0], time=NOW - 7200)
     noted(made, [float("nan"), 3.0], time=NOW)
     assert [one.reward for one in made.best(NOW - 60)] == [3]
@@ -55,7 +57,7 @@ def test_failed_samples_and_those_before_the_window_are_left_out():
 
 
 def test_what_is_kept_is_bounded():
-    made = Extremes()
+    made = ExtremeSamples()
     texts = ["x" * 9000 + str(i) for i in range(20)]
     for slot in range(300):
         time = NOW + slot * extremes.COARSE_S
@@ -68,7 +70,7 @@ def test_what_is_kept_is_bounded():
 
 
 def test_the_oldest_go_where_all_together_take_too_much():
-    made = Extremes(most_bytes=1_000_000)
+    made = ExtremeSamples(most_bytes=1_000_000)
     for slot in range(100):
         texts = [f"{slot} {i}" + "\N{GRINNING FACE}" * 3000 for i in range(EACH)]
         noted(made, [float(slot + i / 10) for i in range(EACH)], time=NOW + slot * extremes.COARSE_S, texts=texts)
@@ -77,7 +79,7 @@ def test_the_oldest_go_where_all_together_take_too_much():
 
 
 def test_a_text_whose_reward_differs_in_the_last_digits_is_there_once():
-    made = Extremes()
+    made = ExtremeSamples()
     for i in range(20):
         noted(made, [1 + i * 1e-7], time=NOW + i, texts=["the same"])
     noted(made, [0.5], time=NOW, texts=["another"])
@@ -91,21 +93,21 @@ def test_a_text_whose_reward_differs_in_the_last_digits_is_there_once():
 
 
 def test_of_one_text_in_one_request_the_more_extreme_is_kept():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [1.0, 3.0, 2.0], texts=["the same"] * 3)
     assert [one.reward for one in made.best(0)] == [3]
     assert [one.reward for one in made.worst(0)] == [1]
 
 
 def test_a_failed_sample_before_the_best_hides_nothing():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [float(i) for i in range(20)])
     noted(made, [float("nan"), 30.0, -30.0, 5.0])
     assert (made.best(0)[0].reward, made.worst(0)[0].reward) == (30, -30)
 
 
 def test_better_ones_before_the_window_hide_none_of_it():
-    made = Extremes()
+    made = ExtremeSamples()
     begin = NOW - NOW % extremes.COARSE_S
     noted(made, [100.0 + i for i in range(10)], time=begin + 10)
     noted(made, [1.0, 2.0], time=begin + 400)
@@ -114,7 +116,7 @@ def test_better_ones_before_the_window_hide_none_of_it():
 
 
 def test_of_a_text_without_a_known_prompt_both_ends_are_kept():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [1.0], texts=["P" * 4200 + " the response"])
     (one,) = made.best(0)
     assert one.is_cut
@@ -124,7 +126,7 @@ def test_of_a_text_without_a_known_prompt_both_ends_are_kept():
 
 
 def test_contents_of_several_parts_are_told():
-    made = Extremes()
+    made = ExtremeSamples()
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     conversation = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
     noted(made, [1.0], messages=[conversation])
@@ -132,17 +134,17 @@ def test_contents_of_several_parts_are_told():
 
 
 def test_prompts_are_told_apart_where_they_are_known():
-    made = Extremes()
+    made = ExtremeSamples()
     noted(made, [1.0], texts=["a prompt an answer"], prompts=["a prompt"])
     assert (made.best(0)[0].prompt, made.best(0)[0].response) == ("a prompt", " an answer")
-    made = Extremes()
+    made = ExtremeSamples()
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     noted(made, [1.0], messages=[conversation])
     assert (made.best(0)[0].prompt, made.best(0)[0].response) == ("user: hi", "assistant: ho")
 
 
 def test_of_ids_the_last_are_kept_and_which_of_them_are_the_prompts():
-    made = Extremes()
+    made = ExtremeSamples()
     tokens = np.arange(1500)
     noted(made, [1.0], tokens=[tokens], prompt_lengths=np.array([700]))
     one = made.best(0)[0]

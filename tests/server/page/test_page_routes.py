@@ -113,8 +113,8 @@ def test_where_it_is_turned_off_there_is_no_page_and_nothing_is_noted():
         for path in ("/", "/dashboard/app.js", "/dashboard/snapshot"):
             assert client.get(path).status_code == 404
         assert not [path for path in client.get("/openapi.json").json()["paths"] if "dashboard" in path]
-    assert service.watch.recent.last == 0
-    assert not service.watch.scored._pending
+    assert service.recorder.counters.last == 0
+    assert not service.recorder.rewards._pending
 
 
 def test_samples_without_a_page_are_refused():

@@ -23,9 +23,9 @@ NAME = "reward_model"
 def service() -> EchoService:
     """Of a minute rewards 1 to 100, of the minute before 201 to 250; lengths are ten times as large."""
     service = EchoService(ServerConfig())
-    watch = service.watch
-    watch.epoch = NOW - time.monotonic()
-    watch.started = NOW - 600
+    recorder = service.recorder
+    recorder.epoch = NOW - time.monotonic()
+    recorder.started = NOW - 600
     for i, rewards in enumerate(np.split(WINDOW, 5)):
         note(service, NOW - 10 * (5 - i), rewards)
     note(service, NOW - 90, BEFORE)
@@ -34,12 +34,12 @@ def service() -> EchoService:
 
 
 def note(service: EchoService, at: float, rewards: np.ndarray) -> None:
-    service.watch.scored.note(NAME, at, rewards.tolist(), (10 * rewards).astype(int).tolist())
+    service.recorder.rewards.note(NAME, at, rewards.tolist(), (10 * rewards).astype(int).tolist())
 
 
 def told(service: EchoService, **query: str) -> dict[str, Any]:
     what = parse_query({"window": "60", **query}, "window", "reference", "model")
-    gathered = snapshot.gather(service.watch, service.catalog, None, what, {}, service.watch.samples())
+    gathered = snapshot.gather(service.recorder, service.catalog, None, what, {}, service.recorder.samples())
     return snapshot.make(gathered)
 
 
@@ -130,5 +130,5 @@ def test_saved_tokens_are_never_below_nothing(service):
 
 def test_weights_that_became_others_are_told(service):
     for at, version in ((NOW - 50, "a"), (NOW - 40, "a"), (NOW - 30, "b")):
-        service.watch.scored.served(NAME, at, version)
+        service.recorder.rewards.served(NAME, at, version)
     assert rewards_of(service)["versions"] == [{"time": NOW - 30, "version": "b"}]

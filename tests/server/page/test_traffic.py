@@ -7,7 +7,7 @@ import pytest
 
 from guerdon.server.metrics import SECONDS, Metrics
 from guerdon.server.page import traffic
-from guerdon.server.page.recent import Recent
+from guerdon.server.page.traffic import CounterHistory
 
 START = 1_700_000_000.0
 NAMES = ["sum", "rm"]
@@ -19,7 +19,7 @@ class Server:
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.queue: dict[str, tuple[int, int]] = {"rm": (0, 0)}
-        self.recent = Recent(len(NAMES) * traffic.WIDTH)
+        self.recent = CounterHistory(len(NAMES) * traffic.WIDTH)
         self._reading = traffic.Reading(NAMES)
         self.read(0)
 

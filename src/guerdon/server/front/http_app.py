@@ -279,7 +279,7 @@ class _Handlers:
         return 200, [], b""
 
     async def openapi(self, request: HttpRequest) -> Reply:
-        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.watch.is_on))
+        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.recorder.is_on))
 
     async def metrics(self, request: HttpRequest) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()

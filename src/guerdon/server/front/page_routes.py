@@ -25,7 +25,7 @@ from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.front.admission import Admission, Decoder, Exchange, Visit
 from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
 from guerdon.server.page import snapshot, trying
-from guerdon.server.page.extremes import Kept
+from guerdon.server.page.extremes import KeptSample
 from guerdon.server.page.query import PageQuery, parse_query
 from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
@@ -78,7 +78,7 @@ class Pages:
         self._num_waiting: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="guerdon-page")
         self._kept: dict[_Key, tuple[float, bytes]] = {}
-        if service.watch.extremes is not None and not service.access.names and not is_loopback(config.host):
+        if service.recorder.extremes is not None and not service.access.names and not is_loopback(config.host):
             log.warning("samples' texts are kept for the page, and without keys anyone who reaches it can read them")
 
     async def index(self, request: HttpRequest) -> Reply:
@@ -111,16 +111,16 @@ class Pages:
 
     async def _snapshot(self, what: PageQuery, caller: Caller, address: str | None, is_packed: bool) -> bytes:
         """Makes the snapshot as JSON, one at a time, the clients taking turns."""
-        key, watch = (what, caller.role, address, is_packed), self._service.watch
+        key, recorder = (what, caller.role, address, is_packed), self._service.recorder
         run = asyncio.get_running_loop().run_in_executor
         async with self._turns.turn(caller.name):
             told = self._kept.get(key)
             if told is not None and time.monotonic() - told[0] <= _KEPT_S:
                 return told[1]
-            samples = await run(self._thread, watch.samples)
+            samples = await run(self._thread, recorder.samples)
             service, critic = self._service, self._service.critic if caller.role >= Role.TRAIN else None
             server = self._server(caller, address)
-            gathered = snapshot.gather(watch, service.catalog, critic, what, server, samples)
+            gathered = snapshot.gather(recorder, service.catalog, critic, what, server, samples)
             body = await run(self._thread, _written, gathered, is_packed)
             now = time.monotonic()
             self._kept = {other: kept for other, kept in self._kept.items() if now - kept[0] <= _KEPT_S}
@@ -129,7 +129,7 @@ class Pages:
 
     async def samples(self, request: HttpRequest) -> Reply:
         """Returns the best and worst samples of `?model=` in the last `?window=` seconds, if samples are kept."""
-        caller, extremes = request.caller, self._service.watch.extremes
+        caller, extremes = request.caller, self._service.recorder.extremes
         if extremes is None:
             raise RouteNotFound("this server keeps no samples' texts; start it with --dashboard-samples")
         if not self._may_read(caller):
@@ -137,7 +137,7 @@ class Pages:
         query = request.query
         what = parse_query(query, "model", "window")
         info = self._service.catalog.scored_by(query.get("model", ""))
-        start = self._service.watch.now() - what.window_s
+        start = self._service.recorder.now() - what.window_s
         told: Extremes = {"model": info.name, "window_s": what.window_s, "best": [], "worst": []}
         if info.name in extremes:
             told["best"] = [self._sample(one, info) for one in extremes[info.name].best(start)]
@@ -170,7 +170,7 @@ class Pages:
             "name": told["name"],
             "version": told["version"],
             "address": address,
-            "samples_allowed": self._service.watch.extremes is not None and self._may_read(caller),
+            "samples_allowed": self._service.recorder.extremes is not None and self._may_read(caller),
             "role": caller.role.name.lower(),
             "request_timeout_s": self._config.request_timeout_s,
         }
@@ -179,7 +179,7 @@ class Pages:
         """Whether the caller may see samples' texts: with keys, only an admin."""
         return not self._service.access.names or caller.role >= Role.ADMIN
 
-    def _sample(self, one: Kept, info: ModelInfo) -> Extreme:
+    def _sample(self, one: KeptSample, info: ModelInfo) -> Extreme:
         prompt, response = one.prompt, one.response
         tokenizer = self._service.catalog.tokenizer(info.name)
         if one.tokens is not None and tokenizer is not None and one.vocabulary == info.vocabulary:

@@ -31,7 +31,7 @@ _MOST_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class KeptSample:
     """A sample: its texts if the client sent text, else its token ids, which `vocabulary` decodes."""
 
     time: float
@@ -55,8 +55,8 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    best: list[Kept] = field(default_factory=list)
-    worst: list[Kept] = field(default_factory=list)
+    best: list[KeptSample] = field(default_factory=list)
+    worst: list[KeptSample] = field(default_factory=list)
 
     def may_take(self, rewards: list[float]) -> bool:
         """Whether one of the rewards, which may be NaN, may be an extreme."""
@@ -69,7 +69,7 @@ class _Slot:
         return sum(one.num_bytes for one in (*self.best, *self.worst))
 
 
-class Extremes:
+class ExtremeSamples:
     """The best and worst samples of one model, within about `most_bytes`."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
@@ -87,7 +87,7 @@ class Extremes:
         if not (fine.may_take(scored) or coarse.may_take(scored)):  # as of nearly all requests
             return
         rewards = np.array(scored)
-        kept: dict[int, Kept] = {}
+        kept: dict[int, KeptSample] = {}
         for slots, sign in (((fine.best, coarse.best), 1), ((fine.worst, coarse.worst), -1)):
             for i in _largest(sign * rewards):
                 for found in slots:
@@ -96,15 +96,15 @@ class Extremes:
                             kept[i] = _kept(time, request, reply, info, i, lengths[i])
                         found[:] = _first([*found, kept[i]], sign)
 
-    def best(self, start: float) -> list[Kept]:
+    def best(self, start: float) -> list[KeptSample]:
         """Returns the best since then, best first, each text once."""
         return _first(self._since(start, "best"), 1)
 
-    def worst(self, start: float) -> list[Kept]:
+    def worst(self, start: float) -> list[KeptSample]:
         """Returns the worst since then, worst first, each text once."""
         return _first(self._since(start, "worst"), -1)
 
-    def _since(self, start: float, which: str) -> Iterator[Kept]:
+    def _since(self, start: float, which: str) -> Iterator[KeptSample]:
         for slots, seconds in ((self._fine, FINE_S), (self._coarse, COARSE_S)):
             for at, slot in slots.items():
                 if (at + 1) * seconds > start:
@@ -135,22 +135,22 @@ def _largest(rewards: np.ndarray) -> list[int]:
     return places[np.argsort(-rewards[places], kind="stable")].tolist()
 
 
-def _first(samples: Iterable[Kept], sign: int) -> list[Kept]:
+def _first(samples: Iterable[KeptSample], sign: int) -> list[KeptSample]:
     """Returns the EACH samples with the largest `sign` times reward; of equal ones the latest.
 
     Alike is the same text before the same weights: the last digits of its reward may depend on its batch.
     """
-    found: dict[tuple[object, ...], Kept] = {}
+    found: dict[tuple[object, ...], KeptSample] = {}
     for one in sorted(samples, key=lambda one: (one.time, sign * one.reward)):
         tokens = None if one.tokens is None else one.tokens.tobytes()
         found[one.weights_version, one.prompt, one.response, tokens] = one
     return sorted(found.values(), key=lambda one: (sign * one.reward, one.time), reverse=True)[:EACH]
 
 
-def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, i: int, length: int) -> Kept:
+def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo, i: int, length: int) -> KeptSample:
     score = reply.results[i]
     assert isinstance(score, Score)
-    made = Kept(time, score.reward, length, reply.weights_version)
+    made = KeptSample(time, score.reward, length, reply.weights_version)
     if score.attributes is not None:
         made.attributes = dict(zip(info.names_of(len(score.attributes)), map(float, score.attributes), strict=True))
     if request.tokens is not None:

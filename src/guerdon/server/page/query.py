@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guerdon.errors import InvalidRequest
-from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S
+from guerdon.server.page.reward_history import COARSE_S, FINE_S, FINE_WINDOW_S
 
 LEAST_S, MOST_S = 60.0, 86_400.0
 _DEFAULT_S = 600.0

@@ -15,9 +15,9 @@ from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
 from guerdon.server.page import drift, traffic
 from guerdon.server.page.query import PageQuery
-from guerdon.server.page.recent import Window
-from guerdon.server.page.scored import COARSE_S, FINE_S, FINE_WINDOW_S, Pool, Taken
-from guerdon.server.page.watch import Watch
+from guerdon.server.page.recorder import PageRecorder
+from guerdon.server.page.reward_history import COARSE_S, FINE_S, FINE_WINDOW_S, BucketsCopy, PooledRewards
+from guerdon.server.page.traffic import Window
 from guerdon.wire.forms.page_bodies import Snapshot
 
 MAX_COLUMNS = 144
@@ -44,7 +44,7 @@ class Gathered:
     samples: list[traffic.Sample]
     window: Window
     whole: Window
-    rewards: dict[str, tuple[Taken, Taken]]
+    rewards: dict[str, tuple[BucketsCopy, BucketsCopy]]
     versions: dict[str, list[tuple[float, str]]]
     start: float
     step_s: float
@@ -53,7 +53,7 @@ class Gathered:
 
 
 def gather(
-    watch: Watch,
+    recorder: PageRecorder,
     catalog: Catalog,
     critic: Critic | None,
     asked: PageQuery,
@@ -62,34 +62,34 @@ def gather(
 ) -> Gathered:
     """Gathers the state for a query of the page; on the service's asyncio loop.
 
-    `server` is what the transport says about the server, `samples` are the watch's, of just now. `critic` is None if
+    `server` is the transport's state, `samples` are the recorder's current ones. `critic` is None if
     there is none or the caller may not see it.
     """
-    watch.refresh(samples)
-    now = watch.now()
+    recorder.refresh(samples)
+    now = recorder.now()
     unit_s = FINE_S if asked.window_s <= FINE_WINDOW_S else COARSE_S
     step_s = unit_s * max(1, math.ceil(asked.window_s / MAX_COLUMNS / unit_s))
     count = math.ceil(asked.window_s / step_s)
     end = math.ceil(now / step_s) * step_s
     start = end - count * step_s
-    compared = asked.compared(start, watch.started)
+    compared = asked.compared(start, recorder.started)
     if isinstance(asked.reference, str) and compared[0] < now - FINE_WINDOW_S - FINE_S:  # so that it ends before
         compared = (compared[0] // COARSE_S * COARSE_S, compared[1] // COARSE_S * COARSE_S)
     infos = catalog.infos()
-    shown = [asked.model] if asked.model else watch.names
-    first = watch.names.index(shown[0]) * traffic.WIDTH if shown else 0
+    shown = [asked.model] if asked.model else recorder.names
+    first = recorder.names.index(shown[0]) * traffic.WIDTH if shown else 0
     rewarded = [info.name for info in infos if "rewards" in info.outputs and info.name in shown]
-    scored = watch.scored
+    scored = recorder.rewards
     return Gathered(
-        server=server | {"now": now, "started": watch.started},
+        server=server | {"now": now, "started": recorder.started},
         models=[_model(catalog, info, infos) for info in infos],
-        critic=None if critic is None else _critic(critic, watch.epoch),
-        names=watch.names,
+        critic=None if critic is None else _critic(critic, recorder.epoch),
+        names=recorder.names,
         shown=shown,
         sums=frozenset(info.name for info in infos if info.kind == "sum"),
         samples=samples,
-        window=watch.recent.window(asked.window_s, slice(first, first + len(shown) * traffic.WIDTH)),
-        whole=watch.recent.whole(asked.window_s),
+        window=recorder.counters.window(asked.window_s, slice(first, first + len(shown) * traffic.WIDTH)),
+        whole=recorder.counters.whole(asked.window_s),
         rewards={name: (scored.taken(name, start, now), scored.taken(name, compared[0], now)) for name in rewarded},
         versions={name: scored.versions(name) for name in rewarded},
         start=start,
@@ -154,7 +154,9 @@ def _critic(critic: Critic, epoch: float) -> dict[str, Any]:
 
 
 def _rewards(g: Gathered, name: str) -> dict[str, Any]:
-    window, reference = (Pool.of(taken.between(*span)) for taken, span in zip(g.rewards[name], g.spans, strict=True))
+    window, reference = (
+        PooledRewards.of(taken.between(*span)) for taken, span in zip(g.rewards[name], g.spans, strict=True)
+    )
     columns, count = ((window.times - g.start) // g.step_s).astype(np.int64), g.num_columns
     edges = drift.edges(*((pool.rewards, pool.weights) for pool in (window, reference)))
     told = {name: np.full(count, np.nan) for name in ("mean", *_SHARES)}
@@ -188,7 +190,7 @@ def _rewards(g: Gathered, name: str) -> dict[str, Any]:
     }
 
 
-def _drift(g: Gathered, window: Pool, reference: Pool) -> dict[str, Any]:
+def _drift(g: Gathered, window: PooledRewards, reference: PooledRewards) -> dict[str, Any]:
     now, then = (drift.total(moments for _, moments in pool.parts) for pool in (window, reference))
     in_window, in_reference = g.spans
     return {
@@ -205,7 +207,7 @@ def _span(moments: drift.Moments, num_drawn: float, start: float, end: float) ->
     return told | {"from": start, "to": end}
 
 
-def _length(pool: Pool) -> dict[str, Any]:
+def _length(pool: PooledRewards) -> dict[str, Any]:
     """Returns length against reward: correlations, means by length, and sample points."""
     tokens, rewards, weights = pool.tokens, pool.rewards, pool.weights
     shown = slice(None, None, max(1, -(-len(tokens) // _MAX_POINTS)))

@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guerdon.server.page import scored
+from guerdon.server.page import reward_history as scored
 from guerdon.server.page.drift import total
-from guerdon.server.page.scored import SAMPLE, Pool, Scored
+from guerdon.server.page.reward_history import SAMPLE, PooledRewards, RewardHistory
 
 NOW = 1_700_000_000.0
 
 
-def noted(rewards: np.ndarray, *, seconds: float = 0.0, a_request: int = 100) -> Scored:
+def noted(rewards: np.ndarray, *, seconds: float = 0.0, a_request: int = 100) -> RewardHistory:
     """Rewards that come evenly over the last `seconds`; a sample's length is its place."""
-    made = Scored()
+    made = RewardHistory()
     requests = np.array_split(np.arange(len(rewards)), max(1, len(rewards) // a_request))
     for i, rows in enumerate(requests):
         made.note("rm", NOW - seconds * (1 - i / len(requests)), rewards[rows].tolist(), rows.tolist())
@@ -20,8 +20,8 @@ def noted(rewards: np.ndarray, *, seconds: float = 0.0, a_request: int = 100) ->
     return made
 
 
-def pool(made: Scored, name: str, start: float, end: float, now: float) -> Pool:
-    return Pool.of(made.taken(name, start, now).between(start, end))
+def pool(made: RewardHistory, name: str, start: float, end: float, now: float) -> PooledRewards:
+    return PooledRewards.of(made.taken(name, start, now).between(start, end))
 
 
 def test_what_fits_is_kept_whole_and_each_stands_for_itself():
@@ -36,20 +36,20 @@ def test_what_fits_is_kept_whole_and_each_stands_for_itself():
 
 @pytest.mark.parametrize("order", ["alternate", "one after the other"])
 def test_of_pairs_both_are_drawn_however_few_are_wanted(order):
-    made, kinds = Scored(), np.array([1.0, -1.0])
+    made, kinds = RewardHistory(), np.array([1.0, -1.0])
     rewards = (np.tile(kinds, 100) if order == "alternate" else np.repeat(kinds, 100)).tolist()
     for second in range(0, 3600, 10):  # as a trainer sends a chosen and a rejected response of each prompt
         made.note("rm", NOW - second, rewards, [10] * 200)
     made.fold()
     parts = made.taken("rm", NOW - 3600, NOW).between(NOW - 3600, NOW + 60)
     for most in (40_000, 20_000, 5_000):
-        found = Pool.of(parts, most)
+        found = PooledRewards.of(parts, most)
         assert abs(np.average(found.rewards, weights=found.weights)) < 0.1
         assert len(found.rewards) <= most + len(parts)
 
 
 def test_rewards_that_stand_for_many_count_as_fewer_drawn_ones():
-    made = Scored()
+    made = RewardHistory()
     made.note("rm", NOW, np.arange(20_000.0).tolist(), [1] * 20_000)
     made.note("rm", NOW - 60, [1.0, 2.0], [1, 1])
     made.fold()
@@ -59,7 +59,7 @@ def test_rewards_that_stand_for_many_count_as_fewer_drawn_ones():
 
 
 def test_folding_a_part_at_a_time_comes_to_the_same():
-    made = Scored()
+    made = RewardHistory()
     for i in range(30):
         made.note("rm", NOW, [float(i)] * 100, [1] * 100)
     made.fold(1000)
@@ -71,7 +71,7 @@ def test_folding_a_part_at_a_time_comes_to_the_same():
 
 
 def test_changes_of_the_weights_are_kept_and_the_first_is_none():
-    made = Scored()
+    made = RewardHistory()
     for i, version in enumerate(["a", "a", "b", "b", "a"]):
         made.served("rm", NOW + i, version)
     assert made.versions("rm") == [(NOW + 2, "b"), (NOW + 4, "a")]
@@ -99,7 +99,7 @@ def test_of_more_all_count_and_an_even_sample_is_kept():
 def test_early_and_late_rewards_are_as_likely_to_be_kept():
     kept = np.zeros(4)
     for seed in range(40):
-        made = Scored(seed)
+        made = RewardHistory(seed)
         for start in range(0, 2000, 50):
             made.note("rm", NOW, np.arange(start, start + 50.0).tolist(), [1] * 50)
             made.fold()
@@ -108,7 +108,7 @@ def test_early_and_late_rewards_are_as_likely_to_be_kept():
 
 
 def test_numbers_that_are_not_finite_are_left_out():
-    made = Scored()
+    made = RewardHistory()
     made.note("rm", NOW, [1.0, float("nan"), 3.0, float("inf")], [1, 2, 3, 4])
     made.note("other", NOW, [float("nan")], [1])
     made.fold()
@@ -130,7 +130,7 @@ def test_a_day_is_kept_in_minutes_and_the_last_hour_in_shorter_stretches():
 
 
 def test_the_beginning_is_kept_however_long_ago_and_the_rest_goes():
-    made = Scored()
+    made = RewardHistory()
     for hour in range(24 * 30):
         made.note("rm", NOW + 3600 * hour, [float(hour)], [1])
         made.note("rm", NOW + 3600 * hour + 1800, [float(hour)], [1])
@@ -143,7 +143,7 @@ def test_the_beginning_is_kept_however_long_ago_and_the_rest_goes():
 
 
 def test_what_nobody_folds_is_folded_before_it_grows_large():
-    made = Scored()
+    made = RewardHistory()
     for _ in range(200):
         made.note("rm", NOW, [1.0] * 1000, [1] * 1000)
     assert made.num_pending <= scored._MOST_PENDING
@@ -153,13 +153,13 @@ def test_what_nobody_folds_is_folded_before_it_grows_large():
 
 def test_a_pool_has_no_more_than_is_wanted_and_its_weights_make_up_for_it():
     made = noted(np.arange(50_000.0), seconds=3600)
-    found = Pool.of(made.taken("rm", NOW - 3600, NOW).between(NOW - 3600, NOW + 60), most=5000)
+    found = PooledRewards.of(made.taken("rm", NOW - 3600, NOW).between(NOW - 3600, NOW + 60), most=5000)
     assert 2500 <= len(found.rewards) <= 6000
     assert found.weights.sum() == pytest.approx(total(part for _, part in found.parts).count)
 
 
 def test_what_was_taken_stays_as_it_was():
-    made = Scored()
+    made = RewardHistory()
     made.note("rm", NOW, np.arange(1000.0).tolist(), [1] * 1000)
     made.fold()
     ((_, moments, kept),) = made.taken("rm", NOW - 60, NOW).between(NOW - 60, NOW + 60)

@@ -3,14 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guerdon.server.page.recent import MAX_POINTS, Recent, Ring
+from guerdon.server.page.traffic import MAX_POINTS, CounterHistory, Ring
 
 START = 1_700_000_000.0
 
 
-def readings(seconds: float, *, every: float = 2.0, rate: float = 5.0) -> Recent:
+def readings(seconds: float, *, every: float = 2.0, rate: float = 5.0) -> CounterHistory:
     """A counter that grows evenly from 0 on, read so often."""
-    recent = Recent(1)
+    recent = CounterHistory(1)
     for time in np.arange(0, seconds + every / 2, every):
         recent.add(START + time, np.array([rate * time]))
     return recent
@@ -40,7 +40,7 @@ def test_nothing_is_told_of_the_time_before_the_first_reading():
 
 
 def test_one_reading_alone_tells_of_no_time():
-    recent = Recent(2)
+    recent = CounterHistory(2)
     recent.add(START, np.array([3.0, 4.0]))
     assert np.isnan(recent.window(60).seconds()).all()
 

@@ -56,7 +56,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class PooledRewards:
     """Rewards of a period: N sampled ones with `weights`, and the moments of all.
 
     `rewards`, `tokens`, `weights` and `times` (the beginning of the bucket) are float64 `[N]`; `parts` are the buckets'
@@ -70,7 +70,7 @@ class Pool:
     parts: list[tuple[float, Moments]]
 
     @classmethod
-    def of(cls, parts: list[Part], most: int = 20_000) -> Pool:
+    def of(cls, parts: list[Part], most: int = 20_000) -> PooledRewards:
         """Merges buckets; thins their samples to about `most` rewards in total."""
         each = max(1, -(-sum(len(kept) for _, _, kept in parts) // most))
         rows = [kept[: -(-len(kept) // each)] for _, _, kept in parts]  # they stand in no order
@@ -90,7 +90,7 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class BucketsCopy:
     """An immutable copy of buckets of `step_s` seconds, by number; readable on any thread."""
 
     step_s: float
@@ -123,12 +123,12 @@ class Buckets:
             self._buckets[at] = Bucket()
         self._buckets[at].add(rows, random)
 
-    def taken(self) -> Taken:
+    def taken(self) -> BucketsCopy:
         """Returns all buckets."""
-        return Taken(self._step_s, self._buckets.copy())
+        return BucketsCopy(self._step_s, self._buckets.copy())
 
 
-class Scored:
+class RewardHistory:
     """The rewards of every model; noted rewards count when they are folded."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -181,7 +181,7 @@ class Scored:
                 for buckets in (fine, coarse):
                     buckets.add(at * FINE_S, rows, self._random)
 
-    def taken(self, name: str, start: float, now: float) -> Taken:
+    def taken(self, name: str, start: float, now: float) -> BucketsCopy:
         """Returns the model's rewards since then, in the shortest buckets that reach back so far."""
         kept = self._fine if start >= now - FINE_WINDOW_S - FINE_S else self._coarse
-        return kept[name].taken() if name in kept else Taken(FINE_S, {})
+        return kept[name].taken() if name in kept else BucketsCopy(FINE_S, {})

@@ -7,18 +7,18 @@ import pytest
 
 from guerdon.core import Score, ScoreReply, ScoreRequest
 from guerdon.errors import SampleFailed
-from guerdon.server.page import watch
+from guerdon.server.page import recorder
 from guerdon.server.page.drift import total
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
 
 async def test_the_counters_are_read_by_themselves_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FINE_S", 0.02)
-    monkeypatch.setattr(watch, "_LEAST_S", 0.01)
+    monkeypatch.setattr(recorder, "FINE_S", 0.02)
+    monkeypatch.setattr(recorder, "_LEAST_S", 0.01)
     service = EchoService()
     service.start()
-    readings = service.watch.recent
+    readings = service.recorder.counters
     try:
         first = readings.last
         async with asyncio.timeout(30):
@@ -36,12 +36,12 @@ def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
     service = EchoService(ServerConfig(dashboard_samples=True))
     (info, _), tokens = service.catalog.infos(), [np.arange(n) for n in (1, 2, 3)]
     reply = ScoreReply([Score(1.0), SampleFailed("none"), Score(3.0)], [1, 2, 3], "1")
-    service.watch.note(info, ScoreRequest(tokens=tokens, wants_rewards=False), reply)
-    assert not service.watch.scored._pending
-    service.watch.note(info, ScoreRequest(tokens=tokens), reply)
-    ((name, _, rewards, lengths),) = service.watch.scored._pending
+    service.recorder.note(info, ScoreRequest(tokens=tokens, wants_rewards=False), reply)
+    assert not service.recorder.rewards._pending
+    service.recorder.note(info, ScoreRequest(tokens=tokens), reply)
+    ((name, _, rewards, lengths),) = service.recorder.rewards._pending
     assert (name, rewards, lengths) == (info.name, [1.0, 3.0], [1, 3])
-    assert [one.reward for one in service.watch.extremes[info.name].best(0)] == [3, 1]
+    assert [one.reward for one in service.recorder.extremes[info.name].best(0)] == [3, 1]
 
 
 def test_a_failure_to_note_fails_no_request_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,8 +49,8 @@ def test_a_failure_to_note_fails_no_request_and_is_logged_once(caplog: pytest.Lo
     (info, _) = service.catalog.infos()
     request = ScoreRequest(texts=["a secret text"])
     for _ in range(3):
-        service.watch.note(info, request, ScoreReply([Score(1.0), Score(2.0)], [1, 1], "1"))  # one text for two
-    (record,) = [record for record in caplog.records if record.name.endswith("watch")]
+        service.recorder.note(info, request, ScoreReply([Score(1.0), Score(2.0)], [1, 1], "1"))  # one text for two
+    (record,) = [record for record in caplog.records if record.name.endswith("recorder")]
     assert "lacks rewards of reward_model" in record.message
     assert "secret" not in caplog.text
 
@@ -62,16 +62,16 @@ async def test_many_rewards_are_counted_a_part_at_a_time() -> None:
         (info, _) = service.catalog.infos()
         request = ScoreRequest(tokens=[np.array([1])] * 500)
         for _ in range(100):
-            service.watch.note(info, request, ScoreReply([Score(1.0)] * 500, [1] * 500, "1"))
-        before = service.watch.scored.num_pending
+            service.recorder.note(info, request, ScoreReply([Score(1.0)] * 500, [1] * 500, "1"))
+        before = service.recorder.rewards.num_pending
         await asyncio.sleep(0)
-        assert before - 6000 < service.watch.scored.num_pending < before
+        assert before - 6000 < service.recorder.rewards.num_pending < before
         async with asyncio.timeout(30):
-            while service.watch.scored.num_pending:
+            while service.recorder.rewards.num_pending:
                 await asyncio.sleep(0)
     finally:
         await asyncio.to_thread(service.stop)
-    taken = service.watch.scored.taken(info.name, service.watch.now() - 60, service.watch.now())
+    taken = service.recorder.rewards.taken(info.name, service.recorder.now() - 60, service.recorder.now())
     assert total(moments for _, moments, _ in taken.between(0, 1e12)).count == 50_000
 
 
@@ -84,5 +84,5 @@ async def test_an_answered_request_is_noted_and_a_refused_one_is_not() -> None:
             await service.score("reward_model", ScoreRequest(tokens=[]))
     finally:
         await asyncio.to_thread(service.stop)
-    noted = [(name, rewards, lengths) for name, _, rewards, lengths in service.watch.scored._pending]
+    noted = [(name, rewards, lengths) for name, _, rewards, lengths in service.recorder.rewards._pending]
     assert noted == [("reward_model", [11.0], [2])]

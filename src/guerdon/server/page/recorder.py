@@ -12,9 +12,9 @@ from guerdon.server import logs
 from guerdon.server.catalog import Catalog
 from guerdon.server.metrics import Metrics
 from guerdon.server.page import traffic
-from guerdon.server.page.extremes import Extremes
-from guerdon.server.page.recent import FINE_S, Recent
-from guerdon.server.page.scored import Scored
+from guerdon.server.page.extremes import ExtremeSamples
+from guerdon.server.page.reward_history import RewardHistory
+from guerdon.server.page.traffic import FINE_S, CounterHistory
 from guerdon.settings.config import DashboardConfig
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _MOST_BYTES = 512 << 20
 """Memory limit for the best and worst samples of all models."""
 
 
-class Watch:
+class PageRecorder:
     """Reads the counters every FINE_S seconds between `start` and `stop`. Belongs to one asyncio loop.
 
     `depth` returns waiting sequences and tokens by model. Times are monotonic, offset to Unix time at the start, so
@@ -42,14 +42,14 @@ class Watch:
         depth: Callable[[], dict[str, tuple[int, int]]],
     ) -> None:
         self.is_on = config.dashboard
-        self.scored = Scored()
-        self.extremes: dict[str, Extremes] | None = {} if self.is_on and config.dashboard_samples else None
+        self.rewards = RewardHistory()
+        self.extremes: dict[str, ExtremeSamples] | None = {} if self.is_on and config.dashboard_samples else None
         self._metrics, self._catalog, self._depth = metrics, catalog, depth
         self._reading = traffic.Reading([info.name for info in catalog.infos()])
         self.epoch = time.time() - time.monotonic()
         """Unix time of the monotonic clock's zero."""
         self.started = self.now()
-        self.recent = Recent(len(self._reading.names) * traffic.WIDTH)
+        self.counters = CounterHistory(len(self._reading.names) * traffic.WIDTH)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_folding = self._has_failed = False
 
@@ -94,14 +94,14 @@ class Watch:
         except AttributeError:  # some of them are errors
             rows = [(r.reward, n) for r, n in zip(results, lengths, strict=True) if isinstance(r, Score)]
             rewards, lengths = [reward for reward, _ in rows], [length for _, length in rows]
-        self.scored.note(info.name, now, rewards, lengths)
-        self.scored.served(info.name, now, reply.weights_version)
-        if self._loop is not None and self.scored.num_pending > _AT_ONCE and not self._is_folding:
+        self.rewards.note(info.name, now, rewards, lengths)
+        self.rewards.served(info.name, now, reply.weights_version)
+        if self._loop is not None and self.rewards.num_pending > _AT_ONCE and not self._is_folding:
             self._is_folding = True
             self._loop.call_soon(self._fold)
         if self.extremes is not None:
             if info.name not in self.extremes:
-                self.extremes[info.name] = Extremes(_MOST_BYTES // len(self.names))
+                self.extremes[info.name] = ExtremeSamples(_MOST_BYTES // len(self.names))
             self.extremes[info.name].note(now, request, reply, info, all_lengths)
 
     def samples(self) -> list[traffic.Sample]:
@@ -111,14 +111,14 @@ class Watch:
     def refresh(self, samples: list[traffic.Sample]) -> None:
         """Adds a reading if the last one is old enough, and folds noted rewards."""
         now = self.now()
-        if now - self.recent.last >= _LEAST_S:
-            self.recent.add(now, self._reading.read(now, samples, self._depth()))
-        self.scored.fold()
+        if now - self.counters.last >= _LEAST_S:
+            self.counters.add(now, self._reading.read(now, samples, self._depth()))
+        self.rewards.fold()
 
     def _fold(self) -> None:
         """Folds some noted rewards and schedules the rest, so that requests go on in between."""
-        self.scored.fold(_AT_ONCE)
-        self._is_folding = self._loop is not None and self.scored.num_pending > 0
+        self.rewards.fold(_AT_ONCE)
+        self._is_folding = self._loop is not None and self.rewards.num_pending > 0
         if self._is_folding:
             assert self._loop is not None
             self._loop.call_soon(self._fold)
