@@ -72,7 +72,8 @@ class Reader:
     `not_run` has patterns of commands that are only checked, each with its check, which raises AssertionError. A block
     whose first line is `# NAME.py` or `# NAME.yaml` is that file, `POST /PATH BODY` and a line with a status and an
     answer is an exchange with the last server that was started. A `guerdon serve` and a `guerdon serve-critic` go on
-    until another server takes their port, or the reader leaves; the same command again finds them running.
+    until another server takes their port, or the reader leaves; the same command with the same folders finds them
+    running.
     """
 
     def __init__(self, folder: Path, not_run: dict[str, Callable[[str], None]]) -> None:
@@ -150,10 +151,11 @@ class Reader:
             words += ["--grpc-port", grpc if http in words else "0"]  # not 2 above: another test may have that one
         words = [self.ports.get(word, word) for word in words]
         self.last = port = words[words.index("--port") + 1]
-        if port in self.servers and self.started[port] == sorted(words):
+        same = sorted(str(path.resolve()) if (path := self.folder / word).is_dir() else word for word in words)
+        if port in self.servers and self.started[port] == same:
             return
         self._stop(port)
-        self.started[port] = sorted(words)
+        self.started[port] = same
         log = self.folder / f"server-{port}.log"
         with log.open("wb") as file:
             self.servers[port] = subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=file, stderr=file)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,27 +69,33 @@ def check_what_is_left(reader: Reader) -> None:
     assert (reader.folder / "out/run/checkpoints/step-000002/policy/model.safetensors").exists()
 
 
-@pytest.mark.timeout(400)
-def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
-    made = tmp_path / "out/demo"  # what `make demo` leaves, by the demo's own names
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Reads in a folder with what `make demo` leaves, to which the quick start's own names are links."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = folder / "out/demo"
     reward_model(made / parts.REWARD_MODEL)
     policy(made / parts.POLICY)
     prompts(made / parts.PROMPTS)
-    with Reader(tmp_path, NOT_RUN) as reader:
-        read(ROOT / "README.md", reader)
-        check_what_is_left(reader)
-    assert list((tmp_path / "critic/journal").iterdir())
+    links = {"my-reward-model": parts.REWARD_MODEL, "my-policy": parts.POLICY, "prompts.jsonl": parts.PROMPTS}
+    for name, target in links.items():
+        (folder / name).symlink_to(made / target)
+    with Reader(folder, NOT_RUN) as reader:
+        yield reader
 
 
 @pytest.mark.timeout(400)
-def test_the_quick_start_does_what_it_says(tmp_path: Path) -> None:
-    reward_model(tmp_path / "my-reward-model")
-    policy(tmp_path / "my-policy")
-    prompts(tmp_path / "prompts.jsonl")
-    with Reader(tmp_path, NOT_RUN) as reader:
-        read(ROOT / "docs/quickstart.md", reader)
-        assert len(reader.servers) == 2
-        check_what_is_left(reader)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
+    for path in ("out/run", "critic"):
+        shutil.rmtree(reader.folder / path, ignore_errors=True)
+    (reader.folder / "scored.jsonl").unlink(missing_ok=True)
+    read(ROOT / page, reader)
+    check_what_is_left(reader)
+    if page == "README.md":
+        assert list((reader.folder / "critic/journal").iterdir())
+    else:
+        assert reader.ports["5559"] in reader.servers
 
 
 def test_a_shell_block_is_split_into_commands() -> None:
