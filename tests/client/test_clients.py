@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -223,6 +223,18 @@ async def test_a_cancelled_task_frees_the_server(url: str, service: ScriptedServ
             await asyncio.to_thread(wait_until, lambda: service.num_open == 0)
         assert service.cancelled == cancelled + 1
         assert list(await client.score(texts=["ab"])) == [2.0]
+
+
+def test_blocking_calls_and_futures_share_the_limit_on_calls_in_flight(url: str, service: ScriptedService) -> None:
+    with RewardClient(url, max_in_flight=2) as client, ThreadPoolExecutor(8) as threads:
+
+        def score(i: int) -> float:
+            return float(client.score(tokens=[[1, i]]).rewards[0])
+
+        blocking = [threads.submit(score, i) for i in range(100)]
+        futures = [client.submit(tokens=[[1, i]]) for i in range(100)]
+        assert [call.result(60.0) for call in blocking] == [f.result(60.0).rewards[0] for f in futures]
+    assert service.most_in_progress <= 2
 
 
 def test_closing_ends_every_future_at_once(url: str, service: ScriptedService) -> None:

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """The connections, queue and servers of one client, within one event loop.
+    """The connections, queue and servers of one client, within one event loop; only `run_here` is for other threads.
 
     At most `max_in_flight` calls are under way; the others wait, and those of higher priority go first.
     """
@@ -38,34 +39,69 @@ class Session:
         """
         self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
         self._transports = {address.url: _open_transport(address, policy) for address in addresses}
+        self._has_grpc = any(address.is_grpc for address in addresses)
+        self._lock = threading.Lock()  # of the steps, the slots and the queue; never held while anything waits
         self._num_free = max_in_flight
         self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._descriptions: dict[tuple[Endpoint, str], asyncio.Task[ModelSignature]] = {}
         self._is_closed = False
 
-    async def run(self, steps: Steps[T], priority: int = 0, is_wanted: Callable[[], bool] | None = None) -> T:
-        """Returns the result of a call's steps; is cancelled if `is_wanted`, called before the first, returns False."""
-        if self._num_free and not self._queue:
-            self._num_free -= 1
-        else:
-            await self._wait_in_queue(priority)
+    async def run(
+        self, steps: Steps[T], priority: int = 0, is_wanted: Callable[[], bool] | None = None, step: Step | None = None
+    ) -> T:
+        """Returns the result of a call's steps, of which `step` is the next if any was taken before.
+
+        Is cancelled if `is_wanted`, called before the first step, returns False.
+        """
+        await self._wait_for_slot(priority)
         try:
             if is_wanted is not None and not is_wanted():
                 raise asyncio.CancelledError
-            step = next(steps)
+            if step is None:
+                step = self._advance(steps)
             while True:
                 try:
                     result = await self._perform(step)
                 except GuerdonError as e:
-                    step = steps.throw(e)
+                    step = self._advance(steps, error=e)
                 else:
-                    step = steps.send(result)
+                    step = self._advance(steps, result)
         except StopIteration as done:
             return done.value
         finally:
-            steps.close()
+            self._close_steps(steps)
             self._admit_next()
+
+    def run_here(self, steps: Steps[T]) -> tuple[bool, Any]:
+        """Performs a call's first exchange in this thread, if that is over gRPC and need not wait for other calls.
+
+        Returns True and the call's result, or False and the next step for `run`, None if none was taken. By `run`, a
+        blocking call over gRPC passes two other threads: the loop's and grpcio's.
+        """
+        with self._lock:
+            if not self._has_grpc or not self._num_free or self._queue or _has_span():
+                return False, None
+            self._num_free -= 1
+        try:
+            step = self._advance(steps)
+            perform = isinstance(step, Infer) and getattr(self._transports[step.endpoint.url], "perform_here", None)
+            if not perform:
+                return False, step
+            try:
+                result = perform(step)
+            except GuerdonError as e:
+                if self._is_closed:
+                    raise Cancelled("the client was closed before the answer") from e
+                return False, self._advance(steps, error=e)
+            return False, self._advance(steps, result)
+        except StopIteration as done:
+            return True, done.value
+        except BaseException:
+            self._close_steps(steps)
+            raise
+        finally:
+            self._release_slot_here()
 
     async def close(self) -> None:
         """Closes the connections; further steps raise Cancelled."""
@@ -104,9 +140,21 @@ class Session:
         if not task.cancelled():
             task.exception()  # all that awaited it may be cancelled
 
-    async def _wait_in_queue(self, priority: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (-priority, next(self._numbers), turn))
+    def _advance(self, steps: Steps[Any], result: Any = None, error: GuerdonError | None = None) -> Step:
+        with self._lock:
+            return steps.send(result) if error is None else steps.throw(error)
+
+    def _close_steps(self, steps: Steps[Any]) -> None:
+        with self._lock:
+            steps.close()
+
+    async def _wait_for_slot(self, priority: int) -> None:
+        with self._lock:
+            if self._num_free and not self._queue:
+                self._num_free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._queue, (-priority, next(self._numbers), turn))
         try:
             await turn
         except asyncio.CancelledError:
@@ -115,12 +163,22 @@ class Session:
             raise
 
     def _admit_next(self) -> None:
-        while self._queue:
-            _, _, turn = heapq.heappop(self._queue)
-            if not turn.done():
-                turn.set_result(None)
+        with self._lock:
+            while self._queue:
+                _, _, turn = heapq.heappop(self._queue)
+                if not turn.done():
+                    turn.set_result(None)
+                    return
+            self._num_free += 1
+
+    def _release_slot_here(self) -> None:
+        with self._lock:
+            if not self._queue:
+                self._num_free += 1
                 return
-        self._num_free += 1
+            loop = self._queue[0][2].get_loop()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._admit_next)
 
 
 def _open_transport(address: Address, policy: RetryPolicy) -> Any:

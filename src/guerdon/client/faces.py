@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 from guerdon.client.addresses import Credentials
 from guerdon.client.calls import ModelSignature
 from guerdon.client.driver import Session
-from guerdon.client.retry import Caller, RetryPolicy, Steps
+from guerdon.client.retry import Caller, RetryPolicy, Step, Steps
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")
@@ -199,14 +199,15 @@ class BlockingClient(Generic[S]):
             self._open()
         return self._thread
 
-    def _submit(self, steps: Steps[T], priority: int = 0) -> Future[T]:
+    def _submit(self, steps: Steps[T], priority: int = 0, step: Step | None = None) -> Future[T]:
         thread, future = self._here(), Future[T]()
         run = thread.session.run
-        thread.start(lambda is_wanted: asyncio.create_task(run(steps, priority, is_wanted)), future, self)
+        thread.start(lambda is_wanted: asyncio.create_task(run(steps, priority, is_wanted, step)), future, self)
         return future
 
     def _call(self, steps: Steps[T], priority: int = 0) -> T:
-        return self._wait(self._submit(steps, priority))
+        is_done, outcome = self._here().session.run_here(steps)
+        return outcome if is_done else self._wait(self._submit(steps, priority, outcome))
 
     def _wait(self, future: Future[T]) -> T:
         try:

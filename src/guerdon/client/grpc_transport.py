@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,12 +156,11 @@ class GrpcTransport:
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
         self._is_closed = False
-        self.num_exchanges = 0
+        self.exchanges: set[object] = set()
         _TRANSPORTS.add(self)
 
     async def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
         """Returns the step's result; raises its GuerdonError."""
-        _check_fork()
         exchange, loop = GrpcExchange(step), asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -169,8 +168,7 @@ class GrpcTransport:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_resolve, ended)
 
-        self.num_exchanges += 1
-        try:
+        with self._count_exchange():
             rpc = getattr(self._open_stub(), exchange.method).future(
                 exchange.request(), timeout=step.timeout_s, metadata=exchange.metadata(self._metadata)
             )
@@ -179,17 +177,37 @@ class GrpcTransport:
                 await ended
             finally:
                 rpc.cancel()  # no-op unless this task was cancelled
-        finally:
-            self.num_exchanges -= 1
         if rpc.code() is not grpc.StatusCode.OK:
             raise exchange.failure(rpc)
         return exchange.result(rpc.result(), (*rpc.initial_metadata(), *rpc.trailing_metadata()))
+
+    def perform_here(self, step: Infer) -> Any:
+        """Returns what `perform` returns, but blocks; for any thread."""
+        exchange = GrpcExchange(step)
+        with self._count_exchange():
+            try:
+                message, rpc = getattr(self._open_stub(), exchange.method).with_call(
+                    exchange.request(), timeout=step.timeout_s, metadata=exchange.metadata(self._metadata)
+                )
+            except grpc.RpcError as e:
+                raise exchange.failure(e) from e
+        return exchange.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
 
     async def close(self) -> None:
         """Closes the channel; ends what is under way with Cancelled."""
         channel, self._channel, self._is_closed = self._channel, None, True
         if channel is not None:
             channel.close()
+
+    @contextmanager
+    def _count_exchange(self) -> Iterator[None]:
+        _check_fork()
+        exchange = object()
+        self.exchanges.add(exchange)
+        try:
+            yield
+        finally:
+            self.exchanges.discard(exchange)
 
     def _open_stub(self) -> Any:
         if self._is_closed:
@@ -210,7 +228,7 @@ _was_busy_at_fork = False
 
 def _mark_fork() -> None:
     global _was_busy_at_fork
-    _was_busy_at_fork = _was_busy_at_fork or any(transport.num_exchanges for transport in _TRANSPORTS)
+    _was_busy_at_fork = _was_busy_at_fork or any(transport.exchanges for transport in _TRANSPORTS)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
