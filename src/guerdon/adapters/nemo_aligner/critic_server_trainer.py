@@ -1,4 +1,4 @@
-"""`CriticServerTrainer` with NeMo-Aligner's signature: a user's own critic and optimiser behind guerdon's server."""
+"""Offers `CriticServerTrainer` with NeMo-Aligner's signature: guerdon's server for your own critic and optimiser."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _TRAINED_ON = ("tokens", "returns", "prev_values", "mask")
 class CriticServerTrainer:
     """Serves a user's critic as `critic_infer`, `critic_train`, `critic_save`, and trains it with their optimiser.
 
-    `critic_validate` and `critic_state` come with them. `host` is the address to listen on: this machine alone by
-    default, where NeMo-Aligner's class listens on all of its addresses. 0.0.0.0 needs keys in GUERDON_API_KEYS, or
-    `allow_anonymous`, as other machines reach it.
+    `critic_validate` and `critic_state` come with them. `host` is the address to listen on, by default this machine's
+    own; NeMo-Aligner's class listens on all addresses. 0.0.0.0 needs keys in GUERDON_API_KEYS or `allow_anonymous`,
+    because other machines reach it.
 
-    `model` is a torch module with `infer(inputs=(tokens [B,T], lengths [B])) -> values [B,T]`, or, where
+    `model` is a torch module with `infer(inputs=(tokens [B,T], lengths [B])) -> values [B,T]` or, if
     `cfg.combine_rm_and_critic_server`, `infer_rm_critic` of the same inputs `-> (rewards [B] or [B,1], values)`; and
     `get_loss_and_metrics(batch, forward_only) -> (loss, metrics)`, which leaves the gradient of one global batch of
-    `gbs` rows in its parameters, or with `forward_only` only measures. Its `prepare_for_inference`,
+    `gbs` rows in its parameters, or computes none with `forward_only`. Its `prepare_for_inference`,
     `finish_inference`, `prepare_for_training`, `finish_training`, `prepare_for_training_step` and
-    `finish_training_step` are called where it has them.
+    `finish_training_step` are called if it has them.
 
     `cfg`, by attribute or by key: `port`, `inference_micro_batch_size`, `combine_rm_and_critic_server`; optionally
-    `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None). What is
-    saved, and where, is `ckpt_callback.custom_save`'s; guerdon keeps no journal for it, so that what was trained since
-    is lost with the process.
+    `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None).
+    `ckpt_callback.custom_save` decides what is saved and where; guerdon keeps no journal, so training after the last
+    save is lost with the process.
 
     `data_parallel_size` ranks each compute an equal part of every batch, and `inference_micro_batch_size` is multiplied
     by it, as in NeMo-Aligner; the model sums its gradients over them. A part's mask may be 0 everywhere.
-    Default: that of Megatron if it is initialised in this process; else 1, where every rank computes all rows.
+    Default: that of Megatron if it is initialised in this process; else 1, and every rank computes all rows.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class CriticServerTrainer:
     def run_training(self, *, tokens: Any, returns: Any, prev_values: Any, mask: Any) -> dict[str, np.ndarray]: ...
 
     def run_training(self, *batch: Any, **named: Any) -> float | dict[str, np.ndarray]:
-        """Makes one optimiser step a global batch of `tokens` `[N,T]` and `returns`, `prev_values`, `mask` `[N,T-1]`.
+        """Makes one optimiser step per global batch of `tokens` `[N,T]` and `returns`, `prev_values`, `mask` `[N,T-1]`.
 
         Returns the mean of their losses, weighted by their masks' sums: given by keyword what `critic_train` answers, a
         dict with `loss_mean` `[1]`, else a float. The last global batch is filled up to `gbs` rows with mask 0. Raises
@@ -178,24 +178,24 @@ class CriticServerTrainer:
             )
 
     def state_dict(self) -> dict[str, int]:
-        """What the trainer itself keeps: `step`, the number of optimiser steps."""
+        """Returns the trainer's own state: `step`, the number of optimiser steps."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on counting from `state_dict["step"]`; weights and optimiser are the caller's to load."""
+        """Sets the step from `state_dict["step"]`; the caller loads weights and optimiser."""
         self.critic.restart_at(int(state_dict["step"]))
 
     def run_server(self) -> None:
         """Serves until SIGTERM or SIGINT; then finishes what was accepted and returns.
 
         If this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank 0
-        serves, and everything is done on every rank, with the rows of that rank's data-parallel part. Of ranks with the
-        same rows the first one's scores count, and of losses rank 0's.
+        serves, and every rank performs each command on the rows of its data-parallel part. If ranks have the same rows,
+        the first one's scores count; losses are rank 0's.
         """
         run(self.config, self._parts())
 
     def build_service(self) -> Service:
-        """The service that `run_server` runs, for an event loop of your own; this process's alone."""
+        """Returns the service that `run_server` runs, for your own event loop; in this process only."""
         return build_service(self.config, self._parts())
 
     def _parts(self) -> Parts:
@@ -218,10 +218,10 @@ class CriticServerTrainer:
 
 
 class _Operations(Critic):
-    """The operations of a critic that its user saves."""
+    """Performs the operations of a critic that the user's callback saves."""
 
     def save(self, asked: ControlRequest, group: Executor) -> None:
-        """Has the user's callback save; raises ServerFault where the weights are in a state that nobody knows."""
+        """Calls the user's callback to save; raises ServerFault if a failed step left the weights undefined."""
         self._check_sound()
         group.execute(Command(Signal.SAVE, self.name))
         self.store.num_unsaved = 0
@@ -229,7 +229,7 @@ class _Operations(Critic):
 
 
 def _setting(cfg: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """A setting of a mapping or of an object's attributes; raises ConfigError where it is required and missing."""
+    """Returns a setting from a mapping or an object's attributes; raises ConfigError if a required one is missing."""
     value = cfg.get(name, default) if hasattr(cfg, "get") else getattr(cfg, name, default)
     if value is _REQUIRED:
         raise ConfigError(f"cfg has no {name}", "give it as a key or an attribute of cfg")

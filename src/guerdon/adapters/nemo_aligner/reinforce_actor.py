@@ -1,7 +1,7 @@
-"""`ReinforceActor`: the policy by the calls of NeMo-Aligner's REINFORCE actor, for training loops of one's own.
+"""Offers the calls of NeMo-Aligner's REINFORCE actor as `ReinforceActor`, for your own training loop.
 
-Legend: B rows, S tokens of the longest (prompt and response), padded on the right. Entry t of `[B, S-1]` is about token
-t + 1.
+Shapes: B rows, S tokens of the longest (prompt and response), padded on the right. Entry t of `[B, S-1]` belongs to
+token t + 1.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 
 
 class NemoTokenizer:
-    """transformers' tokenizer with the names that NeMo gives its own, too."""
+    """Adds the names of NeMo's tokenizers to one of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @property
     def eos_id(self) -> int | None:
-        """The id of EOS; None if the tokenizer has none."""
+        """The id of EOS, None if the tokenizer has none."""
         eos: int | None = self._tokenizer.eos_token_id
         return eos
 
     def ids_to_text(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids without special tokens."""
+        """Decodes the ids, without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def text_to_ids(self, text: str) -> list[int]:
-        """Returns the ids of the text, no special tokens added."""
+        """Encodes the text, without special tokens."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
@@ -61,7 +61,7 @@ class NemoTokenizer:
 
 
 class ReinforceActor:
-    """Generates, tells log-probs of what it generated and of its reference, and learns by REINFORCE.
+    """Generates responses, computes their log-probs and those of the reference, and trains by REINFORCE.
 
         actor = ReinforceActor(PolicyConfig(model="..."), RolloutConfig(max_new_tokens=64))
         actor.prepare_for_inference()
@@ -71,13 +71,13 @@ class ReinforceActor:
         loss, metrics = actor.get_loss_and_metrics(batch)
         report = actor.finish_training_step()  # clips the gradient and makes the optimiser step
 
-    All tensors come and go on the CPU. `tokenizer` has transformers' names and NeMo's, such as `eos_id`. What `infer`
-    draws depends on `seed`, the optimiser steps made (skipped ones are none), and how often it was called since the
-    last one or a `load`: a loop that goes on from a checkpoint saved right behind a step draws what it would have.
+    All tensors are on the CPU. `tokenizer` has transformers' names and NeMo's, such as `eos_id`. What `infer` samples
+    depends on `seed`, the number of optimiser steps (skipped ones do not count), and how often it was called since the
+    last step or `load`: a loop that resumes from a checkpoint saved right after a step samples the same responses.
     """
 
     def __init__(self, policy: PolicyConfig | str, rollouts: RolloutConfig | None = None, *, seed: int = 0) -> None:
-        """Loads the policy, by its settings or by its folder or hub id; raises ConfigError and CheckpointError."""
+        """Loads the policy from its settings, folder or hub id; raises ConfigError and CheckpointError."""
         if not isinstance(policy, PolicyConfig | str):
             raise ConfigError(
                 f"ReinforceActor got {type(policy).__name__} for its policy; NeMo-Aligner's (cfg, trainer) names no "
@@ -96,10 +96,10 @@ class ReinforceActor:
         self._seed = seed
         self._num_inferred, self._inferred_at = 0, 0
 
-    # ---------------------------------------------------------------------------------------- generating
+    # ---------------------------------------------------------------------------------------- generation
 
     def prepare_for_inference(self) -> None:
-        """Gives what generates the newest weights, and it the device's memory where `offload_optimizer` is set."""
+        """Gives the generator the newest weights; offloads the optimiser if `offload_optimizer` is set."""
         self.generator.sync()
         if self.policy_config.offload_optimizer:
             self.trainer.offload_optimizer()
@@ -133,42 +133,42 @@ class ReinforceActor:
     def get_inference_log_probs(
         self, response_tokens: Tensor, response_lengths: Tensor | None = None, prompt_lengths: Tensor | None = None
     ) -> Tensor:
-        """Log-probs float32 `[B, S-1]` of the tokens `[B, S]` at the sampling temperature.
+        """Returns the log-probs float32 `[B, S-1]` of the tokens `[B, S]` at the sampling temperature.
 
-        With `response_lengths` those of the padding behind them are 0 and cost nothing, with `prompt_lengths` those of
-        the prompts, as `infer` gives both.
+        With `response_lengths` the log-probs of the padding are 0 and are not computed; with `prompt_lengths` those of
+        the prompts, too. `infer` returns both.
         """
         return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=False)
 
     def get_init_policy_logprobs(
         self, response_tokens: Tensor, response_lengths: Tensor | None = None, prompt_lengths: Tensor | None = None
     ) -> Tensor:
-        """The same of the policy as it was loaded first, before any step or checkpoint."""
+        """Returns the reference's log-probs: those of the policy as first loaded, before any step or checkpoint."""
         return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=True)
 
     def finish_inference(self) -> None:
-        """Nothing: what training needs comes back by `prepare_for_training`."""
+        """Does nothing: `prepare_for_training` moves back what training needs."""
 
-    # ---------------------------------------------------------------------------------------- learning
+    # ---------------------------------------------------------------------------------------- training
 
     def prepare_for_training(self) -> None:
-        """Moves the optimiser's state back to the device, where `offload_optimizer` is set."""
+        """Moves the optimiser's state back to the device if `offload_optimizer` is set."""
         if self.policy_config.offload_optimizer:
             self.trainer.onload_optimizer()
 
     def prepare_for_training_step(self) -> None:
-        """Nothing: gradients are 0 after each `finish_training_step`."""
+        """Does nothing: gradients are 0 after each `finish_training_step`."""
 
     def get_loss_and_metrics(
         self, batch: Mapping[str, Tensor], forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """The loss of one global batch, and its gradients where not `forward_only`; `finish_training_step` steps.
+        """Returns the loss of one global batch and its metrics; accumulates the gradients unless `forward_only`.
 
             sum_i sum_t mask_it * -logp_it * is_end_i * (rewards_with_kl_i - baseline_i) / sum mask
 
-        `response_tokens` int64 `[B, S]`; `mask` float32 `[B, S-1]`, 1 at the actions of the response, none between
-        left out; `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, leaves out what was cut.
-        Raises ValueError where one has another shape.
+        `response_tokens` int64 `[B, S]`; `mask` float32 `[B, S-1]`, 1 at the response's actions, without gaps;
+        `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, leaves out truncated responses. Raises
+        ValueError if a tensor has another shape.
         """
         batch = {name: tensor.detach().cpu() for name, tensor in batch.items()}
         _check_shapes(batch)
@@ -177,7 +177,7 @@ class ReinforceActor:
         advantages = (batch["rewards_with_kl"] - batch["baseline"]).float()
         if "is_end" in batch:
             advantages = advantages * batch["is_end"]
-        # Where a row's actions begin is where its prompt ends, and where they end there is nothing more to compute.
+        # A row's actions begin where its prompt ends; nothing behind the last action is computed.
         starts = (mask > 0).int().argmax(-1) + 1
         ends = mask.shape[1] - (mask > 0).flip(-1).int().argmax(-1) + 1
         loss = _Loss(_from_first(mask, starts, ends), advantages[taken])
@@ -193,24 +193,24 @@ class ReinforceActor:
         return stats.loss, {"loss": stats.loss}
 
     def finish_training_step(self) -> StepReport:
-        """The optimiser step of the gradients since the last one, clipped by gradient_clip_val; the schedule's, too."""
+        """Clips the gradients by gradient_clip_val, and makes a step of the optimiser and of the schedule."""
         return self.trainer.apply()
 
     def finish_training(self) -> None:
-        """Nothing: no gradients are kept."""
+        """Does nothing: no gradients are kept."""
 
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path | str) -> None:
-        """Writes policy, optimiser and schedule into an existing, empty folder, which transformers can load, too."""
+        """Saves policy, optimiser and schedule in an existing, empty folder, which transformers can load, too."""
         self.trainer.save(Path(folder))
 
     def load(self, folder: Path | str) -> None:
-        """Goes on from what was saved, bitwise; the reference stays the policy that was loaded first."""
+        """Loads what `save` saved, and goes on bitwise; the reference stays the policy that was loaded first."""
         self.trainer.load(Path(folder))
         self._num_inferred = 0
 
-    # ---------------------------------------------------------------------------------------- within
+    # ---------------------------------------------------------------------------------------- internals
 
     def _text(self, tokens: np.ndarray) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
@@ -235,7 +235,7 @@ class ReinforceActor:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Loss:
-    """REINFORCE's loss as `PolicyTrainer.accumulate` asks for it; mask `[B, R]` counts from the response's first."""
+    """Computes REINFORCE's loss for `PolicyTrainer.accumulate`; `mask` `[B, R]` begins at the response."""
 
     mask: Tensor
     advantages: Tensor
@@ -259,7 +259,7 @@ def _check_shapes(batch: Mapping[str, Tensor]) -> None:
 
 
 def _from_first(mask: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Each row of a mask `[B, S-1]` from its first action on, `[B, R]`."""
+    """Returns each row of a mask `[B, S-1]` from its first action on, `[B, R]`."""
     made = torch.zeros(len(mask), int((ends - starts).max()) if len(mask) else 0)
     for out, row, start, end in zip(made, mask, starts.tolist(), ends.tolist(), strict=True):
         out[: end - start] = row[start - 1 : end - 1]

@@ -1,4 +1,4 @@
-"""`RewardModelServer` with NeMo-Aligner's signature: a user's padded `infer_fn` behind guerdon's server."""
+"""Offers `RewardModelServer` with NeMo-Aligner's signature: guerdon's server for your own padded `infer_fn`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RewardModelServer:
     """Serves `infer_fn(inputs=(tokens [B,T], lengths [B])) -> rewards [B]`, `[B,1]` or `[B,A]`, over KServe v2.
 
     `tokenize_func(sentences) -> (tokens [B,T], lengths [B])` turns text into ids. Requests are collected into batches
-    of the preferred sizes `inference_micro_batch_size`; the first in line waits at most `max_queue_delay_microseconds`
-    for company, and then all that waits goes with it. One request's rows stay together, however many they are. Batches
-    beyond `model_forward_micro_batch_size` are filled up to a multiple of it. T is the longest of the batch, rounded up
-    to `strip_sequence_length_to_multiple`, but no wider than what was sent.
+    of the preferred sizes `inference_micro_batch_size`; the first in the queue waits at most
+    `max_queue_delay_microseconds` for more; then all requests in the queue go with it. A request is never split.
+    Batches larger than `model_forward_micro_batch_size` are padded to a multiple of it. T is the longest of the batch,
+    rounded up to a multiple of `strip_sequence_length_to_multiple`, but no wider than the tensors sent.
 
     `data_parallel_size` ranks each compute an equal part of every batch, and sizes are multiplied by it, as in
-    NeMo-Aligner. Default: that of Megatron if it is initialised in this process; else 1, where every rank computes all
+    NeMo-Aligner. Default: that of Megatron if it is initialised in this process; else 1, and every rank computes all
     rows. A `host` that other machines reach, such as 0.0.0.0, needs keys in GUERDON_API_KEYS, or `allow_anonymous`.
     """
 
@@ -101,12 +101,12 @@ class RewardModelServer:
 
         If this process is one of several, started by torchrun or joined by torch.distributed, all must call it: rank 0
         serves, and `infer_fn` is called on every rank once a batch, with the rows of that rank's data-parallel part.
-        Of ranks that have the same rows the first one's rewards count.
+        If ranks have the same rows, the first one's rewards count.
         """
         run(self.config, self._parts())
 
     def build_service(self) -> Service:
-        """The service that `run_server` runs, for an event loop of your own; this process's alone."""
+        """Returns the service that `run_server` runs, for your own event loop; in this process only."""
         return build_service(self.config, self._parts())
 
     def _parts(self) -> Parts:
