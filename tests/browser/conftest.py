@@ -1,4 +1,4 @@
-"""A headless Chromium, and pages in it that may show no error and ask nobody but their own server."""
+"""Opens pages in a headless Chromium; they must not log errors or contact other hosts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PATIENCE_S = 20.0
 
 
 def until(page: Any, holds: str) -> None:
-    """Waits until the expression holds in the page, whose policy has playwright's own waiting fail."""
+    """Waits until the expression is true in the page, whose CSP makes playwright's own wait_for_function fail."""
     comes(page, lambda: page.evaluate(holds), holds)
 
 
 def comes(page: Any, what: Callable[[], Any], told: str = "what is waited for") -> None:
-    """Waits until `what` is true, asked again and again: a machine that stalls has numbers to show a little later."""
+    """Polls until `what` is true; on a busy machine figures may appear late."""
     ends = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < ends, f"not within {PATIENCE_S:g} s: {told}"
-        page.wait_for_timeout(100)
+        page.wait_for_timeout(50)
 
 
 def alter(page: Any, change: Callable[[dict[str, Any]], None]) -> None:
-    """From now on the page gets the server's snapshots as `change` leaves them."""
+    """Lets `change` modify each snapshot before the page gets it."""
 
     def answer(route: Any) -> None:
         fetched = route.fetch()
@@ -62,8 +62,7 @@ def chromium() -> Iterator[Any]:
 def visit(chromium: Any) -> Iterator[Visit]:
     """Opens a URL, and waits until it is `live` or in the given `state`.
 
-    At the end no page may have said anything on its console but what contains one of `expected`, nor have asked
-    anybody but the server that it came from.
+    Fails at the end if a page logged anything that contains none of `expected`, or sent a request to another host.
     """
     contexts: list[Any] = []
     wrong: list[str] = []

@@ -277,5 +277,5 @@ def test_a_step_stands_behind_its_last_token(page: Any) -> None:
         ["two", "token"],
         ["\n", "token"],
         ["0.10", "step low"],
-        "4 tokens in 2 steps; each step's reward stands behind it.",
+        "4 tokens in 2 steps; each step's reward follows it.",
     ]
