@@ -30,6 +30,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[EchoProcess]:
+    with EchoProcess() as process:
+        yield process
+
+
 def url_of(process: EchoProcess, kind: str) -> str:
     return process.http_url if kind == "http" else process.grpc_url
 
@@ -156,8 +162,8 @@ def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None
                 assert [endpoint.outstanding for endpoint in books] == [0, 0]
 
 
-def test_a_server_that_was_never_there_does_not_hold_up_the_other(free_port: int) -> None:
-    with EchoProcess() as living, RewardClient([f"127.0.0.1:{free_port}", living.http_url]) as client:
+def test_a_server_that_was_never_there_does_not_hold_up_the_other(server: EchoProcess, free_port: int) -> None:
+    with RewardClient([f"127.0.0.1:{free_port}", server.http_url]) as client:
         started = time.monotonic()
         client.wait_ready(60.0)
         futures = [client.submit(tokens=[[1000, i]]) for i in range(200)]
@@ -187,12 +193,11 @@ async def test_a_wrong_port_says_so_to_the_async_client(kind: str, free_port: in
 
 
 @pytest.mark.parametrize(("kind", "other"), [("http", "grpc"), ("grpc", "http")])
-def test_the_other_protocols_port_says_so(kind: str, other: str) -> None:
-    with EchoProcess() as server:
-        address = url_of(server, other).partition("://")[2]
-        started = time.monotonic()
-        with RewardClient(f"{kind}://{address}") as client, pytest.raises(Unreachable, match=f"{other}://host:port"):
-            client.score(texts=["a"])
+def test_the_other_protocols_port_says_so(server: EchoProcess, kind: str, other: str) -> None:
+    address = url_of(server, other).partition("://")[2]
+    started = time.monotonic()
+    with RewardClient(f"{kind}://{address}") as client, pytest.raises(Unreachable, match=f"{other}://host:port"):
+        client.score(texts=["a"])
     assert time.monotonic() - started < 25.0
 
 
@@ -260,12 +265,6 @@ def test_waiting_for_a_server_that_starts_late_and_one_that_never_does(
 
 
 # --- the client's own process -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EchoProcess]:
-    with EchoProcess() as process:
-        yield process
 
 
 @pytest.mark.parametrize("kind", KINDS)
