@@ -77,6 +77,18 @@ BANNED = {  # path prefix: modules that it must not import
     "engine/packing.py": TORCH,
 }
 
+PATH_TO_READ = (  # in this order, a newcomer reads how a score is made
+    "core.py",
+    "wire/kserve.py",
+    "server/service.py",
+    "server/batching/scheduler.py",
+    "server/batching/loop.py",
+    "engine/packing.py",
+    "engine/forward.py",
+    "engine/engine.py",
+    "engine/attention/cascade.py",
+)
+
 MODULES = sorted((SRC / "guerdon").rglob("*.py"))
 
 
@@ -170,3 +182,8 @@ def test_a_circle_is_found() -> None:
 def test_no_module_name_stands_twice() -> None:
     names = Counter(path.stem for path in MODULES if path.stem not in ("__init__", "__main__"))
     assert not {name for name, count in names.items() if count > 1}
+
+
+def test_the_path_to_read_is_short() -> None:
+    lines = {where: len((SRC / "guerdon" / where).read_text(encoding="utf-8").splitlines()) for where in PATH_TO_READ}
+    assert sum(lines.values()) <= 2_000, f"move what a first reader does not need: {lines}"

@@ -245,12 +245,12 @@ def _lead(
         if not group.has_ended:
             log.error(_AMID, grace_s)
             if service.loss is None:
-                service.lost(runtime.shutdown_error(grace_s))  # not done after a restart
+                service.end_after_loss(runtime.shutdown_error(grace_s))  # not done after a restart
             _end_now()
 
 
 def _tell_clients(service: Service, lost: RanksLost) -> None:
-    threading.Thread(target=service.lost, args=(lost,), name="guerdon-lost", daemon=True).start()
+    threading.Thread(target=service.end_after_loss, args=(lost,), name="guerdon-lost", daemon=True).start()
     time.sleep(_LAST_WORDS_S)  # the main thread usually ends the process before
 
 

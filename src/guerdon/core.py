@@ -50,8 +50,8 @@ class Sequence:
 
     `tokens` is int64 `[T]`, empty only if the scorer reads `text`. `group` is equal for sequences that the sender says
     share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions (int64 `[K]`, each below T)
-    whose values are wanted as step rewards. Without `wants_reward` a scorer of values may leave out the reward.
-    `prompt` and `label` come from the sender, for a user's function. With `is_response` the text is a response without
+    whose values are wanted as step rewards. A scorer of values may leave out the reward unless `wants_reward`.
+    `prompt` and `label` come from the sender, for a user's function. If `is_response`, the text is a response without
     its prompt. `width` is the length of the padded row that the tokens were sent in.
     """
 
@@ -177,15 +177,15 @@ class ModelInfo:
 
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`; `attribute_names` are
     the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor `rewards` has a
-    column for each attribute. `max_length` and `vocab_size` bound what is accepted, None where unbounded.
+    column for each attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded.
     `takes_prompts` and `takes_labels` say that a user's function has such parameters.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
     that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and
-    how their rewards make the whole's; `step_separator_ids` are the tokens that end a step where the request names
+    how the reward is made of their rewards; `step_separator_ids` are the tokens that end a step if the request names
     none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see
-    `vocabulary.identity`); both are empty without one. `sampled_version` is what guerdon 0.1 named the weights, by
-    samples of their bytes; empty if they are not from files.
+    `vocabulary.identity`); both are empty without one. `sampled_version` is the version that guerdon 0.1 computed from
+    samples of the weights' bytes; empty if they are not from files.
     """
 
     name: str
@@ -224,20 +224,5 @@ class ModelInfo:
 
     @property
     def is_by_token(self) -> bool:
-        """Whether it answers for single tokens or steps, whose positions clients count."""
+        """Whether it returns results for single tokens or steps, whose positions clients count."""
         return "values" in self.outputs or "step_rewards" in self.outputs
-
-    @property
-    def lacks_tokenizer(self) -> bool:
-        """Whether this is a checkpoint without a tokenizer, which therefore takes no text."""
-        return not self.takes_text and self.kind not in ("function", "sum")
-
-    @property
-    def why_no_text(self) -> str:
-        """Why the model takes no text, and what to do."""
-        if not self.lacks_tokenizer:
-            return f"{self.name} reads token ids, not text; send tokens"
-        return (
-            f"the folder of {self.name} has no tokenizer; send tokens, or put the tokenizer's files (tokenizer.json, "
-            "tokenizer_config.json) beside its config.json and restart the server"
-        )

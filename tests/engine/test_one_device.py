@@ -187,13 +187,13 @@ def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         logits = decoder.begin([s.tokens for s in sequences()[:2]], [2, 1])
         for left in (np.arange(1, 3), np.arange(2)):
             count = len(logits)
-            seen = engine.index(np.zeros(logits.shape, dtype=bool))
+            seen = engine.to_device(np.zeros(logits.shape, dtype=bool))
             tokens, logprobs = sample(
-                logits, engine.index(np.zeros(count)), engine.index(np.zeros(count, dtype=np.int64)), seen
+                logits, engine.to_device(np.zeros(count)), engine.to_device(np.zeros(count, dtype=np.int64)), seen
             )
             assert tokens.device == logprobs.device == GPU and tokens.shape == logprobs.shape == (count,)
             decoder.keep(left)
-            logits = decoder.step(tokens[engine.index(left)])
+            logits = decoder.step(tokens[engine.to_device(left)])
             assert logits.shape == (len(left), policy.vocab_size) and logits.device == GPU
 
 

@@ -18,7 +18,7 @@ from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading
-from guerdon.wire import bodies, kserve, kserve_grpc
+from guerdon.wire import bodies, kserve, kserve_grpc, tensors
 from guerdon.wire.forms import FORMS, triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
 from guerdon.wire.tensors import InferRequest, Tensor
@@ -348,7 +348,7 @@ def _source_kind(rng: Random) -> Callable[[], bool]:
 def as_json(request: InferRequest) -> Any:
     """The request as a body of JSON alone."""
     entries = [
-        {"name": t.name, "shape": t.shape, "datatype": t.datatype, "data": kserve.json_data(t)}
+        {"name": t.name, "shape": t.shape, "datatype": t.datatype, "data": tensors.to_json(t)}
         for t in request.inputs.values()
     ]
     body: dict[str, Any] = {"id": request.id, "parameters": request.parameters, "inputs": entries}

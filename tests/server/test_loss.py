@@ -39,7 +39,7 @@ WAITS = request("waits", 7.0, first_token=WAIT_TOKEN)
 
 
 async def lose(service: ArithmeticService) -> None:
-    await asyncio.to_thread(service.lost, RanksLost(LOST))
+    await asyncio.to_thread(service.end_after_loss, RanksLost(LOST))
 
 
 async def begun(service: ArithmeticService) -> None:
@@ -148,7 +148,7 @@ def test_what_waits_is_told_of_the_loss_before_the_journal_is(tmp_path: Path) ->
 
 def test_a_loss_before_the_start_stays_one() -> None:
     service = EchoService()
-    service.lost(RanksLost(LOST))
+    service.end_after_loss(RanksLost(LOST))
 
     async def start() -> None:
         service.start()
@@ -286,7 +286,7 @@ def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest
     with httpx.Client() as kept, InferenceServerClient(str(running.grpc_url).removeprefix("grpc://")) as client:
         kept.get(url + "/v2/health/live")
         tokens = InferInput("tokens", [1, 1], "INT64")
-        lost = threading.Thread(target=service.lost, args=(RanksLost(LOST),))
+        lost = threading.Thread(target=service.end_after_loss, args=(RanksLost(LOST),))
         lost.start()
         wait_until(lambda: service.loss is not None)
         assert kept.get(url + "/v2/health/ready").status_code == 400

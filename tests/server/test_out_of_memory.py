@@ -197,7 +197,7 @@ def test_memory_that_ends_beside_a_forward_fails_that_batch_and_the_loop_goes_on
         assert all(isinstance(r, ServerFault) and "memory" in str(r) for r in results) and len(calls) == 1
         assert running.score(100, 50) == [100.0, 50.0]
         assert running.scheduler.num_sequences == running.scheduler.room.sequences.taken == 0
-    assert any("beside a forward" in r.getMessage() for r in caplog.records)
+    assert any("outside of a forward" in r.getMessage() for r in caplog.records)
 
 
 def test_memory_that_ends_while_a_batch_is_chosen_delays_it(monkeypatch: pytest.MonkeyPatch) -> None:

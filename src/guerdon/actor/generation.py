@@ -193,7 +193,7 @@ class Generation:
         """Queues the prompts; raises ConfigError if one leaves no room for a response."""
         for group, prompt in prompts:
             room = max_response_length(prompt, self._config, self._policy.max_length)
-            if not self._engine.in_one_class(len(prompt.tokens), len(prompt.tokens) + room):
+            if not self._engine.length_classes.is_same(len(prompt.tokens), len(prompt.tokens) + room):
                 raise ConfigError(
                     f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and within the {room} that its response may "
                     "have the policy's rotary embedding changes its frequencies, so that log-probs would not match",
@@ -247,7 +247,7 @@ class Generation:
             return
         self._decoder.keep(alive)
         self._rows = [self._rows[i] for i in alive]
-        chosen = self._engine.index(alive)
+        chosen = self._engine.to_device(alive)
         self._newest = None if self._newest is None else self._newest[chosen]
         self._seen = None if self._seen is None else self._seen[chosen]
         self._idle_steps = 0
@@ -273,7 +273,7 @@ class Generation:
         seen = np.zeros((len(fresh), vocab_size), dtype=bool)
         for i, row in enumerate(fresh):
             seen[i, row.prompt.tokens] = True
-        new = self._engine.index(seen)
+        new = self._engine.to_device(seen)
         self._seen = new if self._seen is None else torch.cat([self._seen, new])
 
     def _sample_tokens(self, rows: list[_ActiveRollout], logits: Tensor) -> list[list[Rollout]]:
@@ -282,7 +282,7 @@ class Generation:
         numbers = [0.0 if row.is_done else row.numbers[n] for row, n in zip(rows, counts, strict=True)]
         seen = None if self._seen is None else self._seen[-len(rows) :]
         tokens, logprobs = self._sampler(
-            logits, self._engine.index(np.array(numbers)), self._engine.index(np.array(counts)), seen
+            logits, self._engine.to_device(np.array(numbers)), self._engine.to_device(np.array(counts)), seen
         )
         if self._ranks.tensor_size > 1:
             # If the last bits of their logits differed, the ranks would sample different tokens and deadlock.

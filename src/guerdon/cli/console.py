@@ -16,6 +16,7 @@ from guerdon.errors import ConfigError, GuerdonError, StartError, install_comman
 from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
+from guerdon.wire.signature import lacks_tokenizer
 
 Style = Literal["bold", "faint", "red", "green", "yellow", "cyan"]
 
@@ -56,7 +57,7 @@ def describe_model(info: ModelInfo) -> str:
     parts = [info.kind, f"{info.dtype} on {info.device}", f"weights {info.weights_version}"]
     if info.pooling:
         parts.append(f"pooling {info.pooling}")
-    if info.lacks_tokenizer:
+    if lacks_tokenizer(info):
         parts.append(f"no tokenizer in {info.source}: accepts token ids only")
     return f"{info.name}: {', '.join([*parts, path])}"
 

@@ -92,7 +92,7 @@ class Engine(Forward):
         if self.head.pooling == "mean":
             own = (torch.cat([states.hidden[a:b] for a, b in spans]) for spans in states.spans)
             return torch.stack([hidden.float().mean(0) for hidden in own])
-        return states.hidden[self.index(self._reward_indices(states, rows)) if states.read is None else states.read]
+        return states.hidden[self.to_device(self._reward_indices(states, rows)) if states.read is None else states.read]
 
     def readable(self, states: HiddenStates, rows: list[np.ndarray]) -> list[torch.Tensor]:
         """Returns each row's hidden states that its reward or values are made from."""

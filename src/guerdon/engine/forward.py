@@ -46,7 +46,7 @@ class HiddenStates:
     read: torch.Tensor | None = None
 
     def gather(self, i: int) -> np.ndarray:
-        """Indices into `hidden` of all tokens of the i-th row."""
+        """Returns the indices into `hidden` of all tokens of the i-th row."""
         return indices(self.spans[i])
 
 
@@ -64,6 +64,7 @@ class Forward:
         self.max_batch_tokens = loaded.config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
         self._plain_attention = self.trunk.config._attn_implementation
         self.batcher = Batcher(self.trunk, self.pad_token_id)
+        self.length_classes = self.batcher.length_classes
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
         self.path, self.info = "single", loaded.info
@@ -101,7 +102,7 @@ class Forward:
             batch, inputs, read = current
             if self.causal:
                 inputs["use_cache"] = False  # type: ignore[assignment]
-            self.batcher.length_classes.reset()
+            self.length_classes.reset()
             with (
                 registry.attending(batch.packed, self._last_layer.queries(batch.read)),
                 self._last_layer.only(read),
@@ -115,7 +116,7 @@ class Forward:
             del states  # frees them before the next are computed
 
     def _plan_own(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[MicroBatch]:
-        for members in self.batcher.length_classes.split(rows):
+        for members in self.length_classes.split(rows):
             some, bounds = [rows[i] for i in members], [limits[i] for i in members]
             for batch in self.batcher.plan(path, some, bounds, self.max_batch_tokens):
                 batch.rows = [members[i] for i in batch.rows]
@@ -136,11 +137,11 @@ class Forward:
 
     def readable(self, states: HiddenStates, rows: list[np.ndarray]) -> list[torch.Tensor]:
         """Returns each row's hidden states `[T_i,H]` that a result may be read from: here all of them."""
-        return [states.hidden[self.index(states.gather(i))] for i in range(len(states.rows))]
+        return [states.hidden[self.to_device(states.gather(i))] for i in range(len(states.rows))]
 
-    def index(self, indices: np.ndarray) -> torch.Tensor:
-        """Copies indices into hidden states to the device."""
-        return to_device(indices, self.device)
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Returns the array as a tensor on the trunk's device; does not wait for the copy."""
+        return to_device(array, self.device)
 
     # -------------------------------------------------------------------------------------- how the trunk runs
 
@@ -178,23 +179,3 @@ class Forward:
     def watch(self, tick: Callable[..., None]) -> bool:
         """Calls `tick` after each layer's forward and backward; returns False if the trunk has no list of layers."""
         return watch_layers(self.trunk, tick)
-
-    # ------------------------------------------------------------------------- what depends on a batch's lengths
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether a token's hidden state depends on how many tokens follow it, as with some rotary embeddings."""
-        return self.batcher.length_classes.depend_on_length
-
-    @property
-    def bounds_tokens(self) -> bool:
-        """Whether a token's place in its batch matters beyond some number of tokens."""
-        return self.batcher.bounds_tokens
-
-    def in_one_class(self, *lengths: int) -> bool:
-        """Whether sequences of these lengths may share a forward, and a cache while they grow from one to another."""
-        return len({self.batcher.length_classes.of(length) for length in lengths}) == 1
-
-    def reset_lengths(self) -> None:
-        """Makes the next forward independent of the lengths seen before; `run` does so by itself."""
-        self.batcher.length_classes.reset()

@@ -64,7 +64,7 @@ class PackedDecoder:
         """Raises NotImplementedError if the model cannot run packed or its states depend on what shares a batch."""
         if not engine.path.startswith("packed"):
             raise NotImplementedError("its forward does not run packed")
-        if engine.depends_on_length or engine.bounds_tokens:
+        if engine.length_classes.depend_on_length or engine.batcher.bounds_tokens:
             raise NotImplementedError("a token's state depends on what shares its batch")
         self._policy, self._engine = policy, engine
         self._decoding = Decoding()
@@ -82,11 +82,11 @@ class PackedDecoder:
         for batch in pack(prompts, budget=engine.max_batch_tokens, share=True):
             self._decoding.prompts = batch
             hidden = engine.run_trunk(**self._inputs(batch.tokens, batch.positions)).last_hidden_state[0]
-            own = self._policy.head(hidden[engine.index(batch.last)])
+            own = self._policy.head(hidden[engine.to_device(batch.last)])
             for row, of_row in zip(batch.rows, own, strict=True):
                 logits[row] = of_row
         self._decoding.prompts = None
-        return torch.stack(logits).repeat_interleave(engine.index(np.array(counts)), 0)
+        return torch.stack(logits).repeat_interleave(engine.to_device(np.array(counts)), 0)
 
     def step(self, tokens: Tensor) -> Tensor:
         positions = _within(self._decoding.positions, self._policy.max_length)
@@ -103,7 +103,7 @@ class PackedDecoder:
             "input_ids": torch.as_tensor(tokens, device=device)[None],
             # Without a mask transformers takes positions that restart for its own kind of packing.
             "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool, device=device),
-            "position_ids": self._engine.index(positions)[None],
+            "position_ids": self._engine.to_device(positions)[None],
             "use_cache": False,
         }
 
@@ -133,27 +133,27 @@ class CachedDecoder:
         longest = 0
         for count, length in enumerate(lengths):
             longest = max(longest, length)
-            is_alike = self._engine.in_one_class(length, lengths[0]) if self._pads else length == lengths[0]
+            is_alike = self._engine.length_classes.is_same(length, lengths[0]) if self._pads else length == lengths[0]
             if count and not (is_alike and (count + 1) * longest <= self._engine.max_batch_tokens):
                 return count
         return len(lengths)
 
     def begin(self, prompts: list[np.ndarray], counts: list[int]) -> Tensor:
         engine, longest = self._engine, max(map(len, prompts))
-        engine.reset_lengths()
+        engine.length_classes.reset()
         tokens = np.full((len(prompts), longest), self._policy.pad_token_id)
         mask = np.zeros((len(prompts), longest), dtype=np.int64)
         for i, prompt in enumerate(prompts):
             tokens[i, longest - len(prompt) :], mask[i, longest - len(prompt) :] = prompt, 1
-        self._mask = None if mask.all() else engine.index(mask)
+        self._mask = None if mask.all() else engine.to_device(mask)
         self._cache = DynamicCache(config=self._policy.model.config)
         positions = np.maximum(mask.cumsum(1) - 1, 0)
-        out = engine.run_trunk(**self._inputs(engine.index(tokens), positions))
+        out = engine.run_trunk(**self._inputs(engine.to_device(tokens), positions))
         logits = self._policy.head(out.last_hidden_state[:, -1])
         self._positions = mask.sum(1)
         rows = np.repeat(np.arange(len(prompts)), counts)
         self.keep(rows)
-        return logits[engine.index(rows)]
+        return logits[engine.to_device(rows)]
 
     def step(self, tokens: Tensor) -> Tensor:
         if self._mask is not None:
@@ -168,7 +168,7 @@ class CachedDecoder:
         if not len(rows):
             self._cache = self._mask = None
             return
-        chosen = self._engine.index(rows)
+        chosen = self._engine.to_device(rows)
         self._cache.reorder_cache(chosen)
         self._mask = None if self._mask is None else self._mask[chosen]
 
@@ -177,7 +177,7 @@ class CachedDecoder:
         if self._mask is not None:
             inputs["attention_mask"] = self._mask
         if self._takes_positions:
-            inputs["position_ids"] = self._engine.index(positions)
+            inputs["position_ids"] = self._engine.to_device(positions)
         return inputs
 
 
@@ -237,8 +237,8 @@ class DecoderChoice:
         made = []
         with self._engine.plain_attention():
             for row in rows:
-                self._engine.reset_lengths()
-                made.append(self._policy.model(input_ids=self._engine.index(row)[None], use_cache=False).logits[0])
+                self._engine.length_classes.reset()
+                made.append(self._policy.model(input_ids=self._engine.to_device(row)[None], use_cache=False).logits[0])
         return made
 
 
@@ -277,5 +277,5 @@ def _difference(
             if t == -PROBE_STEPS // 2:
                 decoder.keep(np.arange(1, len(rows)))
                 rows, want = rows[1:], want[1:]
-            logits = decoder.step(engine.index(np.array([row[t] for row in rows])))
+            logits = decoder.step(engine.to_device(np.array([row[t] for row in rows])))
     return worst

@@ -62,7 +62,7 @@ class LanguageEngine(Forward):
         width = max((len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True)), default=0)
         # Nobody reads the state of the last token, so it is left out unless rotary frequencies depend on the length. A
         # row of one token has no response and only keeps its place.
-        seen = rows if self.depends_on_length else [row[: max(1, len(row) - 1)] for row in rows]
+        seen = rows if self.length_classes.depend_on_length else [row[: max(1, len(row) - 1)] for row in rows]
         for states in self.run(self.plan(seen)):
             members = np.array(states.rows, dtype=np.int64)
             if not states.rows:
@@ -89,8 +89,8 @@ class LanguageEngine(Forward):
             at.append(states.gather(i)[start - 1 : len(row) - 1])
             targets.append(row[start:])
             is_response[i, : len(row) - start] = True
-        found = self.index(np.concatenate(at)), self.index(np.concatenate(targets).astype(np.int64, copy=False))
-        return *found, self.index(is_response)
+        found = self.to_device(np.concatenate(at)), self.to_device(np.concatenate(targets).astype(np.int64, copy=False))
+        return *found, self.to_device(is_response)
 
     def _in_chunks(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropies: bool

@@ -40,7 +40,7 @@ class MicroBatch:
     read: np.ndarray | None = None
 
     def gather(self, i: int) -> np.ndarray:
-        """Indices (int64 `[len]`) of the hidden states of the i-th row."""
+        """Returns the indices (int64 `[len]`) of the hidden states of the i-th row."""
         return indices(self.spans[i])
 
     def to_device(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -175,6 +175,10 @@ class LengthClasses:
         above = sum(length > limit for limit in self._limits)
         # Beyond the limit a dynamic embedding has other frequencies for every length.
         return above, length if above and self._dynamic else 0
+
+    def is_same(self, *lengths: int) -> bool:
+        """Whether sequences of these lengths may share a forward, and a cache while they grow from one to another."""
+        return len({self.of(length) for length in lengths}) == 1
 
     def reset(self) -> None:
         """Resets dynamic embeddings, which keep the longest sequence seen: else scores would depend on history."""

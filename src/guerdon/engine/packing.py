@@ -70,14 +70,43 @@ class PackedBatch:
 
 
 class _Builder:
-    def __init__(self) -> None:
+    """Packs the rows of one batch in sorted `order`, each of which begins with `shared` tokens of the one before."""
+
+    def __init__(self, rows: list[np.ndarray], order: list[int], shared: list[int]) -> None:
+        self.rows, self.order, self.shared = rows, order, shared
         self.tokens: list[np.ndarray] = []
         self.segments: list[Segment] = []
-        self.rows: list[int] = []
+        self.packed: list[int] = []
         self.spans: list[tuple[Span, ...]] = []
         self.size = 0
 
-    def segment(self, tokens: np.ndarray, position: int, ancestors: tuple[Span, ...]) -> Segment:
+    def store(self, low: int, high: int, depth: int = 0, ancestors: tuple[Span, ...] = ()) -> None:
+        """Stores the rows `low..high` of the order, whose first `depth` tokens are already stored as `ancestors`."""
+        if high - low == 1 or len(ancestors) == MAX_DEPTH:
+            for number in self.order[low:high]:
+                row, spans = self.rows[number], ancestors
+                if len(row) > depth:
+                    leaf = self.add(row[depth:], depth, ancestors)
+                    spans = (*ancestors, (leaf.start, leaf.stop))
+                self.packed.append(number)
+                self.spans.append(spans)
+            return
+        common = min(self.shared[low + 1 : high])
+        parent = None
+        if common - depth >= MIN_SHARED:
+            parent = self.add(self.rows[self.order[low]][depth:common], depth, ancestors)
+            ancestors, depth = (*ancestors, (parent.start, parent.stop)), common
+        start = low
+        while start < high:
+            stop = start + 1
+            while stop < high and self.shared[stop] >= depth + MIN_SHARED:
+                stop += 1
+            self.store(start, stop, depth, ancestors)
+            start = stop
+        if parent is not None:
+            parent.end = self.size
+
+    def add(self, tokens: np.ndarray, position: int, ancestors: tuple[Span, ...]) -> Segment:
         stop = self.size + len(tokens)
         new = Segment(self.size, stop, position, ancestors, stop)
         self.tokens.append(tokens)
@@ -85,16 +114,14 @@ class _Builder:
         self.size = stop
         return new
 
-    def row(self, number: int, spans: tuple[Span, ...]) -> None:
-        self.rows.append(number)
-        self.spans.append(spans)
-
-    def batch(self) -> PackedBatch:
+    def build(self) -> PackedBatch:
         positions = [np.arange(s.position, s.position + s.stop - s.start) for s in self.segments]
         lengths = [sum(b - a for a, b in spans) for spans in self.spans]
         last = np.array([spans[-1][1] - 1 for spans in self.spans], dtype=np.int64)
         tokens = np.concatenate(self.tokens).astype(np.int64, copy=False)
-        return PackedBatch(tokens, np.concatenate(positions), self.segments, self.rows, self.spans, last, max(lengths))
+        return PackedBatch(
+            tokens, np.concatenate(positions), self.segments, self.packed, self.spans, last, max(lengths)
+        )
 
 
 def pack(
@@ -110,11 +137,10 @@ def pack(
     """
     order, shared = _sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
     for part in _cut(rows, order, shared, budget):
-        builder = _Builder()
         # The first row of a batch has nothing before it to share a prefix with.
-        common = [0, *(shared[i] for i in part[1:])]
-        _emit(builder, rows, [order[i] for i in part], common, 0, len(part), 0, ())
-        yield builder.batch()
+        builder = _Builder(rows, [order[i] for i in part], [0, *(shared[i] for i in part[1:])])
+        builder.store(0, len(part))
+        yield builder.build()
 
 
 def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -> tuple[list[int], list[int]]:
@@ -164,38 +190,3 @@ def _cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: in
         start = stop
     if part:
         yield part
-
-
-def _emit(
-    builder: _Builder,
-    rows: list[np.ndarray],
-    order: list[int],
-    shared: list[int],
-    low: int,
-    high: int,
-    depth: int,
-    ancestors: tuple[Span, ...],
-) -> None:
-    """Stores the sorted rows `low..high`, whose first `depth` tokens are already stored as `ancestors`."""
-    if high - low == 1 or len(ancestors) == MAX_DEPTH:
-        for i in range(low, high):
-            row, spans = rows[order[i]], ancestors
-            if len(row) > depth:
-                leaf = builder.segment(row[depth:], depth, ancestors)
-                spans = (*ancestors, (leaf.start, leaf.stop))
-            builder.row(order[i], spans)
-        return
-    common = min(shared[low + 1 : high])
-    parent = None
-    if common - depth >= MIN_SHARED:
-        parent = builder.segment(rows[order[low]][depth:common], depth, ancestors)
-        ancestors, depth = (*ancestors, (parent.start, parent.stop)), common
-    start = low
-    while start < high:
-        stop = start + 1
-        while stop < high and shared[stop] >= depth + MIN_SHARED:
-            stop += 1
-        _emit(builder, rows, order, shared, start, stop, depth, ancestors)
-        start = stop
-    if parent is not None:
-        parent.end = builder.size

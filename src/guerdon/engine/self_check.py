@@ -176,7 +176,7 @@ class _Probe:
         try:
             with torch.enable_grad():
                 for states in self._run(path):
-                    read = [states.hidden[forward.index(states.gather(i))] for i in range(len(states.rows))]
+                    read = [states.hidden[forward.to_device(states.gather(i))] for i in range(len(states.rows))]
                     weights = [self._weights[row] for row in states.rows]
                     total = torch.stack([(x.float() * w).sum() for x, w in zip(read, weights, strict=True)]).sum()
                     states.hidden = torch.autograd.grad(total, leaves[0])[0].flatten(0, 1)
@@ -186,7 +186,7 @@ class _Probe:
 
     def _gradients_difference(self, states: HiddenStates) -> float:
         assert self._gradients is not None
-        own = [self._forward.index(states.gather(i)) for i in range(len(states.rows))]
+        own = [self._forward.to_device(states.gather(i)) for i in range(len(states.rows))]
         # A token that several sequences share has the sum of their gradients.
         want = torch.zeros_like(states.hidden, dtype=torch.float32)
         for at, row in zip(own, states.rows, strict=True):

@@ -18,6 +18,7 @@ from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
 from guerdon.settings.config import ModelConfig
+from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def check(served: Served, request: ScoreRequest) -> None:
             raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
         return
     if not info.takes_text:
-        raise InvalidRequest(info.why_no_text)
+        raise InvalidRequest(why_no_text(info))
     if request.messages is not None and not info.takes_messages:
         raise InvalidRequest(f"{info.name} reads no messages{_why(info)}send sentences or tokens, formatted for it")
     if served.encoder is None and (request.add_special_tokens or request.truncation is not None):

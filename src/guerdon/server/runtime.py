@@ -137,7 +137,7 @@ async def serve(
                     while admission.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
                         await asyncio.sleep(0.01)
             if admission.num_requests and service.loss is None:
-                await asyncio.to_thread(service.lost, late)
+                await asyncio.to_thread(service.end_after_loss, late)
             ending = [http_server.stop(_LAST_ANSWERS_S)]
             if grpc is not None:
                 ending.append(grpc.stop(grace=_LAST_ANSWERS_S))

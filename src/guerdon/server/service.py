@@ -25,7 +25,7 @@ from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ModelConfig, ServerConfig
 
 _BYTES_A_TOKEN = 8
-"""Of ids in binary form; text and JSON have about as many."""
+"""Size of an id in binary form; text and JSON take about as much per token."""
 
 
 class Service:
@@ -47,12 +47,12 @@ class Service:
     ) -> None:
         """`limits` overrides the config's batch limits, by model name; the trainer of `critic` is among the models.
 
-        A batch is as much larger as there are `num_parts` that each compute a part, unless the model `takes_all`.
-        `is_alone` says whether this process is the whole `group`.
+        Each of `num_parts` computes its part of a batch, so that batches are as many times larger, unless the model
+        `takes_all`. `is_alone` is true if this process is the whole `group`.
         """
         self.ready = False
         self.loss: GuerdonError | None = None
-        """What ended the service, if not a signal."""
+        """The error that ended the service, if any."""
         self.ending = asyncio.Event()
         self.critic = critic
         self.metrics = Metrics() if critic is None else critic.metrics
@@ -91,8 +91,8 @@ class Service:
     ) -> ScoreReply:
         """Returns one result per sample, in order; cancelling the call drops what has not started.
 
-        `started` is when it was asked for, if before now. Raises InvalidRequest if the request as a whole is wrong,
-        Overloaded, Unavailable and DeadlineExceeded. What is wrong with single samples stands in their places.
+        `started` is the monotonic time of its arrival, by default now. The error of a single sample stands in its
+        place. Raises InvalidRequest if the request as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
         """
         if len(request) > self.max_request_sequences:
             raise InvalidRequest(
@@ -107,7 +107,7 @@ class Service:
             raise fault
         tracing.tell(sequences=len(request))
         started = time.monotonic() if started is None else started
-        # Behind a train a score may wait for as long as that takes.
+        # A score may wait behind a train request for as long as that takes.
         allowed_s = request.timeout_s or (None if is_critics else self._timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
@@ -155,8 +155,8 @@ class Service:
     def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
         """Raises Overloaded if the model's queue has no room for this client, Unavailable if it is unloaded.
 
-        For a request of `num_bytes` that is not decoded yet. If more than half the queue is full, padding may have a
-        request refused that would have found room.
+        The request has `num_bytes` and is not decoded yet; its tokens are estimated, and padding counts. If the queue
+        is more than half full, one with much padding may be refused although it would fit.
         """
         made = self.catalog.sums.get(name)
         for component in (name,) if made is None else made.components:
@@ -171,7 +171,7 @@ class Service:
         tracing.tell(model=name)
         return await self.critic.call(self.catalog.operations[name].operation, request, self._loop, client)
 
-    # ------------------------------------------------------------------------------------- readiness and end
+    # -------------------------------------------------------------------------------- readiness and shutdown
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
@@ -189,7 +189,7 @@ class Service:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the thread lives that leads the ranks; it may be amid a command."""
+        """Whether the thread that leads the ranks is alive; it may be inside a command."""
         return self._loop.is_running
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -212,8 +212,8 @@ class Service:
         with contextlib.suppress(RuntimeError):  # it has ended already
             self._asyncio.call_soon_threadsafe(self.ending.set)
 
-    def lost(self, loss: RanksLost) -> None:
-        """Fails all that waits or runs, and ends the service; from a thread that neither computes nor serves."""
+    def end_after_loss(self, loss: RanksLost) -> None:
+        """Fails all requests and ends the service; call it on a thread that neither computes nor serves."""
         self.ready, self.loss = False, loss
         try:
             self._loop.fail_waiting(loss)  # before the journal, which may wait for a slow disk
@@ -224,9 +224,9 @@ class Service:
             self.end()
 
     def _end_after_crash(self) -> None:
-        """Called on the loop's thread when it cannot go on: nothing will be scored any more."""
+        """Called on the loop's thread when it crashes: nothing will be scored any more."""
         self.ready, self.loss = False, self.loss or self._loop.loss
-        if not isinstance(self.loss, RanksLost):  # else `lost` tells the clients first
+        if not isinstance(self.loss, RanksLost):  # else `end_after_loss` answers the clients first
             self.end()
 
     def _deliver(self, jobs: list[Job]) -> None:

@@ -189,7 +189,9 @@ class CriticTrainer:
         return self._report(request, totals)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
-        return global_batches(request, self._config.global_batch_size, with_action=self.engine.depends_on_length)
+        return global_batches(
+            request, self._config.global_batch_size, with_action=self.engine.length_classes.depend_on_length
+        )
 
     def _measure(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
         """Returns this rank's sums of each batch."""

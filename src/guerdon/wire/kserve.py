@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
@@ -18,7 +16,7 @@ from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, In
 Head = TypeVar("Head", bound="RequestBody | ReplyBody")
 
 ServedRequest = ScoreRequest | TrainRequest | ControlRequest
-"""A request to a model is to score, one to a critic's operation to train, validate or control it."""
+"""A model takes a ScoreRequest; a critic's operations take the others, to train, validate or control it."""
 
 ServedReply = ScoreReply | TrainReport | CheckpointInfo | CriticState | None
 """A TrainReport answers train and validate, a CheckpointInfo save and load, a CriticState state."""
@@ -43,7 +41,7 @@ class TensorParameters(msgspec.Struct, omit_defaults=True):
 
 
 class TensorBody(msgspec.Struct, omit_defaults=True):
-    """A tensor, whose elements are `data`, flat or nested in row order, or stand behind the JSON."""
+    """A tensor; its elements are `data`, flat or nested in row order, or bytes behind the JSON."""
 
     name: Annotated[str, Meta(min_length=1, description="a name")]
     datatype: Annotated[str, Meta(extra_json_schema=_DATATYPES)]
@@ -74,7 +72,7 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error, which `kind` names; `num_steps` of a failed train request's global batches stand."""
+    """An error of class `kind`; a failed train request keeps the effect of `num_steps` global batches."""
 
     error: str
     kind: str
@@ -128,10 +126,10 @@ def decode(body: bytes, header_length: int | None) -> InferRequest:
     for output in head.outputs or ():
         asked = output.parameters or {}
         if len(asked) > ("binary_data" in asked):
-            check_output(output.name, asked)
+            tensors.check_output(output.name, asked)
         outputs[output.name] = bool(asked.get("binary_data", binary_default))
     name = "" if head.id is None else str(head.id)
-    return InferRequest(_tensors(head.inputs or [], binary), outputs or None, name, parameters, binary_default)
+    return InferRequest(_read_tensors(head.inputs or [], binary), outputs or None, name, parameters, binary_default)
 
 
 def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
@@ -144,9 +142,9 @@ def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]
     blobs: list[bytes] = []
     for tensor in reply.outputs:
         if default if requested is None else requested.get(tensor.name, default):
-            outputs.append(_binary(tensor, blobs))
+            outputs.append(_write_binary(tensor, blobs))
         else:
-            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=json_data(tensor)))
+            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=tensors.to_json(tensor)))
     head = bodies.write(ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id))
     return (b"".join((head, *blobs)), len(head)) if blobs else (head, None)
 
@@ -155,7 +153,7 @@ def encode_request(request: InferRequest) -> tuple[bytes, int]:
     """Returns the body of a request with every input in binary form, and its JSON's length."""
     blobs: list[bytes] = []
     inputs, outputs, parameters = (
-        [_binary(tensor, blobs) for tensor in request.inputs.values()],
+        [_write_binary(tensor, blobs) for tensor in request.inputs.values()],
         None,
         request.parameters,
     )
@@ -170,34 +168,12 @@ def encode_request(request: InferRequest) -> tuple[bytes, int]:
 def decode_reply(body: bytes, header_length: int | None) -> InferReply:
     """Returns the reply in `body`; raises InvalidRequest."""
     head, binary = _split(body, header_length, ReplyBody)
-    outputs = list(_tensors(head.outputs, binary).values())
+    outputs = list(_read_tensors(head.outputs, binary).values())
     return InferReply(_text(head.model_name), _text(head.model_version), outputs, _text(head.id), head.parameters or {})
 
 
-def check_output(name: str, parameters: Container[str]) -> None:
-    """Raises Unsupported if the output is requested in a form that the server does not offer."""
-    if "shared_memory_region" in parameters:
-        raise Unsupported(f"output '{name}': shared memory is not offered; leave the parameter out")
-    if "classification" in parameters:
-        raise Unsupported(
-            f"output '{name}': classification (class_count) is not offered; ask for the numbers themselves"
-        )
-
-
-def json_data(tensor: Tensor) -> list[str] | np.ndarray:
-    """Returns the elements as `bodies.write` takes them; raises InvalidRequest if they are too many."""
-    if isinstance(tensor.data, list):
-        return [element.decode("utf-8", "replace") for element in tensor.data]
-    if tensor.data.size > bodies.MAX_VALUES:
-        raise InvalidRequest(
-            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {bodies.MAX_VALUES:,}; "
-            "ask for it in binary form (binary_data), or send fewer samples"
-        )
-    return np.ravel(tensor.data)
-
-
 def _split(body: bytes, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
-    """The JSON, and the bytes behind it."""
+    """Returns the JSON, and the bytes behind it."""
     if header_length is None:
         header_length = len(body)
     elif not 0 < header_length <= len(body):
@@ -207,7 +183,7 @@ def _split(body: bytes, header_length: int | None, kind: type[Head]) -> tuple[He
     return bodies.read(view[:header_length], kind, what), view[header_length:]
 
 
-def _tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:
+def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     offset = 0
     for entry in entries:
@@ -237,8 +213,8 @@ def _tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]
     return found
 
 
-def _binary(tensor: Tensor, blobs: list[bytes]) -> TensorBody:
-    """The entry of a tensor in binary form, whose bytes are added to `blobs`."""
+def _write_binary(tensor: Tensor, blobs: list[bytes]) -> TensorBody:
+    """Returns the tensor's entry in binary form; appends its bytes to `blobs`."""
     blobs.append(tensors.to_raw(tensor))
     return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))
 

@@ -12,7 +12,6 @@ from tritonclient.grpc import service_pb2 as pb
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
 from guerdon.wire.bodies import check_count, shown
-from guerdon.wire.kserve import check_output
 from guerdon.wire.tensors import MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
 MAX_PARTS = 4096
@@ -81,7 +80,7 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
         else:
             inputs[name] = _from_contents(name, entry.datatype, shape, entry.contents)
     for output in message.outputs:
-        check_output(output.name, output.parameters)
+        tensors.check_output(output.name, output.parameters)
     return InferRequest(
         inputs=inputs,
         outputs={output.name: True for output in message.outputs} or None,

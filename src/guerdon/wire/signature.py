@@ -199,12 +199,27 @@ def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info
         if name not in accepted:
             refusal = f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}"
             if name in ("sentences", "messages") and isinstance(info, ModelInfo) and not info.takes_text:
-                refusal += f": {info.why_no_text}"
+                refusal += f": {why_no_text(info)}"
             raise InvalidRequest(refusal)
     known = known_outputs(info)
     for name in outputs or ():
         if name not in known:
             raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
+
+
+def lacks_tokenizer(info: ModelInfo) -> bool:
+    """Whether the model is a checkpoint without a tokenizer, which therefore takes no text."""
+    return not info.takes_text and info.kind not in ("function", "sum")
+
+
+def why_no_text(info: ModelInfo) -> str:
+    """Returns why the model takes no text, and what to do."""
+    if not lacks_tokenizer(info):
+        return f"{info.name} reads token ids, not text; send tokens"
+    return (
+        f"the folder of {info.name} has no tokenizer; send tokens, or put the tokenizer's files (tokenizer.json, "
+        "tokenizer_config.json) beside its config.json and restart the server"
+    )
 
 
 def _more_outputs(info: Info) -> tuple[Spec, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.errors import InvalidRequest
-from guerdon.wire.bodies import MAX_ROWS, check_count, shown
+from guerdon.errors import InvalidRequest, Unsupported
+from guerdon.wire.bodies import MAX_ROWS, MAX_VALUES, check_count, shown
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -166,6 +167,28 @@ def to_raw(tensor: Tensor) -> bytes:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         return np.where(np.isnan(tensor.data), 0x7FC0, rounded).astype("<u2").tobytes()
     return tensor.data.tobytes()
+
+
+def to_json(tensor: Tensor) -> list[str] | np.ndarray:
+    """Returns the elements as `bodies.write` takes them; raises InvalidRequest if they are too many."""
+    if isinstance(tensor.data, list):
+        return [element.decode("utf-8", "replace") for element in tensor.data]
+    if tensor.data.size > MAX_VALUES:
+        raise InvalidRequest(
+            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {MAX_VALUES:,}; "
+            "ask for it in binary form (binary_data), or send fewer samples"
+        )
+    return np.ravel(tensor.data)
+
+
+def check_output(name: str, parameters: Container[str]) -> None:
+    """Raises Unsupported if the output is requested in a form that the server does not offer."""
+    if "shared_memory_region" in parameters:
+        raise Unsupported(f"output '{name}': shared memory is not offered; leave the parameter out")
+    if "classification" in parameters:
+        raise Unsupported(
+            f"output '{name}': classification (class_count) is not offered; ask for the numbers themselves"
+        )
 
 
 def integers(tensor: Tensor) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
+from guerdon.server import tracing
 from guerdon.server.batching.budget import Budgets
 from guerdon.server.batching.halving import Executor, Halving, check_count
 from guerdon.server.batching.orders import Order, Reservation
@@ -17,7 +17,6 @@ from guerdon.server.batching.recheck import Recheck
 from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.metrics import Metrics
-from guerdon.server.tracing import TracedBatch, Traces
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +31,9 @@ _RECOVERS_S = 0.1
 class Loop:
     """Runs the batches and orders of all models in turn, on a thread of its own.
 
-    Calls `deliver(jobs)` on that thread with the jobs that a batch completed, and `on_crash()` if the thread ends
-    unasked; then `loss` says why, and every waiting job fails. `recheck` is the share of results, by model, that is
-    scored again by the plain forward, as exactly as the model's `dtypes` allow.
+    Calls `deliver(jobs)` on that thread with the jobs that a batch completed, and `on_crash()` if the thread
+    crashes; then `loss` says why, and every waiting job fails. `recheck` is the share of results, by model, that is
+    scored again by the plain forward, and compared as exactly as the model's `dtypes` allow.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Loop:
         on_crash: Callable[[], None],
         recheck: Mapping[str, float] | None = None,
         dtypes: Mapping[str, str] | None = None,
-        traces: Traces | None = None,
+        traces: tracing.Traces | None = None,
     ) -> None:
         self._group = group
         self._schedulers = dict(schedulers)
@@ -129,7 +128,7 @@ class Loop:
         """Returns by model the requests and orders that run, at least in part, and those that wait."""
         counts = {}
         with self._wake:
-            jobs, orders = self._taken()
+            jobs, orders = self._running_work()
             for name, scheduler in self._schedulers.items():
                 begun, num_waiting = scheduler.requests()
                 is_running = name == self._running_model
@@ -140,11 +139,11 @@ class Loop:
         if self._is_stopping:
             raise Unavailable(_STOPPING)
 
-    # ------------------------------------------------------------------------------------------- the way to the end
+    # ----------------------------------------------------------------------------------------------------- shutdown
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread lives; it may be inside a command."""
+        """Whether the thread is alive; it may be inside a command."""
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> bool:
@@ -173,9 +172,9 @@ class Loop:
         self.fail_waiting(loss)
         if self._thread.is_alive():
             self._thread.join(_BREAKS_S)
-        self._fail(loss, *self._taken())
+        self._fail(loss, *self._running_work())
 
-    def _taken(self) -> tuple[list[Job], list[Order]]:
+    def _running_work(self) -> tuple[list[Job], list[Order]]:
         running = self._running
         return ([], [running]) if isinstance(running, Order) else (list(running.jobs()), [])
 
@@ -199,7 +198,7 @@ class Loop:
         self.loss = loss = without_frames(error) if isinstance(error, ServerFault) else unknown
         self._on_crash()
         self.fail_waiting(loss)
-        self._fail(loss, *self._taken())
+        self._fail(loss, *self._running_work())
 
     # ------------------------------------------------------------------------------------------- the thread itself
 
@@ -211,9 +210,9 @@ class Loop:
                 else:
                     try:
                         self._compute(self._running_model, self._running)
-                    except MemoryError as e:  # beside a forward; `Halving` deals with the forward's own
-                        self._give_up(e)
-                self._running = Batch()  # holds nothing of it while it waits for the next
+                    except MemoryError as e:  # outside of the forward; `Halving` handles the forward's own
+                        self._fail_batch(e)
+                self._running = Batch()  # frees what ran before it waits for the next
             if self.loss is None:
                 self._group.execute(Command(Signal.EXIT))
         except BaseException as e:
@@ -249,7 +248,8 @@ class Loop:
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()
         halving: Halving | None = None
-        with self._traced(model, batch) as traced:
+        parts = {job.traced: count for job, count in batch.jobs().items() if job.traced is not None}
+        with tracing.batch(self._traces, model, parts, len(batch.entries), batch.num_tokens) as traced:
             try:
                 scored = check_count(self._group.execute(Command(Signal.FORWARD, model, batch.sequences)), batch)
             except BaseException as e:  # SystemExit as well: a user's function must not end this thread
@@ -270,15 +270,6 @@ class Loop:
         self._resolve(batch, scored, seconds)
         self._recheck.after(model, batch, scored, self._group)
 
-    def _traced(self, model: str, batch: Batch) -> contextlib.AbstractContextManager[TracedBatch | None]:
-        """Returns a context with the batch's span, if one of its requests has one."""
-        if self._traces is None:
-            return contextlib.nullcontext()
-        parts = {job.traced: count for job, count in batch.jobs().items() if job.traced is not None}
-        if not parts:
-            return contextlib.nullcontext()
-        return self._traces.batch(model, parts, len(batch.entries), batch.num_tokens)
-
     def _resolve(self, batch: Batch, scored: Scored, seconds: float) -> None:
         for (job, i), result in zip(batch.entries, scored.results, strict=True):
             job.results[i] = result
@@ -292,10 +283,10 @@ class Loop:
         if finished:
             self._deliver(finished)
 
-    def _give_up(self, error: MemoryError) -> None:
-        """Fails the rest of the running batch's jobs."""
-        failure(log, logging.ERROR, "%s: out of memory beside a forward", self._running_model, error=error)
-        jobs, _ = self._taken()
+    def _fail_batch(self, error: MemoryError) -> None:
+        """Fails the running batch's jobs, which ran out of memory outside of the forward."""
+        failure(log, logging.ERROR, "%s: out of memory outside of a forward", self._running_model, error=error)
+        jobs, _ = self._running_work()
         with self._wake:
             for job in jobs:
                 self._schedulers[self._running_model].cancel(job)

@@ -3,7 +3,8 @@
 Cost is computed tokens: a sequence that begins like another of its group in the batch costs only the rest
 (`prefixes.py`). There is no timer: whatever waits when the worker is free makes the next batch. The clients take turns
 (`fair_queue.py`); sequences that begin alike stay together. Only a scorer with preferred batch sizes, a user's padded
-function, makes its first sequence wait for company. What is not a score keeps its place among the scores (`orders.py`).
+function, delays its first sequence until others join it. Orders, such as train requests, keep their place among the
+scores (`orders.py`).
 
 A request that cannot meet its deadline at the pace of the last full batches (`room.py`) is refused on arrival, or
 dropped before more of it is computed; but never one that waits alone, so that a wrong pace is measured again.
@@ -39,8 +40,8 @@ class Job:
 
     Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken`, when the last sequence joined a
     batch. `num_tokens` is all sequences' length; the `num_queued` sequences that no batch has taken yet cost about
-    `cost_left` tokens to compute. `weights_version` names the weights that gave the results. `owner` is the caller's
-    own mark.
+    `cost_left` tokens to compute. `weights_version` names the weights that gave the results. `owner` is the
+    future that the caller awaits.
     """
 
     sequences: list[Sequence]
@@ -162,7 +163,7 @@ class Scheduler:
             return
         for i in job.waiting:
             if job.queued[i]:
-                self._leave(job, i)
+                self._unqueue(job, i)
         job.waiting.clear()
         self._queue.drop(job)
 
@@ -180,7 +181,7 @@ class Scheduler:
         self.limits = replace(self.limits, max_batch_tokens=max_batch_tokens)
 
     def change(self, limits: Limits) -> None:
-        """Takes over the limits of another model that replaces this one; the queue's own limits stay."""
+        """Adopts the batch limits of a model that replaces this one; the queue's size stays limited as before."""
         self.limits = limits
         self.room.pace = Pace()
         self._prefixes = PrefixGroups(is_on=limits.shares)
@@ -213,10 +214,10 @@ class Scheduler:
         return min(job.arrived for job in self._queue) + self.limits.max_delay_s
 
     def take(self, now: float, *, hurry: bool = False) -> Batch | Order | None:
-        """Returns the next batch or order at time `now`, or None if there is none yet; `hurry` waits for no company.
+        """Returns the next batch or order at time `now`, or None if there is none yet; `hurry` skips `max_delay_s`.
 
-        What was taken must be done before the next is taken. Raises MemoryError if memory ends meanwhile; then the
-        next call continues, and no sequence is lost.
+        What was taken must be done before the next is taken. Raises MemoryError if memory runs out; then the next call
+        continues, and no sequence is lost.
         """
         if not self._batch.entries and not self.num_sequences:
             return self.orders.take()
@@ -257,7 +258,7 @@ class Scheduler:
                     return
                 self._take(batch, owner, i, cost)
                 if owner.client == job.client:
-                    has_time = not self.room.pace.is_late(2 * self._whole(job, batch), job.deadline - now)
+                    has_time = not self.room.pace.is_late(2 * self._tokens_until_done(job, batch), job.deadline - now)
                     self._queue.serve(job, cost, (budget + 1) // 2, has_time=has_time)
 
     def _fill_padded(self, batch: Batch, now: float) -> None:
@@ -291,11 +292,11 @@ class Scheduler:
         batch.costs.append(cost)
         batch.num_tokens += cost
         self._queue.charge(job.client, cost)
-        self._leave(job, i)
+        self._unqueue(job, i)
         while job.waiting and not job.queued[job.waiting[0]]:
             job.waiting.popleft()
 
-    def _leave(self, job: Job, i: int) -> None:
+    def _unqueue(self, job: Job, i: int) -> None:
         job.queued[i] = False
         job.num_queued -= 1
         job.cost_left -= job.costs[i]
@@ -317,10 +318,10 @@ class Scheduler:
         if job.deadline == math.inf or self.num_sequences == job.num_queued:
             return False
         late = self.room.pace.would_be_late if job.num_queued == job.num_sequences else self.room.pace.is_late
-        return late(self._whole(job, batch), job.deadline - now)
+        return late(self._tokens_until_done(job, batch), job.deadline - now)
 
-    def _whole(self, job: Job, batch: Batch) -> int:
-        """Returns the tokens of all batches that a job is in if it goes first: the last of them ends it."""
+    def _tokens_until_done(self, job: Job, batch: Batch) -> int:
+        """Returns the tokens of all batches until the job is done, if it goes first."""
         size = max(1, self.room.pace.batch_tokens)
         whole = -(-job.cost_left // size) * size
         return max(job.cost_left, min(whole, batch.num_tokens + self._cost))
