@@ -430,3 +430,12 @@ except ImportError as e:
 def test_unreachable_is_an_unavailable_that_a_retry_may_help() -> None:
     assert issubclass(Unreachable, Unavailable)
     assert Unreachable("x").retryable
+
+
+def test_calls_that_fail_alike_end_each_at_its_own_time(free_port: int) -> None:
+    policy = RetryPolicy(tries=1000, wait_for_start=True, backoff_s=0.02, max_backoff_s=0.1)
+    with RewardClient(f"http://127.0.0.1:{free_port}", policy=policy) as client:
+        calls = [client.submit(tokens=[[3, 4, 5]], timeout_s=0.2 + 0.03 * i) for i in range(20)]
+        for call in calls:  # the first to end frees its error's frames; the others still wait for their next try
+            with pytest.raises(Unreachable):
+                call.result(timeout=60)

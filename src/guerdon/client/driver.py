@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import heapq
@@ -133,7 +134,12 @@ class Session:
         if task is None:
             task = self._descriptions[key] = asyncio.create_task(transport.perform(step))
             task.add_done_callback(functools.partial(self._end_description, key))
-        return await asyncio.shield(task)  # other calls may await it after this one is cancelled
+        try:
+            return await asyncio.shield(task)  # other calls may await it after this one is cancelled
+        except GuerdonError as e:
+            # The calls share `e`. Its traceback must not get the frames of each: clearing those of a call that has
+            # ended would close the coroutines of another that still waits.
+            raise copy.copy(e) from None
 
     def _end_description(self, key: tuple[Endpoint, str], task: asyncio.Task[ModelSignature]) -> None:
         del self._descriptions[key]
