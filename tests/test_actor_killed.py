@@ -178,7 +178,7 @@ def test_a_killed_pair_ends_as_an_undisturbed_one(folder: Path, undisturbed_pair
 @pytest.mark.parametrize("point", killed_actor.POINTS)
 def test_a_kill_of_the_actor_at_each_point(point: str, folder: Path, undisturbed: Outcome, tmp_path: Path) -> None:
     # A resume comes only after a kill.
-    first: list[Kill] = [("amid the rollouts", 20)] if "resume" in point else []
+    first: list[Kill] = [("amid the rollouts", 40)] if "resume" in point else []
     outcome = reinforced(folder, tmp_path, [*first, (point, 1), (point, 2 if "resume" not in point else 1)])
     assert outcome.num_kills == len(first) + 2
     assert_same(outcome, undisturbed)
@@ -190,7 +190,7 @@ def test_a_kill_of_a_pairs_actor_at_each_point(
     point: str, folder: Path, undisturbed_pair: Outcome, tmp_path: Path
 ) -> None:
     again = "resume" in point or "load" in point
-    first: list[Kill] = [("amid the rollouts", 20)] if again else []
+    first: list[Kill] = [("amid the rollouts", 40)] if again else []
     outcome = optimised(folder, tmp_path, [*first, (point, 1), (point, 1 if again else 2)])
     assert outcome.num_kills == len(first) + 2
     assert_same(outcome, undisturbed_pair)
