@@ -272,7 +272,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "State",
-            "1 while the weights are off the device, and from when they are spoilt.",
+            "1 while the weights are off the device, and after they were corrupted.",
             (
                 (f"guerdon_critic_offloaded{{{OF_INSTANCE}}}", "{{critic}} offloaded"),
                 (f"guerdon_critic_fault{{{OF_INSTANCE}}}", "{{critic}} fault"),

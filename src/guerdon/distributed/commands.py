@@ -37,7 +37,7 @@ class Trainer(Protocol):
 
     `train` raises TrainFailed if only its `num_steps` leading global batches stand and nothing else changed; any other
     GuerdonError means that nothing changed. `state` has `step`, `learning_rate`, `num_parameters` and `num_trainable`,
-    and `broken`, the reason, if the weights are spoilt. `load` continues the saved lineage, or starts a new one with
+    and `broken`, the reason, if the weights are corrupt. `load` continues the saved lineage, or starts a new one with
     the given number.
     """
 

@@ -207,7 +207,7 @@ class Optimiser:
     def tensors(self) -> dict[str, Tensor]:
         """Returns all state by name, `<parameter>/<what>`: the tensors themselves, not copies.
 
-        State with the shape of a sharded parameter is sharded as it is.
+        State of the shape of a sharded parameter is sharded like it.
         """
         made: dict[str, Tensor] = {}
         copied = set(self._copied())

@@ -404,7 +404,7 @@ class Critic:
         return ServerFault(self._fault)
 
     def _look_for_fault(self) -> None:
-        """Takes over, after an error, what the trainer says of spoilt weights."""
+        """Copies the reason from the trainer if an error has corrupted the weights."""
         if broken := self._trainer.state().get("broken"):
             self._fault = broken
             log.critical("%s: %s", self.name, broken)

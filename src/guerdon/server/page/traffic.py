@@ -69,7 +69,7 @@ class Ring:
 
     @property
     def last_but_one(self) -> float:
-        """Returns the time of the last but one reading, 0 without one."""
+        """Returns the time of the second-last reading, 0 without one."""
         return self._time(2)
 
     def at(self, bounds: np.ndarray, columns: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
