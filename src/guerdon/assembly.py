@@ -26,7 +26,7 @@ from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFau
 from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
-from guerdon.server.batching.scheduler import Limits
+from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check_settings

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
+from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.orders import Reservation
-from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.batching.sharing import Shares
 
 BUDGET = 100

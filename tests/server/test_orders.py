@@ -9,8 +9,9 @@ import pytest
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
+from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import Order, Reservation
-from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 
 
 def scheduler(**limits: Any) -> Scheduler:

@@ -19,8 +19,9 @@ from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.errors import ServerFault, Unavailable
 from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.halving import is_out_of_memory
+from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
-from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.metrics import Metrics
 
 TESTS = Path(__file__).parents[1]

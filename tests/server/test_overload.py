@@ -15,7 +15,8 @@ import pytest
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.jobs import Job, Limits
+from guerdon.server.batching.scheduler import Scheduler
 
 SECONDS = 150.0
 """Of simulated time."""

@@ -15,9 +15,10 @@ import zoo
 from guerdon.assembly import build_service
 from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
 from guerdon.errors import Offloaded, SampleFailed
+from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.recheck import compare
-from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.metrics import Metrics
 from guerdon.settings.config import ModelConfig, ServerConfig
 

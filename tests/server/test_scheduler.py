@@ -9,7 +9,8 @@ import pytest
 
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
-from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.jobs import Batch, Job, Limits
+from guerdon.server.batching.scheduler import Scheduler
 
 
 def seq(start: int, length: int, **kw: int) -> Sequence:

@@ -11,7 +11,7 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Truncation
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
-from guerdon.server.batching.scheduler import Limits
+from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
 from guerdon.settings.config import ModelConfig, RewardConfig
 

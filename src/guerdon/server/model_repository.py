@@ -31,9 +31,9 @@ from guerdon.errors import (
     Unsupported,
 )
 from guerdon.server.batching.halving import Executor
+from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order
-from guerdon.server.batching.scheduler import Limits
 from guerdon.server.catalog import Catalog, Entry, Served
 from guerdon.server.logs import failure
 from guerdon.settings.config import ModelConfig

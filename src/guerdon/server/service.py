@@ -15,8 +15,9 @@ from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, Ranks
 from guerdon.server import reading, sums, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
+from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
-from guerdon.server.batching.scheduler import Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.catalog import Catalog, Served, batch_limits
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics

@@ -18,7 +18,7 @@ from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.batching.halving import Executor
-from guerdon.server.batching.scheduler import Limits
+from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig

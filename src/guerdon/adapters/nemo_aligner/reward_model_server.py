@@ -14,7 +14,7 @@ from guerdon.distributed.parts import BatchParts, data_parallel_size
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batching
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
-from guerdon.server.batching.scheduler import Limits
+from guerdon.server.batching.jobs import Limits
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
+from guerdon.server.batching.halving import Halving
 from guerdon.server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from guerdon.server.batching.halving import Halving
 
 log = logging.getLogger(__name__)
 

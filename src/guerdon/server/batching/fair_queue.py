@@ -15,10 +15,8 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from guerdon.server.batching.scheduler import Job
+from guerdon.server.batching.jobs import Job
 
 
 @dataclass(slots=True)

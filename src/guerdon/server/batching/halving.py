@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, ServerFault, Unavailable
+from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
-
-if TYPE_CHECKING:
-    from guerdon.server.batching.scheduler import Batch
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Una
 from guerdon.server import tracing
 from guerdon.server.batching.budget import Budgets
 from guerdon.server.batching.halving import Executor, Halving, check_count
+from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import Order, Reservation
 from guerdon.server.batching.recheck import Recheck
-from guerdon.server.batching.scheduler import Batch, Job, Limits, Scheduler
+from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.metrics import Metrics
 

@@ -11,16 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guerdon.errors import GuerdonError, RanksLost, ServerFault
 from guerdon.server import tracing
 from guerdon.server.batching.halving import Executor, check_device
+from guerdon.server.batching.jobs import Job
 from guerdon.server.batching.room import Room
 from guerdon.server.logs import failure
-
-if TYPE_CHECKING:
-    from guerdon.server.batching.scheduler import Job
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,9 @@ import itertools
 from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as ListLike
-from typing import TYPE_CHECKING
 
 from guerdon.core import MIN_SHARED, Sequence, common_prefix
-
-if TYPE_CHECKING:
-    from guerdon.server.batching.scheduler import Job
+from guerdon.server.batching.jobs import Job
 
 
 class PrefixGroups:

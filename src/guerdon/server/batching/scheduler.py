@@ -13,111 +13,20 @@ dropped before more of it is computed; but never one that waits alone, so that a
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from guerdon.core import Score, Sequence
-from guerdon.errors import GuerdonError, Overloaded
+from guerdon.errors import Overloaded
 from guerdon.server.batching.fair_queue import FairQueue
+from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import HeldBack, Order
 from guerdon.server.batching.prefixes import PrefixGroups, shared_tokens
 from guerdon.server.batching.room import Pace, Room
-
-if TYPE_CHECKING:
-    from guerdon.server.tracing import Part
 
 SPLIT = 32
 """A group that fits the next batch whole waits for it if splitting it would compute more than a 32nd of a budget
 twice. A batch's fixed cost is less than that: a feed-forward in parts of 1,024 tokens took 3% longer than in parts of
 4,096."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One accepted request: its sequences, and their results as they come in.
-
-    Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken`, when the last sequence joined a
-    batch. `num_tokens` is all sequences' length; the `num_queued` sequences that no batch has taken yet cost about
-    `cost_left` tokens to compute. `weights_version` names the weights that gave the results. `owner` is the
-    future that the caller awaits.
-    """
-
-    sequences: list[Sequence]
-    priority: int = 0
-    arrived: float = 0.0
-    client: str = ""
-    deadline: float = math.inf
-    taken: float = 0.0
-    compute_s: float = 0.0
-    cancelled: bool = False
-    weights_version: str = ""
-    results: list[Score | GuerdonError | None] = field(default_factory=list)
-    waiting: deque[int] = field(default_factory=deque)
-    queued: list[bool] = field(default_factory=list)
-    unanswered: int = 0
-    num_queued: int = 0
-    num_tokens: int = 0
-    costs: list[int] = field(default_factory=list)
-    cost_left: int = 0
-    owner: object = None
-    traced: Part | None = None
-
-    def __post_init__(self) -> None:
-        self.results = [None] * len(self.sequences)
-        self.waiting = deque(range(len(self.sequences)))
-        self.queued = [True] * len(self.sequences)
-        self.unanswered = self.num_queued = len(self.sequences)
-        self.num_tokens = sum(s.num_tokens for s in self.sequences)
-
-    @property
-    def num_sequences(self) -> int:
-        """All sequences, computed ones included."""
-        return len(self.sequences)
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Sequences to compute together, as places in their jobs; `num_tokens` is the sum of their estimated `costs`."""
-
-    entries: list[tuple[Job, int]] = field(default_factory=list)
-    costs: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences in batch order."""
-        return [job.sequences[i] for job, i in self.entries]
-
-    def jobs(self) -> dict[Job, int]:
-        """Returns each job with the number of its sequences in the batch."""
-        counts: dict[Job, int] = {}
-        for job, _ in self.entries:
-            counts[job] = counts.get(job, 0) + 1
-        return counts
-
-    def halves(self) -> tuple[Batch, Batch]:
-        """Returns two batches of half the sequences each."""
-        half = len(self.entries) // 2
-        first, second = self.costs[:half], self.costs[half:]
-        return Batch(self.entries[:half], first, sum(first)), Batch(self.entries[half:], second, sum(second))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one batch and one queue may hold.
-
-    `shares` says whether the model computes a shared prefix once. `batch_sizes` are preferred numbers of sequences;
-    the first in the queue waits for them at most `max_delay_s`, and a job's sequences stay together.
-    """
-
-    max_batch_tokens: int = 4096
-    max_queue_tokens: int = 4_000_000
-    max_queue_sequences: int = 16_384
-    shares: bool = True
-    batch_sizes: tuple[int, ...] = ()
-    max_delay_s: float = 0.0
 
 
 class Scheduler:
