@@ -60,6 +60,17 @@ def test_what_a_full_queue_has_no_room_for_is_refused_by_its_head(server: Runnin
         assert [done.result().status_code for done in (slow, waits)] == [200, 200]
 
 
+def test_a_body_that_is_too_large_is_told_so_while_the_queue_is_over_its_limits(server: RunningServer) -> None:
+    """Sent again later, it would still be too large."""
+    ask = httpx.Client(base_url=server.http_url, timeout=60).post
+    with ThreadPoolExecutor(2) as pool:
+        asked = begin(server, pool, ask, 2 * QUEUE_TOKENS)
+        assert answer_to_head(server, 8).startswith(b"HTTP/1.1 503")
+        assert answer_to_head(server, 2 << 20).startswith(b"HTTP/1.1 413")
+        scorers.hold.set()
+        assert [done.result().status_code for done in asked] == [200, 200]
+
+
 @pytest.mark.parametrize("num_rows", [12, 40])
 def test_nobody_is_refused_for_padding_while_half_the_queue_is_free(server: RunningServer, num_rows: int) -> None:
     """With it the smaller request would not fit beside what waits, and the larger one not into an empty queue."""

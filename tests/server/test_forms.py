@@ -245,7 +245,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
         rows.append(num_rows)
         request = HttpRequest({"query_string": b"", "headers": []}, received)
         request.caller = ANYBODY
-        answering = app._answer(FormExchange(request, form, Admission(service, config), config))
+        answering = app._answer(FormExchange(request, form, Admission(service, config), config), request)
         assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(60)[2] == b"null"
         on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(60)
         assert [thread != on_loop for thread in threads[-2:]] == asides

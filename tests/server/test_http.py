@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import gzip
 import socket
+import threading
 import time
 import tracemalloc
 import zlib
@@ -367,3 +368,28 @@ def test_a_large_body_does_not_hold_up_the_others():
     gc.unfreeze()
     assert "row 100000: must be a JSON list" in error_of(large.result(), 400)
     assert max(waits) < 0.3 * taken
+
+
+def test_a_body_holds_its_room_until_it_is_decoded_even_if_its_client_leaves(monkeypatch):
+    """The thread that decodes it cannot be cancelled."""
+    begun, go, read = threading.Event(), threading.Event(), kserve.read
+
+    def slow(body, *others):
+        if len(body) > 1 << 20:
+            begun.set()
+            assert go.wait(60)
+        return read(body, *others)
+
+    monkeypatch.setattr(kserve, "read", slow)
+    large, small = body_of([[5] * 600_000]), body_of([[5]])
+    config = ServerConfig(port=0, grpc_port=None, max_body_mb=2, max_bodies_mb=2)
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
+        with connect(server) as leaves:
+            head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+            leaves.sendall(head % (INFER.encode(), len(large)) + large)
+            assert begun.wait(30)
+        for _ in range(20):
+            assert "bodies of the requests in progress" in error_of(client.post(INFER, content=small), 503)
+            time.sleep(0.005)
+        go.set()
+        wait_until(lambda: client.post(INFER, content=small).status_code == 200)

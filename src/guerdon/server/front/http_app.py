@@ -107,7 +107,7 @@ class App:
             if scope["method"] not in route.methods:
                 raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(route.methods)}, not {scope['method']}")
             if route.exchange is not None:
-                reply = await self._answer(route.exchange(request))
+                reply = await self._answer(route.exchange(request), request)
             else:
                 assert route.handler is not None
                 reply = await route.handler(request)
@@ -123,10 +123,13 @@ class App:
         else:
             await self._refuse(error, request, send)
 
-    async def _answer(self, exchange: Exchange[Reply]) -> Reply:
+    async def _answer(self, exchange: Exchange[Reply], request: HttpRequest) -> Reply:
         with Visit(self._admission, exchange.caller) as visit:
-            info, request = await visit.admit(exchange)
-            answer = await visit.ask(info, request)
+            info, asked = await visit.admit(exchange)
+            # Not before, nor after: a thread that decodes or encodes goes on, and needs its room until it is done.
+            request.cancel_on_disconnect()
+            answer = await visit.ask(info, asked)
+            request.finish()
             return await exchange.encode(answer, info)
 
     def find(self, request: HttpRequest) -> Route | None:

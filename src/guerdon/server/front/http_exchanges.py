@@ -37,10 +37,9 @@ class KServeExchange:
         """Finds the model first: what cannot be answered is refused before its body is read."""
         request, self._visit = self._request, visit
         info = visit.find(request.names["name"], request.names.get("version", ""))
-        visit.enter(request.content_length)
+        visit.enter(request.content_length(self._limits))
         self._body = await request.read_body(visit, self._limits)
         self.num_bytes = len(self._body)
-        request.cancel_on_disconnect()
         return info
 
     def take_decoder(self) -> Decoder:
@@ -83,7 +82,7 @@ class FormExchange:
         request, query = self._request, self._request.query
         name = query.get("model", "")
         visit.label = self._admission.label(name)  # until the body names another model
-        visit.enter(request.content_length)
+        visit.enter(request.content_length(self._limits))
         body = await request.read_body(visit, self._limits)
         self._size = size = len(body)
         parse = functools.partial(self._form.read, body, query)
@@ -96,7 +95,6 @@ class FormExchange:
         visit.count_as(self._admission.label(name))
         info = visit.find_scorer(name, has_samples=asked.request is not None)
         asked.check(info)
-        request.cancel_on_disconnect()
         return info
 
     def take_decoder(self) -> Decoder:

@@ -63,10 +63,12 @@ class HttpRequest:
         """The query's parameters, also those without a value: a misspelt name is refused either way."""
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
-    @property
-    def content_length(self) -> int:
-        """The size of the body as announced, 0 if it is not."""
-        return int(self.headers.get(b"content-length", 0))
+    def content_length(self, limits: LimitsConfig) -> int:
+        """Returns the size of the body as announced, 0 if it is not; raises PayloadTooLarge."""
+        num_bytes, max_bytes = int(self.headers.get(b"content-length", 0)), limits.max_body_mb << 20
+        if num_bytes > max_bytes:
+            raise _too_large(f"the body of {num_bytes} bytes", max_bytes)
+        return num_bytes
 
     async def read_body(self, place: Place, limits: LimitsConfig) -> bytes:
         """Reads the whole body, decompressed; `place` holds its bytes.
@@ -76,9 +78,7 @@ class HttpRequest:
         disconnects.
         """
         max_bytes = limits.max_body_mb << 20
-        if (num_bytes := self.content_length) > max_bytes:
-            raise _too_large(f"the body of {num_bytes} bytes", max_bytes)
-        place.reach(num_bytes)
+        place.reach(self.content_length(limits))
         encoding = self.headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in (b"", b"identity", b"gzip", b"deflate"):
             raise InvalidRequest(

@@ -211,10 +211,9 @@ class _TrialExchange:
         self._limits = limits
 
     async def read(self, visit: Visit) -> ModelInfo:
-        visit.enter(self._request.content_length)
+        visit.enter(self._request.content_length(self._limits))
         body = await self._request.read_body(visit, self._limits)
         self._trial = trial = await off_loop(lambda: trying.read(body), len(body), _READ_INLINE_BYTES)
-        self._request.cancel_on_disconnect()
         return visit.find_scorer(trial.model)
 
     def take_decoder(self) -> Decoder:
@@ -223,6 +222,7 @@ class _TrialExchange:
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         assert isinstance(info, ModelInfo)
         trial, tokenizer = self._trial, self._service.catalog.tokenizer(info.name)
+        self._request.cancel_on_disconnect()  # it may wait for its turn
         payload = await self._service.reader.run(
             self.caller.name, lambda: bodies.write(trying.answer(trial, info, answer, tokenizer))
         )
