@@ -22,7 +22,7 @@ from guerdon.assembly import build_service
 from guerdon.core import ScoreRequest
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.errors import InvalidRequest
+from guerdon.errors import InvalidRequest, Overloaded
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
 
@@ -118,3 +118,17 @@ async def test_a_text_is_tokenised_no_further_than_its_model_reads(
         reply = await service.score("reward_model", ScoreRequest(texts=[LONG]))
         assert f"has more than {zoo.MAX_LENGTH} tokens" in str(reply.results[0])
         assert len(seen) == 1 and seen[0] < len(LONG) / 10
+
+
+async def test_texts_are_not_tokenised_if_the_queue_has_no_room_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder, monkeypatch) as (service, seen):
+        room = service._loop._schedulers["reward_model"].room
+        room.take(waiting := room.sequences.total - 1, 1, "")
+        with pytest.raises(Overloaded):
+            await service.score("reward_model", ScoreRequest(texts=["the ring"] * 2))
+        assert not seen
+        room.give(waiting, 1, "")
+        await service.score("reward_model", ScoreRequest(texts=["the ring"] * 2))
+        assert seen

@@ -59,17 +59,23 @@ class Reader:
         return await asyncio.shield(done)
 
     async def read(
-        self, entry: Entry, request: ScoreRequest, client: str
+        self, entry: Entry, request: ScoreRequest, client: str, check_room: Callable[[], None]
     ) -> tuple[Served, list[Sequence], list[InvalidRequest | None]]:
         """Returns what serves when this returns, the samples' sequences, and what is wrong with each, if anything.
 
-        Raises InvalidRequest if the model cannot read such samples, Unavailable if it is unloaded.
+        Calls `check_room` before any work on text, and raises what that raises; InvalidRequest if the model cannot read
+        such samples, Unavailable if it is unloaded.
         """
         while True:
             served = entry.loaded()
             cut = truncation(request, entry.config, served.info)
             check(served, request)
-            rows = request.tokens if request.tokens is not None else await self._read_text(served, request, cut, client)
+            if request.tokens is not None:
+                rows: Rows = request.tokens
+            else:
+                if served.encoder is not None:
+                    check_room()
+                rows = await self._read_text(served, request, cut, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         sequences = [sequence(row, request, i) for i, row in enumerate(rows)]

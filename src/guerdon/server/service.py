@@ -95,6 +95,7 @@ class Service:
         `started` is the monotonic time of its arrival, by default now. The error of a single sample stands in its
         place. Raises InvalidRequest if the request as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
         """
+        tracing.tell(sequences=len(request))
         if len(request) > self.max_request_sequences:
             raise InvalidRequest(
                 f"the request has {len(request):,} samples, and this server takes at most "
@@ -106,13 +107,14 @@ class Service:
         entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.scorer_name == name
         if is_critics and (fault := self.critic.fault) is not None:  # type: ignore[union-attr]
             raise fault
-        tracing.tell(sequences=len(request))
         started = time.monotonic() if started is None else started
         # A score may wait behind a train request for as long as that takes.
         allowed_s = request.timeout_s or (None if is_critics else self._timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
-                served, sequences, errors = await self.reader.read(entry, request, client)
+                served, sequences, errors = await self.reader.read(
+                    entry, request, client, lambda: self._loop.check_room(name, len(request), client=client)
+                )
                 accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
                 if accepted:
