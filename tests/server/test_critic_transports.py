@@ -90,6 +90,17 @@ def told(reply: InferReply, name: str) -> Any:
     return orjson.loads(tensor.data[0]) if tensor.datatype == "BYTES" else tensor.data.tolist()
 
 
+def test_what_a_server_that_stops_refuses_is_counted_by_its_name(client: Any, service: ArithmeticService) -> None:
+    service.ready = False
+    for model, kind in (("critic_train", "Unavailable"), ("nobody", "UnknownModel")):
+        with pytest.raises(Refused) as refused:
+            client.call(model, train(request("a", 3)))
+        assert refused.value.args[1] == kind
+    text = service.metrics.render().decode()
+    assert 'guerdon_train_requests_total{critic="critic",outcome="Unavailable"} 1.0' in text
+    assert 'guerdon_requests_total{model="critic_train",outcome="Unavailable"} 1.0' in text
+
+
 def test_every_operation_is_a_model(client: Any, service: ArithmeticService) -> None:
     reply = client.call("critic_train", train(request("a", 3)))
     assert told(reply, "loss_mean") == [1.0] and told(reply, "report")["step"] == 1

@@ -146,7 +146,8 @@ class Visit(Place):
         self._caller = caller
         self._asked_name = ""
         self._model = ""
-        self._body_bytes = 0
+        self._body_bytes: int | None = None
+        """The size of its body; None until it has entered."""
         self._is_read = False
         self._keeps_bytes = False
 
@@ -179,11 +180,12 @@ class Visit(Place):
         self._gate.check_room(self._client)
 
     def enter(self, num_bytes: int) -> None:
-        """Counts the request as in progress; `num_bytes` is the size of its body, 0 if unknown.
+        """Counts the request as in progress if it is not yet; `num_bytes` is the size of its body, 0 if unknown.
 
         Raises Overloaded, and Unavailable if the server is not ready.
         """
-        self.take()
+        if not self._has_entered:
+            self.take()
         self._service.check_ready()
         self._body_bytes = num_bytes
         self._check_queue()
@@ -211,7 +213,7 @@ class Visit(Place):
 
     def _check_queue(self) -> None:
         """Raises Overloaded if the model's queue has no room, before the request is decoded."""
-        if self._has_entered and self._model:
+        if self._body_bytes is not None and self._model:
             self._service.check_room(self._model, self._client, self._body_bytes)
 
     def count_as(self, label: str) -> None:

@@ -158,19 +158,21 @@ class _InferExchange:
         self._limits = limits
 
     async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
-        """Enters with the message: `Receiving` bounds the calls that wait for theirs."""
+        """Takes its place with the message: `Receiving` bounds the calls that wait for theirs."""
         self._visit = visit
         visit.check_room()
         data = await self._read_message()
         self.num_bytes = len(data)
-        visit.enter(self.num_bytes)
+        visit.take()
         visit.hold(self.num_bytes)
         visit.reach(kserve_grpc.memory(data))  # typed contents take more memory once parsed
         self._message = await off_loop(functools.partial(kserve_grpc.parse, data), self.num_bytes)
         del data
         self.request_id = self._message.id
         self._remaining_s = self._context.time_remaining()
-        return visit.find(self._message.model_name, self._message.model_version)
+        info = visit.find(self._message.model_name, self._message.model_version)
+        visit.enter(self.num_bytes)
+        return info
 
     def take_decoder(self) -> Decoder:
         """Returns a function that decodes the message; the call's deadline bounds what it asks."""
@@ -366,9 +368,9 @@ class _Front:
             kind: type[BaseException] | None = None
             try:
                 with message_span(service.traces, SERVICE, sent, _code_number):
-                    made = _response(await self._answer(exchange))
-                held.callback(exchange.release)
-                return made
+                    reply = await self._answer(exchange)
+                    held.callback(exchange.release)
+                    return _response(reply)
             except Exception as e:
                 kind = type(e)
                 return _refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
