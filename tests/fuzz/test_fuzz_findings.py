@@ -192,9 +192,50 @@ def test_no_body_has_more_rows_than_any_server_takes():
         tensors.from_raw("x", "BYTES", (MAX_ROWS + 1,), struct.pack("<I", 0) * (MAX_ROWS + 1))
     with pytest.raises(InvalidRequest, match="'x' has 1,048,577 entries"):
         tensors.from_json("x", "BYTES", (MAX_ROWS + 1,), [""] * (MAX_ROWS + 1))
-    for path, name in (("/get_reward", "query"), ("/encode", "text"), ("/v1/embeddings", "input")):
-        with pytest.raises(InvalidRequest, match=f"{name} has 1,048,577 entries"):
-            FORMS[path].read(b'{"%s":["a"%s]}' % (name.encode(), b',"a"' * MAX_ROWS), {})
+    for path, name, row in (
+        ("/get_reward", b"query", b'"a"'),
+        ("/predict", b"inputs", b'["a"]'),
+        ("/encode", b"text", b'"a"'),
+        ("/encode", b"input_ids", b"[1]"),
+        ("/v1/embeddings", b"input", b'"a"'),
+    ):
+        with pytest.raises(InvalidRequest, match=f"{name.decode()} has 1,048,577 entries"):
+            FORMS[path].read(b'{"%s":[%s]}' % (name, b",".join([row] * (MAX_ROWS + 1))), {})
+
+
+BIG = b"1" + b"0" * 400
+
+
+@pytest.mark.parametrize("number", [BIG, b"-" + BIG, BIG * 20], ids=["large", "small", "beyond Python's limit"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"inputs":[{"name":"input_ids","datatype":"INT64","shape":[1,1],"data":[@]}]}',
+        b'{"inputs":[{"name":"input_ids","datatype":"FP32","shape":[1,1],"data":[@]}]}',
+        b'{"inputs":[{"name":"input_ids","datatype":"INT64","shape":[1,1],"data":[1]}],"parameters":{"timeout":@}}',
+        b'{"inputs":[{"name":"input_ids","datatype":"INT64","shape":[1,1],"data":[1]}],"parameters":{"priority":@}}',
+    ],
+)
+def test_a_whole_number_of_any_size_is_refused(body, number):
+    """Python's integers have no bounds, and its floats do: 500."""
+    with pytest.raises(InvalidRequest):
+        kserve.to_request(kserve.decode(body.replace(b"@", number), None), cases.PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", b'{"input":[@]}'),
+        ("/classify", b'{"input":"a","priority":@}'),
+        ("/classify", b'{"input":"a","model":@}'),
+        ("/get_reward", b'{"query":["a"],"labels":[%s]}' % (BIG * 20)),
+        ("/get_reward", b'{"query":[@]}'),
+    ],
+)
+def test_a_form_refuses_a_number_of_any_size(path, body):
+    for number in (BIG, BIG * 20):
+        with pytest.raises(InvalidRequest):
+            FORMS[path].read(body.replace(b"@", number), {})
 
 
 @pytest.mark.parametrize(("output", "kind"), [("values", "values"), ("step_rewards", "steps")])

@@ -79,7 +79,7 @@ class InferRequest:
     def count(self, name: str) -> int:
         """Returns the parameter as a whole number from 0 up, 0 if it is missing; raises InvalidRequest."""
         value = self.parameters.get(name, 0)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < 2**63:
             raise InvalidRequest(f"parameter '{name}' is {shown(value)}; it must be a whole number from 0 up")
         return value
 
@@ -137,8 +137,10 @@ def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Te
     if is_text:
         check_count(len(elements), f"input '{name}'")
         return Tensor(name, datatype, shape, [element.encode() for element in elements])
-    # In float64, None becomes NaN.
-    array = _integers(elements) if kind in "iu" else np.array(elements, np.float64 if kind == "f" else np.bool_)
+    try:  # in float64, None becomes NaN
+        array = _integers(elements) if kind in "iu" else np.array(elements, np.float64 if kind == "f" else np.bool_)
+    except OverflowError as e:
+        raise InvalidRequest(f"input '{name}': data holds a whole number that is too large for {datatype}") from e
     return from_numbers(name, datatype, shape, array)
 
 
