@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -58,15 +59,17 @@ def test_names_and_units_are_as_prometheus_has_them() -> None:
 def test_the_body_is_in_a_requests_latency_and_not_in_its_wait() -> None:
     config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model="scorers:score")])
     body, slow_s = body_of([[1, 2, 3]]), 0.4
-
-    def slowly() -> Iterator[bytes]:
-        yield body[:20]
-        time.sleep(slow_s)
-        yield body[20:]
-
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
     service = build_service(config)
-    with RunningServer(service, config) as server:
-        assert httpx.post(server.http_url + INFER, content=slowly()).status_code == 200
+    with (
+        RunningServer(service, config) as server,
+        socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=30) as connection,
+    ):
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # from now on its time counts
+        time.sleep(slow_s)
+        connection.sendall(body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     taken = {
         name: service.metrics.totals(f"guerdon_{name}_seconds", "_sum")["reward_model",]
         for name in ("e2e_request_latency", "request_queue_time")
