@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from guerdon.actor.rollouts import Prompt, Rollout, response_text
+from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Prompt, Rollout, max_response_length
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
@@ -20,12 +20,6 @@ from guerdon.engine.logprobs import LanguageEngine
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import RolloutConfig
 from guerdon.training.policy_trainer import PolicyTrainer
-
-MAX_BATCH_ROLLOUTS = 256
-"""Beyond about this many rows a matrix product on a CPU gets no faster, and the key-value cache grows.
-
-It does not bound memory: if long responses of so many rows do not fit, lower `rollouts.max_batch_rollouts`.
-"""
 
 
 class Generator(Protocol):
@@ -128,19 +122,6 @@ class TransformersGenerator:
 
     def sync(self) -> None:
         """Does nothing: the weights are shared."""
-
-
-def max_response_length(prompt: Prompt, config: RolloutConfig, max_length: int | None) -> int:
-    """Returns the tokens that a response may have, at least 1; raises ConfigError if the prompt leaves no room."""
-    room = config.max_new_tokens
-    if max_length is not None:
-        room = min(room, max_length - len(prompt.tokens))
-    if room < 1 or not len(prompt.tokens):
-        raise ConfigError(
-            f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {max_length}",
-            "lower data.max_prompt_length, and remove empty prompts",
-        )
-    return room
 
 
 @dataclass(slots=True, eq=False)
@@ -304,17 +285,8 @@ class Generation:
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.is_end = token in self._eos or self._stops.complete(row.tokens)
-        return self._rollout(row) if row.is_done else None
-
-    def _rollout(self, row: _ActiveRollout) -> Rollout:
-        has_eos = row.tokens[-1] in self._eos
-        return Rollout(
-            prompt=row.prompt,
-            group=row.group,
-            index=row.index,
-            tokens=np.concatenate([row.prompt.tokens, np.array(row.tokens, dtype=np.int64)]),
-            is_end=row.is_end,
-            logprobs=np.array(row.logprobs, dtype=np.float32),
-            text=response_text(self._policy.tokenizer, row.tokens, has_eos),
-            has_eos=has_eos,
+        if not row.is_done:
+            return None
+        return Rollout.of(
+            row.prompt, row.group, row.index, row.tokens, row.logprobs, row.is_end, self._policy.tokenizer, self._eos
         )

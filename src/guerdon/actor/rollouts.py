@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from guerdon.core import Message
+from guerdon.errors import ConfigError
+from guerdon.settings.actors import RolloutConfig
+
+MAX_BATCH_ROLLOUTS = 256
+"""Beyond about this many rows a matrix product on a CPU gets no faster, and the key-value cache grows.
+
+It does not bound memory: if long responses of so many rows do not fit, lower `rollouts.max_batch_rollouts`.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +71,31 @@ class Rollout:
     values: np.ndarray | None = None
     has_eos: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        group: int,
+        index: int,
+        response: list[int],
+        logprobs: list[float],
+        is_end: bool,
+        tokenizer: Any,
+        eos_token_ids: Collection[int],
+    ) -> Self:
+        """Builds the rollout of a finished response of at least one token, with its text."""
+        has_eos = response[-1] in eos_token_ids
+        return cls(
+            prompt=prompt,
+            group=group,
+            index=index,
+            tokens=np.concatenate([prompt.tokens, np.array(response, dtype=np.int64)]),
+            is_end=is_end,
+            logprobs=np.array(logprobs, dtype=np.float32),
+            text=response_text(tokenizer, response, has_eos),
+            has_eos=has_eos,
+        )
+
     @property
     def prompt_length(self) -> int:
         """P, the tokens of the prompt."""
@@ -97,3 +131,16 @@ def response_text(tokenizer: Any, tokens: list[int], has_eos: bool) -> str:
     said = tokens[:-1] if has_eos else tokens
     text: str = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
+
+
+def max_response_length(prompt: Prompt, config: RolloutConfig, max_length: int | None) -> int:
+    """Returns the tokens that a response may have, at least 1; raises ConfigError if the prompt leaves no room."""
+    room = config.max_new_tokens
+    if max_length is not None:
+        room = min(room, max_length - len(prompt.tokens))
+    if room < 1 or not len(prompt.tokens):
+        raise ConfigError(
+            f"prompt {prompt.id} has {len(prompt.tokens)} tokens, and the policy takes at most {max_length}",
+            "lower data.max_prompt_length, and remove empty prompts",
+        )
+    return room

@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from guerdon.actor.generation import MAX_BATCH_ROLLOUTS, max_response_length
-from guerdon.actor.rollouts import Prompt, Rollout, response_text
+from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Prompt, Rollout, max_response_length
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.errors import ConfigError, install_command
@@ -121,18 +120,9 @@ class VllmGenerator:
 
     def _rollout(self, prompt: Prompt, group: int, index: int, output: Any) -> Rollout:
         tokens = list(output.token_ids)
-        has_eos = tokens[-1] in self._policy.eos_token_ids
         logprobs = [of_token[token].logprob for token, of_token in zip(tokens, output.logprobs, strict=True)]
-        return Rollout(
-            prompt=prompt,
-            group=group,
-            index=index,
-            tokens=np.concatenate([prompt.tokens, np.array(tokens, dtype=np.int64)]),
-            is_end=output.finish_reason == "stop",
-            logprobs=np.array(logprobs, dtype=np.float32),
-            text=response_text(self._policy.tokenizer, tokens, has_eos),
-            has_eos=has_eos,
-        )
+        is_end, policy = output.finish_reason == "stop", self._policy
+        return Rollout.of(prompt, group, index, tokens, logprobs, is_end, policy.tokenizer, policy.eos_token_ids)
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
