@@ -12,12 +12,6 @@ VOCAB_SIZE = 3000
 NOISE = 0.2  # share of random tokens in the reward model's input, against memorising reviews
 
 
-def make_models(parts: dict[str, list[dict]], out: Path, seed: int) -> None:
-    """Trains both models, each on its own part of the reviews."""
-    make_language_model(parts["language_model"], out / "language_model", seed)
-    make_reward_model(parts["reward_model"], out / "language_model", out / "reward_model", seed)
-
-
 def make_language_model(rows: list[dict], folder: Path, seed: int) -> None:
     """Trains a Llama of two layers and its tokenizer to write reviews; ignores labels."""
     tokenizer = make_tokenizer([row["text"] for row in rows], VOCAB_SIZE)
