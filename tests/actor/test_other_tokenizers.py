@@ -117,7 +117,7 @@ def test_another_chat_template_is_said(tmp_path: Path, caplog: pytest.LogCapture
         rewards.check_tokenizer(tokenizer, None)
         assert "chat template" not in caplog.text
         rewards.check_tokenizer(tokenizer, ending)
-    assert "differs from the reward model's" in caplog.text
+    assert "the policy's chat template, which makes the token ids, differs from the reward model's" in caplog.text
 
 
 def test_every_client_reads_the_configuration(tmp_path: Path) -> None:

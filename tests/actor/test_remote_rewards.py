@@ -116,7 +116,7 @@ def test_a_start_with_the_wrong_kind_of_input_says_so() -> None:
     with (
         serving(SUM) as server,
         remote(server.http_url, send="text") as rewards,
-        pytest.raises(ConfigError, match="not 'sentences'") as raised,
+        pytest.raises(ConfigError, match=r"accepts tokens, .*, but not 'sentences'") as raised,
     ):
         rewards.wait_ready()
     assert "`send`" in raised.value.help

@@ -160,9 +160,7 @@ def test_a_summary_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------- stopping and going on
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_amid_a_step_saves_leaves_and_the_run_goes_on(
     number: signal.Signals, status: int, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -299,7 +297,7 @@ def test_a_run_whose_weights_were_named_by_0_1_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("send", "warned"), [("tokens", True), pytest.param("text", True, marks=pytest.mark.slow), ("messages", False)]
+    ("send", "warned"), [("tokens", True), ("text", True), ("messages", False)]
 )  # the reward model's own template ends messages, in 0.1, too
 def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
     send: Any, warned: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any

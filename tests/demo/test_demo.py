@@ -166,10 +166,10 @@ def test_prompts_are_files_that_the_actor_reads(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "has no rows"),
-        ('{"prompt": "a"}\n', "line 1: no prompt"),
-        (json.dumps(PAIR) + '\n{"prompt": "a", "responses": [1]}\n', "line 2: no prompt"),
+        ('{"prompt": "a"}\n', "line 1: no prompt with a list of responses"),
+        (json.dumps(PAIR) + '\n{"prompt": "a", "responses": [1]}\n', "line 2: no prompt with a list of responses"),
         ("not json\n", "line 1: not valid JSON"),
-        ("[1]\n", "line 1: no prompt"),
+        ("[1]\n", "line 1: no prompt with a list of responses"),
     ],
 )
 def test_rows_that_cannot_be_scored(tmp_path: Path, text: str, message: str) -> None:
