@@ -95,12 +95,11 @@ def read_yaml(path: str | Path) -> Any:
 
 def grouped_fields(*classes: type) -> Iterator[tuple[str, list[tuple[dataclasses.Field[Any], Any]]]]:
     """Yields each group that the dataclasses have settings of, with their fields and types."""
-    fields = {
-        field.name: (field, typing.get_type_hints(cls)[field.name])
-        for cls in classes
-        for field in dataclasses.fields(cls)
-        if field.metadata["flag"]
-    }
+    fields: dict[str, tuple[dataclasses.Field[Any], Any]] = {}
+    for cls in classes:
+        hints = typing.get_type_hints(cls)  # slow: once per class
+        own = (field for field in dataclasses.fields(cls) if field.metadata["flag"])
+        fields |= {field.name: (field, hints[field.name]) for field in own}
     for title, names in GROUPS.items():
         if found := [fields.pop(name) for name in names.split() if name in fields]:
             yield title, found
