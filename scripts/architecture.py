@@ -1,4 +1,4 @@
-"""Draws docs/images/overview.png, five boxes, or architecture.png, the rooms that a request goes through."""
+"""Draws docs/images/overview.png, five boxes, or architecture.png, the rooms that a request passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE, LINE_HEIGHT = 1.3, 1.2
 
 
 class Sheet:
-    """Axes in which boxes, words and arrows are put by their places, in units of a sheet of 100 by 56."""
+    """Draws boxes, words and arrows at given places on a sheet of 100 by 56 units."""
 
     def __init__(self, axes: Any) -> None:
         self.axes = axes
@@ -28,7 +28,7 @@ class Sheet:
     def box(
         self, x: float, y: float, width: float, height: float, title: str, text: str = "", fill: str = ROOM
     ) -> None:
-        """A box with its left upper corner at (x, y), and words in its middle."""
+        """Draws a box with its upper left corner at (x, y), and words in its middle."""
         from matplotlib.patches import FancyBboxPatch
 
         style = "round,pad=0,rounding_size=0.9"
@@ -36,7 +36,7 @@ class Sheet:
         self.words(x, y, width, height, title, text)
 
     def words(self, x: float, y: float, width: float, height: float, title: str, text: str = "") -> None:
-        """A title, and smaller lines under it, in the middle of a place."""
+        """Writes a title, and smaller lines under it, in the middle of a place."""
         num_lines = text.count("\n") + 1 if text else 0
         top = y + (height - TITLE - 0.5 * bool(text) - LINE_HEIGHT * num_lines) / 2
         middle = x + width / 2
@@ -46,7 +46,7 @@ class Sheet:
         )
 
     def frame(self, x: float, y: float, width: float, height: float, title: str) -> None:
-        """A dashed frame around what runs together."""
+        """Draws a dashed frame around boxes that run together."""
         from matplotlib.patches import FancyBboxPatch
 
         style = "round,pad=0,rounding_size=1.4"
@@ -54,7 +54,7 @@ class Sheet:
         self.axes.text(x + 1.4, y + 1.7, title, va="center", fontsize=8.8, color=FAINT, fontweight="bold")
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], **words: Any) -> None:
-        """An arrow, of which `two_ways` says that it has two heads; its `text` stands at its middle, moved by `at`."""
+        """Draws an arrow, with two heads if `two_ways`; its `text` stands at its middle, moved by `at`."""
         style = "<|-|>" if words.get("two_ways") else "-|>"
         arrow = {"arrowstyle": style, "color": "#75808e", "lw": 1.4, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 11}
         self.axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
@@ -63,14 +63,14 @@ class Sheet:
             self.small(x, y, text)
 
     def small(self, x: float, y: float, text: str, rotation: float = 0) -> None:
-        """Small words at an arrow."""
+        """Writes small words at an arrow."""
         self.axes.text(
             x, y, text, ha="center", va="center", fontsize=7.9, color=FAINT, linespacing=1.25, rotation=rotation
         )
 
 
 def draw(name: str, path: Path) -> None:
-    """One of `PICTURES`."""
+    """Draws one of `PICTURES`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,7 +85,7 @@ def draw(name: str, path: Path) -> None:
 
 
 def _overview(figure: Any, axes: Any) -> None:
-    """Five boxes, whose words can still be read where the picture is 540 pixels wide."""
+    """Draws five boxes, whose words stay readable in a picture of 540 pixels."""
     figure.set_size_inches(9, 4.1)
     axes.set_xlim(0, 100)
     axes.set_ylim(45.5, 0)
@@ -112,7 +112,7 @@ def _large_box(
     middle, num_lines = corner[0] + size[0] / 2, text.count("\n") + 1
     top = corner[1] + (size[1] - 4.4 - 3.1 * num_lines) / 2
     axes.text(middle, top + 1.4, title, ha="center", va="center", fontsize=18, weight="bold", color=INK)
-    for i, line in enumerate(text.split("\n")):  # each by itself: those with a descender would stand further apart
+    for i, line in enumerate(text.split("\n")):  # one by one: matplotlib sets lines with descenders further apart
         axes.text(middle, top + 6.3 + 3.1 * i, line, ha="center", va="baseline", fontsize=15, color=FAINT)
 
 
@@ -122,7 +122,7 @@ def _large_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]
 
 
 def _architecture(figure: Any, axes: Any) -> None:
-    """Every room that a request goes through, for who reads the code."""
+    """Draws every room that a request passes, for readers of the code."""
     figure.set_size_inches(13, 7.28)
     sheet = Sheet(axes)
     _clients(sheet)
@@ -133,10 +133,10 @@ PICTURES: dict[str, Callable[[Any, Any], None]] = {"overview": _overview, "archi
 
 
 def _clients(sheet: Sheet) -> None:
-    sheet.frame(1.5, 2, 23.5, 52, "who asks")
+    sheet.frame(1.5, 2, 23.5, 52, "clients")
     boxes = (
         ("Trainers", "OpenRLHF, slime, TRL, verl, AReaL,\nNeMo-RL, NeMo-Aligner, trlX", 8.2),
-        ("guerdon reinforce, ppo", "generate, ask for rewards\nand values, learn", 8.2),
+        ("guerdon reinforce, ppo", "generate, get rewards\nand values, train", 8.2),
         ("RewardClient, CriticClient", "guerdon score, guerdon bench,\nyour own program", 8.2),
         ("Clients of other servers", "Triton, vLLM, SGLang, TEI", 6.8),
         ("Browser, Prometheus", "the page at /, /metrics", 6.8),
@@ -151,17 +151,17 @@ def _clients(sheet: Sheet) -> None:
 def _server(sheet: Sheet) -> None:
     sheet.frame(30.5, 2, 68, 52, "guerdon serve, guerdon serve-critic: rank 0")
     sheet.box(32.5, 5.2, 14.5, 41.3, "")
-    front = "connections, guard, gate:\nwhat a client may cost,\nwho it is\n\nHTTP, gRPC, TLS"
+    front = "connections: TLS,\nlimits, time-outs\n\nadmission: keys,\nqueue space\n\nHTTP, gRPC"
     sheet.words(32.5, 9, 14.5, 18, "server/front", front)
     sheet.box(34, 33.5, 11.5, 10.5, "wire", "KServe v2,\ntrainers' JSON;\nno I/O", ASKS)
-    sheet.box(51.5, 5.2, 14, 11.5, "server/service", "checks, tokenises,\nadmits; sums of\nrewards")
-    sheet.box(51.5, 21.2, 14, 11.5, "server/batching", "batches by tokens,\nprompts once,\nturns by key")
-    sheet.box(51.5, 37.2, 14, 9.3, "server/critic", "in order,\neach request once", LEARNS)
+    sheet.box(51.5, 5.2, 14, 11.5, "server/service", "resolves the model,\ntokenises, sums\nrewards")
+    sheet.box(51.5, 21.2, 14, 11.5, "server/batching", "batches by tokens,\nshared prompts once,\nfair per key")
+    sheet.box(51.5, 37.2, 14, 9.3, "server/critic", "in order,\nexactly once", LEARNS)
     sheet.box(70, 5.2, 11.3, 11.5, "other ranks", "tensor parallel,\ndata parallel,\nFSDP2", ASKS)
     sheet.box(70, 21.2, 11.3, 11.5, "distributed", "one command\nto every rank")
     sheet.box(85.5, 5.2, 11.5, 27.5, "engine", "checkpoint\n\npacked forward,\nno padding\n\npooling\n\nfloat32 head")
     sheet.box(85.5, 37.2, 11.5, 9.3, "training", "gradient, AdamW,\nschedule", LEARNS)
-    sheet.box(70, 37.2, 11.3, 9.3, "journal", "on the disk first", KEPT)
+    sheet.box(70, 37.2, 11.3, 9.3, "journal", "written first", KEPT)
     sheet.box(32.5, 48.6, 33, 4.1, "server/page, metrics, tracing", "", ASKS)
     sheet.box(70, 48.6, 27, 4.1, "checkpoints", "", KEPT)
     sheet.arrow((47, 11), (51.5, 11), two_ways=True)
