@@ -42,9 +42,9 @@ from workload import DEMO_PROMPTS, MOST_RESPONSE, PROMPTS, make_cell, make_model
 RESPONSES = (1, 4, 8, 16, 32)
 PARTS = ("peers", "null", "rates", "growth")
 QUICK = [
-    "guerdon, a request a prompt", "guerdon, a request a sequence",
-    "PyTriton, a request a prompt, padded to its longest", "PyTriton, a request a sequence",
-    "LitServe, a request a sequence, one at a time", "infinity, a request a prompt",
+    "guerdon, one request per prompt", "guerdon, one request per sequence",
+    "PyTriton, one request per prompt, padded to its longest", "PyTriton, one request per sequence",
+    "LitServe, one request per sequence, one at a time", "infinity, one request per prompt",
     ENGINE.name, SORTED.name, ONE_BY_ONE.name,
 ]  # fmt: skip
 """The forms that may be the best of their kind."""

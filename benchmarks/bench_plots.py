@@ -18,8 +18,8 @@ from workload import PROMPTS
 
 PEERS = {
     "PyTriton, padded to the maximum": PADDED_TO_MAXIMUM,
-    "PyTriton, padded a request": "PyTriton, a request a prompt",
-    "PyTriton, one sequence": "PyTriton, a request a sequence",
+    "PyTriton, padded a request": "PyTriton, one request per prompt",
+    "PyTriton, one sequence": "PyTriton, one request per sequence",
     "LitServe": "LitServe",
     "infinity": "infinity",
     "Ray Serve": "Ray Serve",

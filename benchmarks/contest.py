@@ -74,10 +74,10 @@ def measure(cells: list[Cell], names: list[str], environments: Path, folder: Pat
 
 
 def takes_part(entrant: Entrant, responses: int, found: dict[str, dict]) -> bool:
-    """Whether a form is measured in this cell's next round, by what the rounds before have found.
+    """Returns whether the next round measures a form in this cell, judged by the earlier rounds.
 
-    With one response a request a prompt is a request a sequence, and measured once. The reference, transformers one by
-    one, is measured in every round.
+    With one response, one request per prompt is one request per sequence, and is measured once. The reference,
+    transformers one by one, is measured in every round.
     """
     if responses == 1 and entrant.by_prompt:
         return False

@@ -110,20 +110,20 @@ def read_pooled(answer: Answer) -> list[float]:
 
 PADDED_TO_MAXIMUM = "PyTriton, all padded to the maximum (NeMo-Aligner's default)"
 FORMS = [
-    Form("guerdon, a request a prompt", "guerdon", tensors(), read_tensors, True, False),
-    Form("guerdon, a request a sequence", "guerdon", tensors(), read_tensors, False, False),
+    Form("guerdon, one request per prompt", "guerdon", tensors(), read_tensors, True, False),
+    Form("guerdon, one request per sequence", "guerdon", tensors(), read_tensors, False, False),
     Form(PADDED_TO_MAXIMUM, "pytriton", tensors(MAX_LENGTH), read_tensors, True, True, most=8),
-    Form("PyTriton, a request a prompt, padded to its longest", "pytriton", tensors(), read_tensors, True, True),
-    Form("PyTriton, a request a sequence", "pytriton", tensors(), read_tensors, False, False),
-    Form("LitServe, a request a prompt, one at a time", "litserve-1", ids("/predict"), read_scores, True, True),
-    Form("LitServe, a request a sequence, joined", "litserve", ids("/predict"), read_scores, False, True),
-    Form("LitServe, a request a sequence, one at a time", "litserve-1", ids("/predict"), read_scores, False, False),
-    Form("infinity, a request a prompt", "infinity", texts, read_labels, True, True),
-    Form("infinity, a request a sequence", "infinity", texts, read_labels, False, True),
-    Form("Ray Serve, a request a prompt", "ray", ids("/"), read_scores, True, True),
-    Form("Ray Serve, a request a sequence", "ray", ids("/"), read_scores, False, True),
-    Form("vLLM, a request a prompt", "vllm", pooled, read_pooled, True, False),
-    Form("vLLM, a request a sequence", "vllm", pooled, read_pooled, False, False),
+    Form("PyTriton, one request per prompt, padded to its longest", "pytriton", tensors(), read_tensors, True, True),
+    Form("PyTriton, one request per sequence", "pytriton", tensors(), read_tensors, False, False),
+    Form("LitServe, one request per prompt, one at a time", "litserve-1", ids("/predict"), read_scores, True, True),
+    Form("LitServe, one request per sequence, joined", "litserve", ids("/predict"), read_scores, False, True),
+    Form("LitServe, one request per sequence, one at a time", "litserve-1", ids("/predict"), read_scores, False, False),
+    Form("infinity, one request per prompt", "infinity", texts, read_labels, True, True),
+    Form("infinity, one request per sequence", "infinity", texts, read_labels, False, True),
+    Form("Ray Serve, one request per prompt", "ray", ids("/"), read_scores, True, True),
+    Form("Ray Serve, one request per sequence", "ray", ids("/"), read_scores, False, True),
+    Form("vLLM, one request per prompt", "vllm", pooled, read_pooled, True, False),
+    Form("vLLM, one request per sequence", "vllm", pooled, read_pooled, False, False),
 ]
 NULL_FORMS = [form for form in FORMS if not form.by_prompt and form.server not in ("infinity", "vllm")]
 """infinity and vLLM cannot serve a function; their own overhead is not measured."""

@@ -25,7 +25,7 @@ TITLE_AT = -0.4
 LABELS = {
     "in process: transformers, one by one": "transformers itself,\none by one",
     "in process: transformers, sorted by length and padded": "transformers itself,\nsorted, padded",
-    "PyTriton, a request a prompt, padded to its longest": "PyTriton,\na prompt, padded",
+    "PyTriton, one request per prompt, padded to its longest": "PyTriton,\nper prompt, padded",
     "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton,\nas NeMo-Aligner pads",
 }
 """Rows of the table of servers that are drawn whatever their rates, and what they are called."""
@@ -92,7 +92,7 @@ def _servers(axes: Any) -> None:
             fontweight="bold" if names[i].startswith("guerdon") else None,
         )
     axes.set_xlim(0, 1.2 * widest)
-    axes.set_xlabel(f"sequences a second, median and range\n{measured('## Serving')}", loc="left")
+    axes.set_xlabel(f"sequences per second, median and range\n{measured('## Serving')}", loc="left")
     axes.set_title(
         "Scoring eight responses to prompts of 180 tokens", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
     )

@@ -127,9 +127,9 @@ def _results(ours: float) -> dict:
         from in_process import ENGINE, ONE_BY_ONE, SORTED
 
         forms = {
-            "guerdon, a request a prompt": _form(ours, False, True), ENGINE.name: _form(99.0, False, True),
-            "PyTriton, a request a prompt, padded to its longest": _form(5.0, True),
-            "PyTriton, a request a sequence": _form(10.0, False), SORTED.name: _form(6.0, True),
+            "guerdon, one request per prompt": _form(ours, False, True), ENGINE.name: _form(99.0, False, True),
+            "PyTriton, one request per prompt, padded to its longest": _form(5.0, True),
+            "PyTriton, one request per sequence": _form(10.0, False), SORTED.name: _form(6.0, True),
             ONE_BY_ONE.name: _form(9.0, False),
         }  # fmt: skip
         return {"load": load, "responses": responses, "prompts": 6, "sequences": 48, "tokens": 9_000,
@@ -142,9 +142,9 @@ def _results(ours: float) -> dict:
     }]  # fmt: skip
     return {
         "peers": {**about, "data": "chats", "rounds": 3, "response_tokens": 192,
-                  "missing": {"Ray Serve, a request a prompt": "no environment"},
+                  "missing": {"Ray Serve, one request per prompt": "no environment"},
                   "cells": [cell(load, n) for load in ("short", "long") for n in (1, 8)]},
-        "null": {**about, "forms": {"guerdon, a request a sequence": {
+        "null": {**about, "forms": {"guerdon, one request per sequence": {
             **{f"rps_{c}": [9.0] for c in (1, 8, 64)}, "p50_ms_1": [1.0]}}},
         "rates": {**about, "device": "cpu", "threads": 2, "copy_bytes_s": [1e10], "models": models},
         "growth": _grown(lambda n: 1e-4 * (256 + n * 128)),
@@ -156,7 +156,7 @@ def test_promises_are_of_guerdons_server_against_the_best_of_each_kind() -> None
 
     found = {claim.text: claim for claim in claims.claims_of(_results(ours=36.0))}
     told = {text: (round(claim.found, 3), claim.holds) for text, claim in found.items()}
-    padded, fastest = "in process: transformers, sorted by length and padded", "PyTriton, a request a sequence"
+    padded, fastest = "in process: transformers, sorted by length and padded", "PyTriton, one request per sequence"
     assert told[f"short prompts, 8 responses, of the best padded peer ({padded})"] == (6.0, True)
     assert told[f"short prompts, 8 responses, of the fastest form of any peer ({fastest})"] == (3.6, True)
     assert told[f"long prompts, 8 responses, of the best padded peer ({padded})"] == (6.0, True)
@@ -195,8 +195,8 @@ def test_what_was_found_is_shown(tmp_path: Path) -> None:
     results = _results(ours=36.0)
     text = bench_report.report(results)
     assert "| than the best padded peer | 6.00 | 6.00 |" in text
-    assert "| guerdon, a request a prompt | **36.00** | **36.00** |" in text
-    assert "Ray Serve, a request a prompt (no environment)" in text
+    assert "| guerdon, one request per prompt | **36.00** | **36.00** |" in text
+    assert "Ray Serve, one request per prompt (no environment)" in text
     bench_plots.draw(results, tmp_path)
     assert {p.name for p in tmp_path.glob("*.png")} == {"bench.png", "bench_growth.png", "bench_limit.png"}
 
@@ -212,9 +212,15 @@ def test_a_round_of_guerdon_and_transformers_agrees(tmp_path: Path) -> None:
     chats = read_chats(DEMO_PROMPTS)[:8]
     model = make_models(tmp_path, [[c["prompt"] + r for c in chats for r in c["responses"]]])
     cell = make_cell(chats, PreTrainedTokenizerFast.from_pretrained(model), "short", 4)
-    names = ["guerdon, a request a prompt", ENGINE.name, ONE_BY_ONE.name, SORTED.name, "Ray Serve, a request a prompt"]
+    names = [
+        "guerdon, one request per prompt",
+        ENGINE.name,
+        ONE_BY_ONE.name,
+        SORTED.name,
+        "Ray Serve, one request per prompt",
+    ]
     found = contest.measure([cell], names, tmp_path / "none", tmp_path, rounds=1, end=time.monotonic() + 60)
-    assert found["missing"] == {"Ray Serve, a request a prompt": "no environment"}
+    assert found["missing"] == {"Ray Serve, one request per prompt": "no environment"}
     forms = found["cells"][0]["forms"]
     assert forms.keys() == {*names} - found["missing"].keys()
     assert all(row["max_diff"] < 1e-5 for name, row in forms.items() if name != ONE_BY_ONE.name)

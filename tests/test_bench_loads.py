@@ -111,7 +111,7 @@ def test_requests_hold_the_rows_and_only_the_default_pads_to_the_maximum(workloa
         inputs = kserve.decode(body, length).inputs
         return inputs["tokens"].data, inputs["sequence_lengths"].data
 
-    tokens, lengths = tokens_of("guerdon, a request a prompt")
+    tokens, lengths = tokens_of("guerdon, one request per prompt")
     assert tokens.shape == (3, 7) and lengths[:, 0].tolist() == [5, 6, 7]
     assert [row[:n].tolist() for row, n in zip(tokens, lengths[:, 0], strict=True)] == [
         r.tolist() for r in groups[0].rows
