@@ -55,24 +55,26 @@ class Session:
 
         Is cancelled if `is_wanted`, called before the first step, returns False.
         """
-        await self._wait_for_slot(priority)
         try:
-            if is_wanted is not None and not is_wanted():
-                raise asyncio.CancelledError
-            if step is None:
-                step = self._advance(steps)
-            while True:
-                try:
-                    result = await self._perform(step)
-                except GuerdonError as e:
-                    step = self._advance(steps, error=e)
-                else:
-                    step = self._advance(steps, result)
+            await self._wait_for_slot(priority)
+            try:
+                if is_wanted is not None and not is_wanted():
+                    raise asyncio.CancelledError
+                if step is None:
+                    step = self._advance(steps)
+                while True:
+                    try:
+                        result = await self._perform(step)
+                    except GuerdonError as e:
+                        step = self._advance(steps, error=e)
+                    else:
+                        step = self._advance(steps, result)
+            finally:
+                self._admit_next()
         except StopIteration as done:
             return done.value
         finally:
             self._close_steps(steps)
-            self._admit_next()
 
     def run_here(self, steps: Steps[T]) -> tuple[bool, Any]:
         """Performs a call's first exchange in this thread, if that is over gRPC and need not wait for other calls.
@@ -91,9 +93,11 @@ class Session:
                 return False, step
             try:
                 result = perform(step)
-            except GuerdonError as e:
-                if self._is_closed:
+            except Exception as e:
+                if self._is_closed:  # grpcio has a ValueError for this, among others
                     raise Cancelled("the client was closed before the answer") from e
+                if not isinstance(e, GuerdonError):
+                    raise
                 return False, self._advance(steps, error=e)
             return False, self._advance(steps, result)
         except StopIteration as done:
@@ -139,7 +143,12 @@ class Session:
         except GuerdonError as e:
             # The calls share `e`. Its traceback must not get the frames of each: clearing those of a call that has
             # ended would close the coroutines of another that still waits.
-            raise copy.copy(e) from None
+            raise copy.copy(e) from e.__cause__
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():  # by `close`
+                raise Cancelled("the client was closed before the answer") from None
+            raise
 
     def _end_description(self, key: tuple[Endpoint, str], task: asyncio.Task[ModelSignature]) -> None:
         del self._descriptions[key]

@@ -17,7 +17,7 @@ from guerdon.client.addresses import Credentials
 from guerdon.client.calls import ModelSignature
 from guerdon.client.driver import Session
 from guerdon.client.retry import Caller, RetryPolicy, Step, Steps
-from guerdon.errors import Cancelled
+from guerdon.errors import Cancelled, GuerdonError
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Session)
@@ -58,10 +58,20 @@ class LoopThread(Generic[S]):
             if self._is_closed:
                 raise Cancelled("the client is closed")
             if self._loop is None:
-                self._loop = _new_event_loop()
-                self._thread = threading.Thread(target=self._run, name="guerdon-client", daemon=True)
-                self._thread.start()
+                loop = _new_event_loop()
+                thread = threading.Thread(target=self._run, args=(loop,), name="guerdon-client", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads; the next call may find one
+                    loop.close()
+                    raise
+                self._loop, self._thread = loop, thread
             self._loop.call_soon_threadsafe(self._begin, make_task, future, owner)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread, as the callbacks of futures do."""
+        return threading.current_thread() is self._thread
 
     def abandon(self, future: Future[Any]) -> None:
         """Cancels the future's task, if it has not ended."""
@@ -79,15 +89,14 @@ class LoopThread(Generic[S]):
                 return
             if not was_closed:
                 self._loop.call_soon_threadsafe(self._shut_down)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join(_STOP_S)
 
-    def _run(self) -> None:
-        assert self._loop is not None
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._loop.run_forever()
+            loop.run_forever()
         finally:
-            self._loop.close()
+            loop.close()
 
     def _begin(self, make_task: MakeTask[T], future: Future[T], owner: object) -> None:
         task = make_task(functools.partial(self._mark_running, future))
@@ -210,6 +219,9 @@ class BlockingClient(Generic[S]):
         return outcome if is_done else self._wait(self._submit(steps, priority, outcome))
 
     def _wait(self, future: Future[T]) -> T:
+        if self._thread.is_current:
+            future.cancel()
+            raise GuerdonError("a blocking call in a future's callback would wait for itself: submit it instead")
         try:
             return future.result()
         except BaseException:

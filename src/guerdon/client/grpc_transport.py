@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -155,6 +156,7 @@ class GrpcTransport:
         self._files = address.credentials.read() if address.has_tls else None
         self._channel: grpc.Channel | None = None
         self._stub: Any = None
+        self._lock = threading.Lock()  # of the channel: `perform_here` is for any thread
         self._is_closed = False
         self.exchanges: set[object] = set()
         _TRANSPORTS.add(self)
@@ -195,7 +197,8 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """Closes the channel; ends what is under way with Cancelled."""
-        channel, self._channel, self._is_closed = self._channel, None, True
+        with self._lock:
+            channel, self._channel, self._is_closed = self._channel, None, True
         if channel is not None:
             channel.close()
 
@@ -210,16 +213,17 @@ class GrpcTransport:
             self.exchanges.discard(exchange)
 
     def _open_stub(self) -> Any:
-        if self._is_closed:
-            raise Cancelled("the client is closed")
-        if self._channel is None:
-            if self._files is None:
-                self._channel = grpc.insecure_channel(self._target, options=self._options)
-            else:
-                credentials = grpc.ssl_channel_credentials(*self._files)
-                self._channel = grpc.secure_channel(self._target, credentials, options=self._options)
-            self._stub = GRPCInferenceServiceStub(self._channel)
-        return self._stub
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the client is closed")
+            if self._channel is None:
+                if self._files is None:
+                    self._channel = grpc.insecure_channel(self._target, options=self._options)
+                else:
+                    credentials = grpc.ssl_channel_credentials(*self._files)
+                    self._channel = grpc.secure_channel(self._target, credentials, options=self._options)
+                self._stub = GRPCInferenceServiceStub(self._channel)
+            return self._stub
 
 
 _TRANSPORTS: weakref.WeakSet[GrpcTransport] = weakref.WeakSet()

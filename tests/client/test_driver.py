@@ -1,0 +1,117 @@
+"""The client's event loop and slots: calls that are closed, cancelled or made at the wrong moment end all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
+from guerdon.client.addresses import addresses
+from guerdon.client.calls import make_request, prepare_score
+from guerdon.client.driver import Session
+from guerdon.client.grpc_transport import GrpcExchange
+from guerdon.errors import Cancelled, GuerdonError, Unreachable
+from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig
+from server.echo_service import EchoService
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0), grace_s=0.1) as running:
+        yield running
+
+
+async def test_closing_ends_calls_that_await_a_models_description_with_cancelled() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncRewardClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tasks = [client.submit(texts=["a"]) for _ in range(2)]
+        while not client._session._descriptions:
+            await asyncio.sleep(0.01)
+        await client.aclose()
+        for task in tasks:
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(task, 10.0)
+
+
+async def test_cancelling_a_call_that_awaits_a_description_while_the_client_closes_cancels_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncRewardClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        task = client.submit(texts=["a"])
+        while not client._session._descriptions:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await client.aclose()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 10.0)
+
+
+async def test_an_error_of_a_shared_description_has_its_cause() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with AsyncRewardClient(f"http://127.0.0.1:{port}", policy=RetryPolicy(tries=1)) as client:
+        results = await asyncio.gather(*(client.score(texts=["a"]) for _ in range(2)), return_exceptions=True)
+    assert len({*map(id, results)}) == 2
+    for error in results:
+        assert isinstance(error, Unreachable) and error.__cause__ is not None
+
+
+def test_a_grpc_call_whose_client_closes_before_it_is_sent_is_cancelled(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = RewardClient(str(server.grpc_url))
+    client.score(texts=["a"])
+    request = GrpcExchange.request
+    monkeypatch.setattr(GrpcExchange, "request", lambda exchange: (client.close(), request(exchange))[1])
+    with pytest.raises(Cancelled, match="closed before the answer"):
+        client.score(texts=["a"])
+
+
+async def test_cancelling_a_call_that_waits_for_a_slot_gives_back_its_share_of_the_server() -> None:
+    session = Session(addresses("http://127.0.0.1:1", None), RetryPolicy(), 1)
+    call = prepare_score("m", make_request(texts=["a"]))
+    steps = session.caller.ask(call)
+    step = next(steps)
+    (endpoint,) = session.caller.endpoints.all
+    assert endpoint.num_requests == 1
+    await session._wait_for_slot(0)
+    task = asyncio.create_task(session.run(steps, step=step))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert endpoint.num_requests == 0
+
+
+def test_a_call_works_after_one_for_which_no_thread_could_start(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with RewardClient(server.http_url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                client.submit(texts=["a"])
+        assert list(client.submit(texts=["abc"]).result(10.0)) == [3.0]
+
+
+def test_a_blocking_call_in_a_futures_callback_raises_instead_of_waiting_for_itself(server: RunningServer) -> None:
+    raised: Future[GuerdonError] = Future()
+    with RewardClient(server.http_url) as client:
+
+        def call(_: Future) -> None:
+            try:
+                client.score(texts=["a"])
+            except GuerdonError as e:
+                raised.set_result(e)
+
+        client.submit(texts=["a"]).add_done_callback(call)
+        assert "submit it instead" in str(raised.result(10.0))
+        assert list(client.score(texts=["ab"])) == [2.0]
