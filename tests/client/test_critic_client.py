@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
 import logging
-import os
 import pickle
 import random
 import socket
@@ -25,6 +23,7 @@ import pytest
 
 from client.critic_server import CriticProcess
 from client.echo_server import ENV
+from client.open_sockets import open_sockets
 from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.critic_core import TrainRequest
@@ -403,19 +402,6 @@ async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServ
                 assert {s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in connected} == {180_000}
             for opened in connected:
                 opened.close()
-
-
-def open_sockets() -> Iterator[socket.socket]:
-    """Yields a copy of each connected socket of this process."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            copied = socket.socket(fileno=os.dup(int(fd)))
-            try:
-                copied.getpeername()
-            except OSError:
-                copied.close()
-            else:
-                yield copied
 
 
 # --- the client itself ------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,26 +37,6 @@ def server() -> Iterator[EchoProcess]:
 
 def url_of(process: EchoProcess, kind: str) -> str:
     return process.http_url if kind == "http" else process.grpc_url
-
-
-def test_http_calls_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as proxy, ThreadPoolExecutor(1) as thread:
-        proxy.settimeout(30.0)
-
-        def answer() -> bytes:
-            connection, _ = proxy.accept()
-            with connection:
-                request = connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            return request
-
-        request = thread.submit(answer)
-        for name in ("http_proxy", "no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        with RewardClient("http://model.test:8000") as client:
-            client.wait_ready(10.0)
-        assert request.result(10.0).startswith(b"GET http://model.test:8000/v2/models/reward_model/ready ")
 
 
 def run_python(code: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import ssl
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -168,6 +168,23 @@ class HttpExchange:
         return add_key_hint(error, self.url)
 
 
+class _KeepAliveBackend(httpcore.AnyIOBackend):
+    """Opens TCP connections with our socket options, which httpcore's proxies do not take."""
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return await super().connect_tcp(host, port, timeout, local_address, _SOCKET_OPTIONS)
+
+
+_BACKEND = _KeepAliveBackend()
+
+
 class HttpTransport:
     """Performs steps over its connections to one server, within one event loop."""
 
@@ -227,7 +244,7 @@ class HttpTransport:
                 return connection
             await connection.aclose()
         return httpcore.AsyncHTTPConnection(
-            origin, ssl_context=self._tls, keepalive_expiry=_KEEP_ALIVE_S, socket_options=_SOCKET_OPTIONS
+            origin, ssl_context=self._tls, keepalive_expiry=_KEEP_ALIVE_S, network_backend=_BACKEND
         )
 
     async def _give_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
@@ -274,14 +291,15 @@ def _proxy(url: httpx.URL, tls: ssl.SSLContext | None) -> httpcore.AsyncConnecti
     """Returns the connections through the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names, None without one."""
     proxies = urllib.request.getproxies()
     found = proxies.get(url.scheme) or proxies.get("all")
-    if not found or urllib.request.proxy_bypass(url.host):
+    # NO_PROXY has hosts, and perhaps their ports.
+    if not found or any(urllib.request.proxy_bypass(name) for name in (url.host, url.netloc.decode("ascii"))):
         return None
     proxy = httpx.URL(found if "://" in found else f"http://{found}")
     kind = httpcore.AsyncSOCKSProxy if proxy.scheme.startswith("socks5") else httpcore.AsyncHTTPProxy
     return kind(
         httpcore.URL(scheme=proxy.raw_scheme, host=proxy.raw_host, port=proxy.port, target=proxy.raw_path),
         proxy_auth=(proxy.username, proxy.password) if proxy.userinfo else None,
-        ssl_context=tls, max_connections=None, keepalive_expiry=_KEEP_ALIVE_S,
+        ssl_context=tls, max_connections=None, keepalive_expiry=_KEEP_ALIVE_S, network_backend=_BACKEND,
     )  # fmt: skip
 
 
