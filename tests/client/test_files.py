@@ -316,13 +316,13 @@ def test_a_full_queue_slows_the_run_down_and_never_ends_it(
     tmp_path: Path, service: Service, client: RewardClient, room: int
 ) -> None:
     service.room, service.num_refused = room, 0
-    rows = [{"prompt": f"p{i}", "responses": ["x" * (i % 7)] * 4} for i in range(75)]
+    rows = [{"prompt": f"p{i}", "responses": ["x" * (i % 7)] * 4} for i in range(150)]
     with RewardClient(client._arguments[0], policy=RetryPolicy(tries=1)) as hasty:
         summary = score_file(hasty, write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", progress=False)
     assert service.num_refused > 0
-    assert (summary.num_samples, summary.num_failed) == (300, 0)
+    assert (summary.num_samples, summary.num_failed) == (600, 0)
     assert [row["rewards"] for row in read(tmp_path / "out.jsonl")] == [
-        [float(len(f"p{i}") + i % 7)] * 4 for i in range(75)
+        [float(len(f"p{i}") + i % 7)] * 4 for i in range(150)
     ]
 
 
