@@ -14,7 +14,7 @@ class CriticProcess(EchoProcess):
         self._folder = folder
         super().__init__(http_port, grpc_port, script=__file__, arguments=(folder,))
 
-    def again(self) -> CriticProcess:
+    def again(self, slow_s: float = 1.0) -> CriticProcess:
         return CriticProcess(self._folder, *self.ports())
 
 

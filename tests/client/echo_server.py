@@ -36,9 +36,9 @@ class EchoProcess:
         assert self._process.stdout is not None
         self.http_url, self.grpc_url = self._process.stdout.readline().split()
 
-    def again(self) -> EchoProcess:
+    def again(self, slow_s: float = 1.0) -> EchoProcess:
         """Another process at the same addresses."""
-        return EchoProcess(*self.ports())
+        return EchoProcess(*self.ports(), slow_s=slow_s)
 
     def ports(self) -> list[int]:
         """Its HTTP and its gRPC port."""

@@ -53,13 +53,14 @@ class ScriptedService(EchoService):
         self.num_scored = 0
         self.in_progress = 0
         self.most_in_progress = 0
+        self.pause_s = 0.03
 
     async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
         self.num_scored += 1
         self.in_progress += 1
         self.most_in_progress = max(self.most_in_progress, self.in_progress)
         try:
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(self.pause_s)
             if self.script:
                 raise self.script.pop(0)
             return await super().score(name, request, client)
@@ -81,6 +82,7 @@ def service(running: tuple[ScriptedService, RunningServer]) -> ScriptedService:
         time.sleep(0.01)
     running[0].script.clear()
     running[0].num_scored = running[0].most_in_progress = 0
+    running[0].pause_s = 0.03
     return running[0]
 
 
@@ -226,6 +228,7 @@ async def test_a_cancelled_task_frees_the_server(url: str, service: ScriptedServ
 
 
 def test_blocking_calls_and_futures_share_the_limit_on_calls_in_flight(url: str, service: ScriptedService) -> None:
+    service.pause_s = 0.005
     with RewardClient(url, max_in_flight=2) as client, ThreadPoolExecutor(8) as threads:
 
         def score(i: int) -> float:
@@ -308,15 +311,19 @@ def test_ctrl_c_interrupts_a_call_and_cancels_its_request(url: str, service: Scr
         client.score(texts=["a"])
 
 
-def test_waiting_for_cancelled_futures_ends(url: str) -> None:
+def test_waiting_for_cancelled_futures_ends(url: str, service: ScriptedService) -> None:
     client = RewardClient(url, max_in_flight=1)
-    first, *others = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(4)]
-    assert others[0].cancel()
-    assert list(first.result(timeout=60.0)) == [777.0]
-    assert wait(others[:1], timeout=60.0).done
-    assert others[2].cancel()
-    client.close()
-    assert not wait(others, timeout=60.0).not_done
+    with service.scorer.held() as go:
+        first, cancelled = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(2)]
+        assert cancelled.cancel()
+        go.set()
+        assert list(first.result(timeout=60.0)) == [777.0]
+    assert wait([cancelled], timeout=60.0).done
+    with service.scorer.held():
+        others = [client.submit(tokens=[[SLOW_TOKEN]]) for _ in range(2)]
+        assert others[1].cancel()
+        client.close()
+        assert not wait(others, timeout=60.0).not_done
 
 
 def test_text_that_is_no_unicode_names_its_row(url: str) -> None:
@@ -337,9 +344,10 @@ def test_waiting_for_a_model_that_is_not_served_fails_at_once(url: str) -> None:
 
 
 def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: ScriptedService) -> None:
-    service.ready = False
     try:
         with RewardClient(url) as client:
+            client.wait_ready(60.0)
+            service.ready = False
             with pytest.raises(DeadlineExceeded, match="not ready"):
                 client.wait_ready(0.3)
             threading.Timer(0.3, setattr, (service, "ready", True)).start()
@@ -348,13 +356,15 @@ def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: Scripted
         service.ready = True
 
 
-def test_a_future_keeps_its_client_alive(url: str) -> None:
-    future = RewardClient(url).submit(tokens=[[SLOW_TOKEN]])
-    gc.collect()
-    assert list(future.result(timeout=60.0)) == [777.0]
+def test_a_future_keeps_its_client_alive(url: str, service: ScriptedService, young_objects: None) -> None:
+    with service.scorer.held() as go:
+        future = RewardClient(url).submit(tokens=[[SLOW_TOKEN]])
+        gc.collect()
+        go.set()
+        assert list(future.result(timeout=60.0)) == [777.0]
 
 
-def test_a_client_that_is_dropped_ends_its_threads(url: str) -> None:
+def test_a_client_that_is_dropped_ends_its_threads(url: str, young_objects: None) -> None:
     def count() -> int:  # the server runs in this process too, and starts threads as it needs them
         return sum(not thread.name.startswith("guerdon-tokenise") for thread in threading.enumerate())
 

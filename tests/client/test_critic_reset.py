@@ -101,13 +101,15 @@ async def test_the_async_client_notices_too() -> None:
                     await client.validate(**A)
 
 
-def alive(train_id: str) -> int:
+def alive(*train_ids: str) -> int:
     gc.collect()
-    return sum(isinstance(found, TrainRequest) and found.id == train_id for found in gc.get_objects())
+    return sum(isinstance(found, TrainRequest) and found.id in train_ids for found in gc.get_objects())
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_futures_that_are_kept_hold_neither_requests_nor_the_client(durable: RunningServer, kind: str) -> None:
+def test_futures_that_are_kept_hold_neither_requests_nor_the_client(
+    durable: RunningServer, kind: str, young_objects: None
+) -> None:
     client = CriticClient(durable.http_url if kind == "http" else str(durable.grpc_url))
     bad = rows(request("", 1, 2, 3))
     bad["tokens"][2, 0] = FAIL_TOKEN
@@ -117,7 +119,7 @@ def test_futures_that_are_kept_hold_neither_requests_nor_the_client(durable: Run
         failed.result()
     scores = client.submit(tokens=[[1] * 1000])
     scores.result()
-    assert not alive(good.train_id) and not alive(failed.train_id)
+    assert not alive(good.train_id, failed.train_id)
     client_ref = weakref.ref(client)
     del client
     wait_until(lambda: (gc.collect(), client_ref() is None)[1])  # the thread that answered lets go last

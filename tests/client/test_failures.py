@@ -59,7 +59,7 @@ def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(ki
         first.kill()
         time.sleep(0.3)
         assert not any(future.done() for future in futures)
-        with first.again():
+        with first.again(slow_s=0.05):
             rewards = [future.result(timeout=60.0).rewards[0] for future in futures]
     assert rewards == [reward_of([SLOW_TOKEN, i]) for i in range(32)] + [reward_of([1000, i]) for i in range(200)]
 
@@ -72,7 +72,7 @@ async def test_the_async_client_outlives_it_too(kind: str) -> None:
             tasks = [client.submit(tokens=[[SLOW_TOKEN, i]]) for i in range(32)]
             await asyncio.to_thread(wait_until, lambda: first.num_requests() == 32)
             first.kill()
-            with await asyncio.to_thread(first.again):
+            with await asyncio.to_thread(first.again, slow_s=0.05):
                 scores = await asyncio.gather(*tasks)
     assert [s.rewards[0] for s in scores] == [reward_of([SLOW_TOKEN, i]) for i in range(32)]
 
@@ -112,7 +112,7 @@ def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None:
-    with EchoProcess(slow_s=120) as dying, EchoProcess() as living:
+    with EchoProcess(slow_s=120) as dying, EchoProcess(slow_s=0.05) as living:
         urls = [url_of(dying, kind), url_of(living, kind)]
         with RewardClient(urls, policy=PATIENT) as client:
             for future in [client.submit(texts=["x" * 400]) for _ in range(50)]:

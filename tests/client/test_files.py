@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.client import RetryPolicy, RewardClient, Scores
+from guerdon.client import RetryPolicy, RewardClient, Scores, window
 from guerdon.client.jsonl import ADDED
 from guerdon.client.score_file import score_file
 from guerdon.core import ScoreReply, ScoreRequest
@@ -313,8 +313,9 @@ def test_a_pipe_is_no_input(tmp_path: Path, client: RewardClient) -> None:
 
 @pytest.mark.parametrize("room", [8, 40])
 def test_a_full_queue_slows_the_run_down_and_never_ends_it(
-    tmp_path: Path, service: Service, client: RewardClient, room: int
+    tmp_path: Path, service: Service, client: RewardClient, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(window, "_LEAST_PAUSE_S", 0.01)
     service.room, service.num_refused = room, 0
     rows = [{"prompt": f"p{i}", "responses": ["x" * (i % 7)] * 4} for i in range(150)]
     with RewardClient(client._arguments[0], policy=RetryPolicy(tries=1)) as hasty:
