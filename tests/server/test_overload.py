@@ -18,7 +18,7 @@ from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.scheduler import Scheduler
 
-SECONDS = 150.0
+SECONDS = 400.0
 """Of simulated time."""
 RATE = 10_000
 """Tokens a second."""
@@ -27,8 +27,8 @@ BUDGET = 4096
 
 
 def make_job(start: int, num_rows: int, now: float, timeout_s: float, client: str = "") -> Job:
-    rows = [Sequence(np.arange(ROW) + 1000 * (start + i)) for i in range(num_rows)]
-    return Job(rows, 0, now, client, now + timeout_s)
+    rows = np.arange(ROW) + 1000 * np.arange(start, start + num_rows)[:, np.newaxis]
+    return Job([Sequence(row) for row in rows], 0, now, client, now + timeout_s)
 
 
 def simulate(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guerdon import errors
-from guerdon.core import Score
+from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed, UnknownModel
-from guerdon.wire import bodies
+from guerdon.wire import bodies, kserve
 from guerdon.wire.bodies import MAX_DEPTH
 from guerdon.wire.forms import FORMS, openai
 from guerdon.wire.forms.labels import activated
@@ -70,7 +70,9 @@ def test_a_switch_in_the_url_counts_if_the_body_leaves_it_out():
     body = {"input": "a", "add_special_tokens": False}
     assert not ask("/classify", body, add_special_tokens="true").request.add_special_tokens
     query = {"add_special_tokens": "true", "raw_scores": "true", "truncate": "true"}
-    assert ask("/predict", ONE["/predict"], **query).request.truncation is not None
+    request = ask("/predict", ONE["/predict"], **query).request
+    assert request.truncation is not None and request.add_special_tokens
+    assert not ask("/predict", ONE["/predict"]).request.add_special_tokens
 
 
 @EVERY
@@ -93,6 +95,12 @@ def test_a_body_that_is_no_object(path, body, what):
 def test_a_failed_sample_fails_the_request_and_names_its_row(path):
     with pytest.raises(SampleFailed, match="row 1: not finite"):
         reply(path, SEVERAL[path], Score(1.0), SampleFailed("not finite"))
+
+
+@EVERY
+def test_a_failed_sample_alone_fails_the_request(path):
+    with pytest.raises(SampleFailed, match=r"^row 0: not finite$"):
+        reply(path, ONE[path], SampleFailed("not finite"))
 
 
 @EVERY
@@ -158,18 +166,22 @@ def test_errors_are_reported_as_the_peer_reports_them(path, error, status, kind)
     assert (found, orjson.loads(bodies.write(content))) == (status, expected)
 
 
-@EVERY
-def test_a_long_error_is_cut(path):
+@pytest.mark.parametrize(
+    "to_error", [kserve.to_error, openai.to_error, *(form.to_error for form in FORMS.values())], ids=str
+)
+def test_a_long_error_is_cut(to_error):
     """A model's name of 100 MB came back in the reply."""
-    assert len(bodies.write(FORMS[path].to_error(InvalidRequest("x" * 100_000))[1])) < 2200
+    assert len(bodies.write(to_error(InvalidRequest("x" * 100_000))[1])) < 2200
 
 
 def test_the_list_of_models():
-    listed = orjson.loads(bodies.write(openai.list_models([RM, CRITIC], 17)))
+    function = ModelInfo("callable", "function")
+    listed = orjson.loads(bodies.write(openai.list_models([RM, CRITIC, function], 17)))
     assert listed["object"] == "list"
     assert [(m["id"], m["root"], m["max_model_len"], m["object"], m["created"]) for m in listed["data"]] == [
         ("rm", "org/rm", 512, "model", 17),
         ("critic_infer", "org/rm", 512, "model", 17),
+        ("callable", "callable", None, "model", 17),
     ]
 
 
@@ -209,6 +221,7 @@ def test_no_key_of_any_form_may_hold_too_much_nesting(path):
                 continue
             assert read.request is not None
             assert read.request.labels is None
+            assert bodies.write(read.to_reply(ScoreReply([Score(0.5)], [1], "v"), RM))
 
 
 JSON = st.recursive(
@@ -234,7 +247,7 @@ def test_no_body_does_worse_than_be_refused(path, samples, options):
     assert reply_bytes(path, samples | options, *[Score(0.5)] * len(read.request))
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(reward=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_every_form_writes_the_same_number(reward):
     for path in ("/classify", "/pooling", "/score", "/v1/embeddings", "/encode", "/predict"):

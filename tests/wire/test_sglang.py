@@ -98,6 +98,7 @@ def test_embeddings():
         ("/encode", {"text": [5]}, "text[0] is 5"),
         ("/encode", {"text": [["q", "d"]]}, "text[0] is a list"),
         ("/encode", {"text": "q", "is_cross_encoder_request": True}, "send the pairs to /score"),
+        ("/encode", {"text": [["q", "d"]], "is_cross_encoder_request": True}, "send pairs to /score as text_1 and"),
         ("/encode", {"input_ids": []}, "input_ids is an empty list"),
         ("/encode", {"input_ids": "a"}, "input_ids is a string"),
         ("/encode", {"input_ids": ["a"]}, "input_ids[0] is a string"),

@@ -58,6 +58,7 @@ def test_openrlhf_one_sample_without_lists(label):
     request = ask("/get_reward", {"query": "Q a", "prompts": "Q", "labels": label}).request
     assert (request.texts, request.prompts) == (["Q a"], ["Q"])
     assert request.labels == [label if isinstance(label, int) else "3"]
+    assert reply("/get_reward", {"query": "Q a", "prompts": "Q", "labels": label}, Score(0.5))["rewards"] == [0.5]
     assert ask("/get_reward", {"query": "Q a", "labels": None}).request.labels is None
 
 

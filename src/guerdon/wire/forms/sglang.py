@@ -11,11 +11,11 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire.forms.form import (
+    SOME,
     Body,
     Form,
     FormRequest,
     Ids,
-    Texts,
     TextsOrIds,
     TokensUrl,
     Url,
@@ -42,6 +42,7 @@ _DEFAULT_MODEL = "default"
 """The name that SGLang's own clients send if they mean none."""
 
 _WHOLE_SAMPLES = "this server scores whole samples of text or token ids"
+_PAIRS = "to /score as text_1 and text_2"
 _ONLY_SCORES = "this server answers with scores only"
 
 
@@ -55,18 +56,22 @@ class SGLangBody(Body, kw_only=True):
     embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     multi_item_delimiter_indices: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     token_indices_to_pool: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    is_cross_encoder_request: Annotated[Any, unsupported("send the pairs to /score as text_1 and text_2")] = None
+    is_cross_encoder_request: Annotated[Any, unsupported(f"send the pairs {_PAIRS}")] = None
     lora_path: Annotated[Any, unsupported("serve the merged checkpoint under a name of its own")] = None
     dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
     return_pooled_hidden_states: Annotated[Any, unsupported(_ONLY_SCORES)] = None
     return_prompt_token_ids: Annotated[Any, unsupported(_ONLY_SCORES)] = None
 
 
+_Text = Annotated[str, Meta(description=f"a string; send pairs {_PAIRS}")]
+_Texts = Annotated[str | Annotated[list[_Text], SOME], Meta(description="a string, or a list of strings")]
+
+
 class NativeBody(SGLangBody, kw_only=True):
     """Either `text` or `input_ids`: one sample, or a list of them."""
 
     example: ClassVar[str] = '{"text": ["a prompt and its response"]}'
-    text: Texts | None = None
+    text: _Texts | None = None
     input_ids: Ids | None = None
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
 
