@@ -35,6 +35,11 @@ def comes(page: Any, what: Callable[[], Any], told: str = "what is waited for") 
         page.wait_for_timeout(50)
 
 
+def ask_again(page: Any) -> None:
+    """Makes the page poll at once, as when its reader comes back to its tab, instead of in two seconds."""
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
 def alter(page: Any, change: Callable[[dict[str, Any]], None]) -> None:
     """Lets `change` modify each snapshot before the page gets it."""
 

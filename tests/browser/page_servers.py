@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import zlib
@@ -129,13 +130,15 @@ def under_a_prefix(origin: str, prefix: str) -> Iterator[str]:
 
 @contextmanager
 def load(url: str, *models: str) -> Iterator[None]:
-    """Has a client of each model send requests until the context is left."""
+    """Has a client of each model send requests until the context is left: many at first, so that all charts fill."""
     is_over = threading.Event()
 
     def ask(model: str) -> None:
         rng = random.Random(model)
         with RewardClient(url, model=model) as client:
-            while not is_over.wait(0.05):
+            for i in itertools.count():
+                if is_over.wait(0.05 if i < 40 else 0.2):
+                    break
                 if model == "longwinded":
                     client.score(tokens=[np.ones(rng.randrange(4, 200), np.int64) for _ in range(8)])
                 else:
