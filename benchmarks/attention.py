@@ -98,12 +98,12 @@ def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -
     batch = make_batch(prompt, responses, args.tokens, share=causal)
     function = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
     mask = packed_mask(mask_function=function(WINDOW), local_size=WINDOW) if "window" in extra else None
-    pattern, span = cut(mask, causal, batch.max_length)
+    pattern, reach = cut(mask, causal, batch.max_length)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     shapes = [(1, batch.num_tokens, n, args.size) for n in (args.heads, args.kv_heads, args.kv_heads, args.heads)]
     random = torch.Generator().manual_seed(0)
     inputs = [torch.randn(x, generator=random).to(device, dtype).transpose(1, 2) for x in shapes]
-    plain, slopes = (need_of(batch, *leaves(inputs[:3], x), causal, span, softcap) for x in (False, True))
+    plain, slopes = (need_of(batch, *leaves(inputs[:3], x), causal, reach, softcap) for x in (False, True))
     forms = {form.name: form for form in candidates(plain)}
     refused = {}
     if device.type != "cpu":

@@ -178,6 +178,6 @@ def _logits(query: Tensor, key: Tensor, part: KernelCall, scale: float) -> tuple
     """Logits `[H,Tq,Tk]` of one run, and the keys by query head; the last query is where the last key is."""
     keys = _by_head(key, query)
     q, k = torch.arange(len(query))[:, None] + len(key) - len(query), torch.arange(len(key))[None]
-    before, after = (x if x >= 0 else len(key) + len(query) for x in part.span)
+    before, after = (x if x >= 0 else len(key) + len(query) for x in part.reach)
     seen = (k >= q - before) & (k <= q + after)
     return (query.transpose(0, 1) @ keys.mT * scale).masked_fill(~seen, float("-inf")), keys

@@ -27,7 +27,7 @@ from guerdon.engine.attention import varlen
 from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.cascade import cascade
 from guerdon.engine.attention.flex import BLOCK, block_mask, flex
-from guerdon.engine.attention.patterns import CAUSAL, FULL, Span, cut, span_of
+from guerdon.engine.attention.patterns import CAUSAL, FULL, Reach, cut, reach_of
 from guerdon.engine.packing import PackedBatch, pack
 
 Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, Tensor, Case], Tensor]
@@ -44,7 +44,7 @@ def alone(*lengths: int) -> PackedBatch:
     return batch
 
 
-def span(batch: PackedBatch, case: Case) -> Span:
+def reach(batch: PackedBatch, case: Case) -> Reach:
     found = cut(case.pattern, case.causal, batch.max_length)[1]
     assert found is not None
     return found
@@ -71,7 +71,7 @@ FORMS: dict[str, tuple[Compute, list[str]]] = {
     "cascade in blocks": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
     "varlen": (
         lambda batch, q, k, v, sinks, case: varlen.varlen(
-            batch, q, k, v, SCALE, span(batch, case), sinks_of(case, sinks), kernel=WrittenOut()
+            batch, q, k, v, SCALE, reach(batch, case), sinks_of(case, sinks), kernel=WrittenOut()
         ),
         ["plain", "window", "sinks", "window and sinks", "encoder", "encoder, window"],
     ),
@@ -295,7 +295,7 @@ def test_a_level_is_one_call_and_nothing_shared_is_copied() -> None:
     batch, kernel = tree(0), WrittenOut()
     query, key, value, *_ = tensors(batch)
     varlen.varlen(batch, query, key, value, SCALE, CAUSAL, gathers=False, kernel=kernel)
-    assert [p.span for p in kernel.parts] == [CAUSAL, FULL, FULL, FULL]
+    assert [p.reach for p in kernel.parts] == [CAUSAL, FULL, FULL, FULL]
     assert all(int(p.cu_keys[-1]) <= batch.num_tokens for p in kernel.parts)
 
 
@@ -327,7 +327,7 @@ def test_a_gradient_of_the_gradient_is_refused_and_not_wrong(form: str) -> None:
 def test_the_operators_take_what_they_are_given(name: str, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     batch = tree(0, share=case.causal)
-    reach = span(batch, case)
+    found = reach(batch, case)
     monkeypatch.setattr(
         varlen, "to_device", lambda x, device: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=device)
     )
@@ -337,7 +337,7 @@ def test_the_operators_take_what_they_are_given(name: str, gathers: bool, monkey
             torch.empty(batch.num_tokens, n, 64, dtype=torch.bfloat16, device=device) for n in (8, 2, 2, 8)
         )
         sinks = torch.empty(8, dtype=torch.bfloat16, device=device) if case.sinks else None
-        parts = varlen.gathered(batch, reach, device) if gathers else varlen.levels(batch, device)
+        parts = varlen.gathered(batch, found, device) if gathers else varlen.levels(batch, device)
         out, lse = varlen._forward(query, key, value, sinks, SCALE, parts, varlen.FLASH)
         slopes = varlen._backward(grad, query, key, value, sinks, out, lse, SCALE, parts, varlen.FLASH)
     assert lse.shape == (8, batch.num_tokens) and lse.dtype == torch.float32
@@ -364,10 +364,10 @@ def positions() -> tuple[Tensor, Tensor]:
         (masks.and_masks(masks.sliding_window_causal_mask_function(9), masks.sliding_window_overlay(5)), (4, 0)),
     ],
 )
-def test_masks_of_known_functions_are_spans(function: Any, known: Span) -> None:
+def test_masks_of_known_functions_have_a_reach(function: Any, known: Reach) -> None:
     q, k = positions()
     before, after = (x if x >= 0 else 1000 for x in known)
-    assert span_of(function) == known
+    assert reach_of(function) == known
     assert torch.equal(function(0, 0, q, k).expand(80, 80), (k >= q - before) & (k <= q + after))
 
 
@@ -381,8 +381,8 @@ def test_masks_of_known_functions_are_spans(function: Any, known: Span) -> None:
         np.less_equal,
     ],
 )
-def test_other_masks_are_no_spans(function: Any) -> None:
-    assert span_of(function) is None
+def test_other_masks_have_no_reach(function: Any) -> None:
+    assert reach_of(function) is None
 
 
 @pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, CHUNK, CHUNK + 1])

@@ -46,7 +46,7 @@ def one_thread() -> None:
 def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Need:
     """What a plain causal layer of an 8B model asks, and `others`."""
     plain: dict[str, Any] = {
-        "heads": 32, "kv_heads": 8, "size": 128, "value_size": 128, "causal": True, "span": CAUSAL, "softcap": None,
+        "heads": 32, "kv_heads": 8, "size": 128, "value_size": 128, "causal": True, "reach": CAUSAL, "softcap": None,
         "sinks": False, "shared": True, "copies": False, "gradients": False, "with_flash": device == "cuda",
     }  # fmt: skip
     return Need(device=torch.device(device), dtype=dtype, **plain | others)
@@ -60,12 +60,12 @@ def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: An
         (need(copies=True), ["cascade", "flex", "varlen"]),
         (need(copies=True, sinks=True), ["cascade", "varlen"]),
         (need(shared=False), ["varlen", "flex"]),
-        (need(shared=False, causal=False, span=FULL), ["varlen", "flex"]),
-        (need(span=(4095, 0)), ["varlen", "flex"]),
-        (need(span=(4095, 0), copies=True), ["flex", "varlen"]),
-        (need(span=None), ["flex"]),
+        (need(shared=False, causal=False, reach=FULL), ["varlen", "flex"]),
+        (need(reach=(4095, 0)), ["varlen", "flex"]),
+        (need(reach=(4095, 0), copies=True), ["flex", "varlen"]),
+        (need(reach=None), ["flex"]),
         (need(softcap=50.0), ["flex"]),
-        (need(sinks=True, span=(127, 0)), ["varlen"]),
+        (need(sinks=True, reach=(127, 0)), ["varlen"]),
         (need(sinks=True, dtype=torch.float32), []),
         (need(dtype=torch.float32), ["flex"]),
         (need(with_flash=False), ["flex"]),
@@ -74,9 +74,9 @@ def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: An
         (need(size=8, value_size=8), ["varlen", "cascade"]),
         (need("cpu"), ["cascade"]),
         (need("cpu", torch.float32, shared=False), ["cascade"]),
-        (need("cpu", causal=False, span=FULL), []),
-        (need("cpu", span=FULL), []),
-        (need("cpu", span=(4095, 0)), []),
+        (need("cpu", causal=False, reach=FULL), []),
+        (need("cpu", reach=FULL), []),
+        (need("cpu", reach=(4095, 0)), []),
         (need("cpu", softcap=50.0), []),
         (need("cpu", sinks=True), []),
         (need("cpu", size=192), []),
@@ -123,16 +123,16 @@ def tried(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Need]
 
 def test_a_form_is_tried_once_for_all_batches_and_windows(tried: list[tuple[str, Need]]) -> None:
     for shared, copies in ((False, False), (True, False)):
-        for span in ((4095, 0), (511, 0)):
-            assert choose_form(need(shared=shared, copies=copies, span=span)).name == "varlen"
+        for reach in ((4095, 0), (511, 0)):
+            assert choose_form(need(shared=shared, copies=copies, reach=reach)).name == "varlen"
     # And what batches would go by that copy more.
     assert [name for name, _ in tried] == ["varlen", "flex"]
     assert all(what.shared for _, what in tried)
-    assert choose_form(need(copies=True, span=(4095, 0))).name == "flex" and len(tried) == 2
+    assert choose_form(need(copies=True, reach=(4095, 0))).name == "flex" and len(tried) == 2
     assert choose_form(need()).name == choose_form(need(shared=False)).name == "varlen"
     assert choose_form(need(gradients=True)).name == "varlen"
-    assert choose_form(need(shared=False, causal=False, span=FULL)).name == "varlen"
-    assert [(name, what.span, what.gradients) for name, what in tried[2:]] == [
+    assert choose_form(need(shared=False, causal=False, reach=FULL)).name == "varlen"
+    assert [(name, what.reach, what.gradients) for name, what in tried[2:]] == [
         ("varlen", CAUSAL, False), ("cascade", CAUSAL, False), ("varlen", CAUSAL, True), ("cascade", CAUSAL, True),
         ("varlen", FULL, False),
     ]  # fmt: skip
@@ -144,13 +144,13 @@ def test_a_window_is_tried_when_rows_are_too_short_for_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "choose_form", lambda what: told.append(what) or choose_form(what))  # type: ignore[func-returns-value]
     pattern = CASES["window"].pattern
     assert pattern is not None and pattern.window is not None and pattern.window > batch.max_length
-    for device, spans in (("meta", [pattern.span, CAUSAL]), ("cpu", [CAUSAL])):
+    for device, reaches in (("meta", [pattern.reach, CAUSAL]), ("cpu", [CAUSAL])):
         q, k, v = (torch.zeros(1, n, batch.num_tokens, 16, device=device) for n in (4, 1, 1))
         told.clear()
         with registry.attending(batch):
             out, _ = registry.packed_attention(torch.nn.Module(), q, k, v, pattern)
         assert out.shape == (1, batch.num_tokens, 4, 16)
-        assert [what.span for what in told] == spans
+        assert [what.reach for what in told] == reaches
 
 
 def test_copies_are_counted_as_far_as_the_window_reaches() -> None:
@@ -159,8 +159,8 @@ def test_copies_are_counted_as_far_as_the_window_reaches() -> None:
     rows = [np.concatenate([prompt, random.integers(0, 99, 4)]) for _ in range(20)]
     (batch,) = pack(rows, budget=9999, share=True)
     q, k, v = (torch.zeros(1, n, batch.num_tokens, 16) for n in (4, 1, 1))
-    for span, copies in ((CAUSAL, True), ((399, 0), True), ((20, 0), False), (None, True), (CAUSAL, True)):
-        what = need_of(batch, q, k, v, True, span)
+    for reach, copies in ((CAUSAL, True), ((399, 0), True), ((20, 0), False), (None, True), (CAUSAL, True)):
+        what = need_of(batch, q, k, v, True, reach)
         assert what.shared and what.copies is copies
 
 
@@ -168,10 +168,10 @@ def stand_in(change: Callable[[dict], dict] = dict, kernel: WrittenOut | None = 
     """`varlen` with a kernel for CPUs, its arguments changed."""
 
     def compute(batch: Any, q: Any, k: Any, v: Any, scale: Any, need: Need, pattern: Any, sinks: Any) -> Tensor:
-        given = change({"scale": scale, "span": need.span, "sinks": sinks})
+        given = change({"scale": scale, "reach": need.reach, "sinks": sinks})
         return varlen.varlen(batch, q, k, v, **given, kernel=kernel or WrittenOut())
 
-    return AttentionForm("varlen", lambda need: need.span is not None and not need.softcap, compute)
+    return AttentionForm("varlen", lambda need: need.reach is not None and not need.softcap, compute)
 
 
 class LosesKeys(WrittenOut):
@@ -187,8 +187,8 @@ TRIED = [
     need("cpu", torch.float32, gradients=gradients, **SMALL, **others)
     for gradients in (False, True)
     for others in (
-        {}, {"span": (4095, 0)}, {"sinks": True}, {"shared": False}, {"shared": False, "causal": False, "span": FULL},
-        {"shared": False, "causal": False, "span": (64, 64)},
+        {}, {"reach": (4095, 0)}, {"sinks": True}, {"shared": False}, {"shared": False, "causal": False, "reach": FULL},
+        {"shared": False, "causal": False, "reach": (64, 64)},
     )
 ]  # fmt: skip
 
@@ -198,17 +198,17 @@ def test_a_form_that_agrees_passes_its_trial(what: Need) -> None:
     assert check_form(stand_in(), what) is None
 
 
-@pytest.mark.parametrize("others", [{}, {"span": None}, {"span": (4095, 0)}, {"softcap": 50.0}])
+@pytest.mark.parametrize("others", [{}, {"reach": None}, {"reach": (4095, 0)}, {"softcap": 50.0}])
 def test_flex_passes_its_trial(others: dict[str, Any]) -> None:
     assert check_form(attention_forms.FLEX, need("cpu", torch.float32, **SMALL, **others)) is None
 
 
 def test_a_form_that_is_wrong_fails_its_trial() -> None:
     plain, windowed, _, alone, *_ = TRIED
-    longer = stand_in(lambda given: given | {"span": (given["span"][0] + 1, 0)})
+    longer = stand_in(lambda given: given | {"reach": (given["reach"][0] + 1, 0)})
     assert "differs" in str(check_form(longer, windowed))
     assert "differs" in str(check_form(stand_in(lambda given: given | {"scale": 1.1 * given["scale"]}), plain))
-    assert "differs" in str(check_form(stand_in(lambda given: given | {"span": FULL}), alone))
+    assert "differs" in str(check_form(stand_in(lambda given: given | {"reach": FULL}), alone))
     wrong = stand_in(kernel=LosesKeys())
     assert check_form(wrong, plain) is None
     assert "differs" in str(check_form(wrong, need("cpu", torch.float32, gradients=True, **SMALL)))
@@ -234,7 +234,7 @@ def test_a_trial_within_a_checkpointed_layer_leaves_no_trace() -> None:
     tried = []
 
     def layer(x: Tensor) -> Tensor:
-        if not tried:  # the layer computes again what it did then, without the check_form
+        if not tried:  # the layer computes again what it did then, without the check
             tried.append(check_form(stand_in(), need("cpu", torch.float32, gradients=True, **SMALL)))
         return x * x
 

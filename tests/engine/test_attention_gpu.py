@@ -28,13 +28,13 @@ MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def ask(case: Case, dtype: torch.dtype, batch: Any, *, gradients: bool = True, **shape: int) -> tuple[Any, ...]:
-    """What is need, its pattern, tensors on the GPU, and the same on the CPU."""
+    """The need, its pattern, tensors on the GPU, and the same on the CPU."""
     exact = tensors(batch, dtype=dtype, **shape)
     some = [x.cuda() for x in exact]
     leaves = [x.detach().requires_grad_(gradients) for x in some[:4]]
-    pattern, span = cut(case.pattern, case.causal, batch.max_length)
+    pattern, reach = cut(case.pattern, case.causal, batch.max_length)
     sinks = leaves[3] if case.sinks else None
-    need = need_of(batch, leaves[0], leaves[1], leaves[2], case.causal, span, case.softcap, sinks)
+    need = need_of(batch, leaves[0], leaves[1], leaves[2], case.causal, reach, case.softcap, sinks)
     return need, pattern, leaves, sinks, some[4], [x.double() for x in exact]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from guerdon.engine.attention.patterns import Pattern, Span
+from guerdon.engine.attention.patterns import Pattern, Reach
 from guerdon.engine.microbatches import to_device
 from guerdon.engine.packing import PackedBatch
 
@@ -45,19 +45,19 @@ def flex(
     scale: float,
     causal: bool,
     pattern: Pattern | None = None,
-    span: Span | None = None,
+    reach: Reach | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Returns attention `[1,H,T,E]` of query `[1,H,T,D]` on key `[1,K,T,D]` and value `[1,K,T,E]`, for any pattern.
 
-    `span` is the pattern's, if it has one. On a CPU it runs uncompiled, without gradients, for tests.
+    `reach` is the pattern's, if it has one. On a CPU it runs uncompiled, without gradients, for tests.
     """
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled()
     gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     gqa = query.shape[1] != key.shape[1]
     fill = _fill(batch.num_tokens, query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     query, key, value = (_laid_out(x, fill) for x in (query, key, value))
-    mask = block_mask(batch, causal, pattern, span, query.device, fill=fill, gradients=gradients)
+    mask = block_mask(batch, causal, pattern, reach, query.device, fill=fill, gradients=gradients)
     cap = _cap(softcap, query.device) if softcap else None
     _allow_variants()
     out: Tensor = attend(query, key, value, score_mod=cap, block_mask=mask, scale=scale, enable_gqa=gqa)
@@ -102,8 +102,8 @@ def _cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
     return lambda score, _, __, ___, ____: torch.tanh(score / most) * most
 
 
-def _within(span: Span, device: torch.device) -> Callable[..., Tensor]:
-    before, after = _apart(to_device(np.array(_unbounded(span), dtype=np.int32), device))
+def _within(reach: Reach, device: torch.device) -> Callable[..., Tensor]:
+    before, after = _apart(to_device(np.array(_unbounded(reach), dtype=np.int32), device))
     return lambda _, __, q, k: (q - k <= before) & (k - q <= after)
 
 
@@ -112,16 +112,16 @@ def _apart(table: Tensor) -> tuple[Tensor, ...]:
     return tuple(row.clone() for row in table)
 
 
-def _unbounded(span: Span) -> tuple[int, int]:
+def _unbounded(reach: Reach) -> tuple[int, int]:
     most = np.iinfo(np.int32).max
-    return span[0] if span[0] >= 0 else most, span[1] if span[1] >= 0 else most
+    return reach[0] if reach[0] >= 0 else most, reach[1] if reach[1] >= 0 else most
 
 
 def block_mask(
     batch: PackedBatch,
     causal: bool,
     pattern: Pattern | None,
-    span: Span | None,
+    reach: Reach | None,
     device: torch.device,
     *,
     fill: int = 0,
@@ -137,7 +137,7 @@ def block_mask(
     known = batch.cache.get(name)
     if known is None:
         # Keep a reference to the pattern, so that no other object can get its id.
-        known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, span, device, fill, gradients)
+        known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, reach, device, fill, gradients)
     return known[1]
 
 
@@ -145,7 +145,7 @@ def _block_mask(
     batch: PackedBatch,
     causal: bool,
     pattern: Pattern | None,
-    span: Span | None,
+    reach: Reach | None,
     device: torch.device,
     fill: int,
     gradients: bool,
@@ -161,7 +161,7 @@ def _block_mask(
     def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= begin[k]) & (q < end[k])
 
-    allows = None if pattern is None else pattern.allows if span is None else _within(span, device)
+    allows = None if pattern is None else pattern.allows if reach is None else _within(reach, device)
 
     def patterned(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert allows is not None
@@ -175,7 +175,7 @@ def _block_mask(
     pairs = seeing.view(num_blocks, num_blocks, BLOCK).sum(-1)  # [blocks of queries, blocks of keys]
     some, whole = pairs > 0, pairs == BLOCK * BLOCK
     if pattern is not None:
-        within, beyond = _reach(at, missing, span)
+        within, beyond = _in_reach(at, missing, reach)
         some, whole = some & ~beyond, whole & within
     parts = [_ordered(x[None, None]) for x in (some & ~whole, whole)]
     size = (num_tokens, num_tokens)
@@ -185,14 +185,14 @@ def _block_mask(
     )
 
 
-def _reach(at: Tensor, missing: int, span: Span | None) -> tuple[Tensor, Tensor]:
-    """Returns for each block of queries and keys whether all pairs are inside the span, and whether none can be."""
+def _in_reach(at: Tensor, missing: int, reach: Reach | None) -> tuple[Tensor, Tensor]:
+    """Returns for each block of queries and keys whether all pairs are inside the reach, and whether none can be."""
     blocks = torch.cat([at, at[-1:].expand(missing)]).view(-1, BLOCK)
     low, high = blocks.amin(1), blocks.amax(1)
     least, most = low[:, None] - high[None], high[:, None] - low[None]  # how far back a key can be
-    if span is None:
+    if reach is None:
         return torch.zeros_like(least, dtype=torch.bool), torch.zeros_like(least, dtype=torch.bool)
-    before, after = _unbounded(span)
+    before, after = _unbounded(reach)
     return (most <= before) & (least >= -after), (least > before) | (most < -after)
 
 

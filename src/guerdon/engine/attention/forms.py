@@ -31,7 +31,7 @@ from guerdon.core import MIN_SHARED
 from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.cascade import cascade
 from guerdon.engine.attention.flex import flex
-from guerdon.engine.attention.patterns import CAUSAL, FULL, Pattern, Span, span_of
+from guerdon.engine.attention.patterns import CAUSAL, FULL, Pattern, Reach, reach_of
 from guerdon.engine.attention.varlen import varlen
 from guerdon.engine.packing import PackedBatch, pack
 
@@ -49,7 +49,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 class Need:
     """What a layer needs of attention, on which device, for which kind of batch.
 
-    `span` is the mask's, None if it is not causal, full or a window. `copies` says whether the shared keys in reach,
+    `reach` is the mask's, None if it is not causal, full or a window. `copies` says whether the shared keys in reach,
     copied for each sequence, would be more than COPIES times the batch. `with_flash` says whether FlashAttention
     supports the device.
     """
@@ -61,7 +61,7 @@ class Need:
     size: int
     value_size: int
     causal: bool
-    span: Span | None
+    reach: Reach | None
     softcap: float | None
     sinks: bool
     shared: bool
@@ -76,20 +76,20 @@ def need_of(
     key: Tensor,
     value: Tensor,
     causal: bool,
-    span: Span | None,
+    reach: Reach | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Need:
     """Returns what a layer needs for this batch with these tensors, whose shapes are those of `Compute`."""
-    sharing: tuple[bool, bool] | None = batch.cache.get(("sharing", span))
+    sharing: tuple[bool, bool] | None = batch.cache.get(("sharing", reach))
     if sharing is None:
-        reach = span[0] if span is not None and span[0] >= 0 and span[1] == 0 else batch.max_length
+        furthest = reach[0] if reach is not None and reach[0] >= 0 and reach[1] == 0 else batch.max_length
         shared = [s.position for s in batch.segments]  # as many tokens as come before it
-        copied = sum(min(length, reach) for length in shared)
-        sharing = batch.cache["sharing", span] = any(shared), copied > COPIES * batch.num_tokens
+        copied = sum(min(length, furthest) for length in shared)
+        sharing = batch.cache["sharing", reach] = any(shared), copied > COPIES * batch.num_tokens
     differentiated = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     return Need(
-        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3], causal, span, softcap,
+        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3], causal, reach, softcap,
         sinks is not None, *sharing, torch.is_grad_enabled() and differentiated, _with_flash(query.device),
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ class AttentionForm:
 def _supports_flash(need: Need) -> bool:
     has_kernel = need.with_flash and need.dtype in (torch.float16, torch.bfloat16)
     sizes = need.size == need.value_size <= 256 and need.size % 8 == 0
-    return has_kernel and sizes and need.span is not None and not need.softcap
+    return has_kernel and sizes and need.reach is not None and not need.softcap
 
 
 def _supports_flex(need: Need) -> bool:
@@ -136,7 +136,7 @@ def _supports_flex(need: Need) -> bool:
 
 
 def _supports_cascade_on_cpu(need: Need) -> bool:
-    plain = need.span == CAUSAL and not need.softcap and not need.sinks
+    plain = need.reach == CAUSAL and not need.softcap and not need.sinks
     return need.device.type == "cpu" and plain and need.size == need.value_size
 
 
@@ -149,12 +149,12 @@ VARLEN = AttentionForm(
     "varlen",
     _supports_flash,
     lambda batch, query, key, value, scale, need, pattern, sinks: varlen(
-        batch, query, key, value, scale, need.span or CAUSAL, sinks
+        batch, query, key, value, scale, need.reach or CAUSAL, sinks
     ),
 )
 CASCADE = AttentionForm(
     "cascade",
-    lambda need: _supports_flash(need) and need.shared and need.span == CAUSAL,
+    lambda need: _supports_flash(need) and need.shared and need.reach == CAUSAL,
     lambda batch, query, key, value, scale, need, pattern, sinks: varlen(
         batch, query, key, value, scale, CAUSAL, sinks, gathers=False
     ),
@@ -163,7 +163,7 @@ FLEX = AttentionForm(
     "flex",
     _supports_flex,
     lambda batch, query, key, value, scale, need, pattern, sinks: flex(
-        batch, query, key, value, scale, need.causal, pattern, need.span, need.softcap
+        batch, query, key, value, scale, need.causal, pattern, need.reach, need.softcap
     ),
 )
 BY_SEGMENT = AttentionForm(
@@ -293,14 +293,14 @@ def _tree(shared: bool) -> PackedBatch:
 
 
 def _for_small_tree(need: Need) -> tuple[Pattern | None, Need]:
-    """Returns a pattern of the need's kind that masks something in the small tree, and the need with its span."""
-    if need.span in (CAUSAL, FULL):
+    """Returns a pattern of the need's kind that masks something in the small tree, and the need with its reach."""
+    if need.reach in (CAUSAL, FULL):
         return None, need
-    if need.span is None:
+    if need.reach is None:
         function = masks.chunked_causal_mask_function(WINDOW, torch.zeros(1, dtype=torch.long, device=need.device))
-    elif need.span[1] == 0:
+    elif need.reach[1] == 0:
         function = masks.sliding_window_causal_mask_function(WINDOW)
     else:
         function = masks.sliding_window_bidirectional_mask_function(WINDOW)
-    pattern = Pattern(function, WINDOW, span_of(function))
-    return pattern, dataclasses.replace(need, span=pattern.span)
+    pattern = Pattern(function, WINDOW, reach_of(function))
+    return pattern, dataclasses.replace(need, reach=pattern.reach)

@@ -1,7 +1,7 @@
 """A layer's attention mask in terms of positions, never as a `[T,T]` table.
 
 Most masks of transformers are composed of a few functions: causal, full, and windows of either kind. A mask composed of
-these is a `Span`, which attention kernels support; all others, such as Llama 4's chunks, are evaluated as they are.
+these is a `Reach`, which attention kernels support; all others, such as Llama 4's chunks, are evaluated as they are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-Span = tuple[int, int]
+Reach = tuple[int, int]
 """Positions visible before and after a query's own, -1 for all: `(-1, 0)` is causal, `(-1, -1)` full."""
-CAUSAL: Span = (-1, 0)
-FULL: Span = (-1, -1)
+CAUSAL: Reach = (-1, 0)
+FULL: Reach = (-1, -1)
 
 
 @dataclass(slots=True)
@@ -21,22 +21,22 @@ class Pattern:
     """A layer's mask that is neither causal nor full.
 
     `allows(batch, head, query_position, key_position)` is transformers' mask function; no key further back than
-    `window` is ever visible. `span` is the same as numbers, None if the mask is not a plain window.
+    `window` is ever visible. `reach` is the same as numbers, None if the mask is not a plain window.
     """
 
     allows: Callable[..., Any]
     window: int | None
-    span: Span | None = None
+    reach: Reach | None = None
 
 
 def packed_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> Pattern | None:
     """Replaces transformers' masks in its registry: returns a pattern, None for causal and full masks."""
-    span = span_of(mask_function)
-    return None if span in (CAUSAL, FULL) else Pattern(mask_function, local_size, span)
+    reach = reach_of(mask_function)
+    return None if reach in (CAUSAL, FULL) else Pattern(mask_function, local_size, reach)
 
 
-def span_of(mask_function: Callable[..., Any]) -> Span | None:
-    """Returns the span of a mask function; None if it is, or is composed of, an unknown one.
+def reach_of(mask_function: Callable[..., Any]) -> Reach | None:
+    """Returns the reach of a mask function; None if it is, or is composed of, an unknown one.
 
     Functions are recognised by their code and windows read from their closures: no sample of positions could prove
     what a function does for all others.
@@ -50,7 +50,7 @@ def span_of(mask_function: Callable[..., Any]) -> Span | None:
     code = getattr(mask_function, "__code__", None)
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if code is known.and_masks().__code__:
-        return _intersection(span_of(function) for function in inside[0])
+        return _intersection(reach_of(function) for function in inside[0])
     if code is known.sliding_window_overlay(1).__code__:
         return inside[0] - 1, -1
     if code is known.sliding_window_bidirectional_overlay(1).__code__:
@@ -58,24 +58,24 @@ def span_of(mask_function: Callable[..., Any]) -> Span | None:
     return None
 
 
-def cut(pattern: Pattern | None, causal: bool, length: int) -> tuple[Pattern | None, Span | None]:
-    """Returns pattern and span for sequences of at most `length` tokens; drops a pattern that masks none of them."""
+def cut(pattern: Pattern | None, causal: bool, length: int) -> tuple[Pattern | None, Reach | None]:
+    """Returns pattern and reach for sequences of at most `length` tokens; drops a pattern that masks none of them."""
     plain = CAUSAL if causal else FULL
     if pattern is None:
         return None, plain
-    if pattern.span is None:
+    if pattern.reach is None:
         # It masks keys further back or in other chunks, and there are none.
         return (None, plain) if causal and pattern.window and pattern.window >= length else (pattern, None)
-    before, after = (-1 if most and most >= length - 1 else most for most in pattern.span)
+    before, after = (-1 if most and most >= length - 1 else most for most in pattern.reach)
     return (None, plain) if (before, after) == plain else (pattern, (before, after))
 
 
-def _intersection(spans: Iterable[Span | None]) -> Span | None:
+def _intersection(reaches: Iterable[Reach | None]) -> Reach | None:
     before = after = -1
-    for span in spans:
-        if span is None:
+    for reach in reaches:
+        if reach is None:
             return None
-        before, after = _least(before, span[0]), _least(after, span[1])
+        before, after = _least(before, reach[0]), _least(after, reach[1])
     return before, after
 
 

@@ -85,11 +85,11 @@ def packed_attention(
     if key.shape[2] != batch.num_tokens:
         # Some models append keys that are no tokens, such as DeepSeek-V4 one for every 128 tokens.
         raise NotImplementedError(f"packed attention does not support {key.shape[2]} keys of {batch.num_tokens} tokens")
-    pattern, span = cut(attention_mask, causal, batch.max_length)
+    pattern, reach = cut(attention_mask, causal, batch.max_length)
     if pattern is None and attention_mask is not None and query.device.type != "cpu":
         # These rows are too short for the window. Try its forms now, at start, and not when a long row arrives.
-        choose_form(need_of(batch, query, key, value, causal, attention_mask.span, softcap, s_aux))
-    need = need_of(batch, query, key, value, causal, span, softcap, s_aux)
+        choose_form(need_of(batch, query, key, value, causal, attention_mask.reach, softcap, s_aux))
+    need = need_of(batch, query, key, value, causal, reach, softcap, s_aux)
     form, read = choose_form(need), _queries.get({}).get(module)
     if read is not None and form is CASCADE_ON_CPU:
         out = of_few(batch, read, query, key, value, scale)

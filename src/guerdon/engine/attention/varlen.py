@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from guerdon.engine.attention.by_segment import visible
-from guerdon.engine.attention.patterns import CAUSAL, FULL, Span
+from guerdon.engine.attention.patterns import CAUSAL, FULL, Reach
 from guerdon.engine.microbatches import to_device
-from guerdon.engine.packing import PackedBatch, indices
-from guerdon.engine.packing import Span as Run
+from guerdon.engine.packing import PackedBatch, Span, indices
 
 Rows = slice | Tensor
 """Tokens of the packed row, in order: a contiguous run, or indices (int64)."""
@@ -39,7 +38,7 @@ Rows = slice | Tensor
 class KernelCall:
     """One call: the runs `cu_queries[i]:cu_queries[i+1]` of the rows `queries`, and likewise of the rows `keys`.
 
-    `cu_queries` and `cu_keys` are int32 `[S+1]`, `max_queries` and `max_keys` their longest runs. `span` counts
+    `cu_queries` and `cu_keys` are int32 `[S+1]`, `max_queries` and `max_keys` their longest runs. `reach` counts
     positions as if the last query and the last key of a run were the same token.
     """
 
@@ -49,7 +48,7 @@ class KernelCall:
     cu_keys: Tensor
     max_queries: int
     max_keys: int
-    span: Span
+    reach: Reach
 
 
 class Kernel(Protocol):
@@ -87,8 +86,8 @@ class Flash:
     ) -> tuple[Tensor, Tensor]:
         """Implements `Kernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0, part.span == CAUSAL,
-            False, scale=scale, window_size_left=part.span[0], window_size_right=part.span[1],
+            query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
+            part.reach == CAUSAL, False, scale=scale, window_size_left=part.reach[0], window_size_right=part.reach[1],
         )  # fmt: skip
         return out, lse
 
@@ -107,8 +106,8 @@ class Flash:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
-            part.span == CAUSAL, no_dropout, torch.empty(0, device=query.device), scale=scale,
-            window_size_left=part.span[0], window_size_right=part.span[1],
+            part.reach == CAUSAL, no_dropout, torch.empty(0, device=query.device), scale=scale,
+            window_size_left=part.reach[0], window_size_right=part.reach[1],
         )  # fmt: skip
         return dq, dk, dv
 
@@ -122,7 +121,7 @@ def varlen(
     key: Tensor,
     value: Tensor,
     scale: float,
-    span: Span,
+    reach: Reach,
     sinks: Tensor | None = None,
     *,
     gathers: bool = True,
@@ -130,30 +129,30 @@ def varlen(
 ) -> Tensor:
     """Returns attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`, sinks `[H]`; differentiable.
 
-    Without `gathers` the forward pass does not copy the keys of ancestors, which requires a causal span.
+    Without `gathers` the forward pass does not copy the keys of ancestors, which requires a causal reach.
     """
     device = query.device
-    forward = gathered(batch, span, device) if gathers else levels(batch, device)
+    forward = gathered(batch, reach, device) if gathers else levels(batch, device)
     # The kernel requires the last dimension to be contiguous.
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks) if x is not None):
         # In `levels` the keys of a part are distinct, so there are no gradients of copies to sum.
-        backward = levels(batch, device) if span == CAUSAL else gathered(batch, span, device)
+        backward = levels(batch, device) if reach == CAUSAL else gathered(batch, reach, device)
         out: Tensor = _Varlen.apply(query, key, value, sinks, scale, (forward, backward), kernel)
     else:
         out = _forward(query, key, value, sinks, scale, forward, kernel)[0]
     return out.transpose(0, 1)[None]
 
 
-def gathered(batch: PackedBatch, span: Span, device: torch.device) -> list[KernelCall]:
-    """Returns one part: each segment on its ancestors and itself, as far back as the span reaches."""
-    known: list[KernelCall] | None = batch.cache.get(("gathered", span, device))
+def gathered(batch: PackedBatch, reach: Reach, device: torch.device) -> list[KernelCall]:
+    """Returns one part: each segment on its ancestors and itself, as far back as `reach` allows."""
+    known: list[KernelCall] | None = batch.cache.get(("gathered", reach, device))
     if known is None:
-        window = span[0] + 1 if span[0] >= 0 and span[1] == 0 else None
+        window = reach[0] + 1 if reach[0] >= 0 and reach[1] == 0 else None
         seen = [visible(s, window)[0] for s in batch.segments]
         own = [[(s.start, s.stop)] for s in batch.segments]
-        known = batch.cache["gathered", span, device] = [_part(own, seen, span, device)]
+        known = batch.cache["gathered", reach, device] = [_part(own, seen, reach, device)]
     return known
 
 
@@ -171,16 +170,16 @@ def levels(batch: PackedBatch, device: torch.device) -> list[KernelCall]:
     return known
 
 
-def _part(queries: Sequence[list[Run]], keys: Sequence[list[Run]], span: Span, device: torch.device) -> KernelCall:
+def _part(queries: Sequence[list[Span]], keys: Sequence[list[Span]], reach: Reach, device: torch.device) -> KernelCall:
     """Returns the part of these sequences, given the runs of each one's queries and keys."""
     lengths = [np.array([sum(b - a for a, b in runs) for runs in some]) for some in (queries, keys)]
     sums = [np.concatenate([[0], np.cumsum(some)]).astype(np.int32) for some in lengths]
     cu_queries, cu_keys = (to_device(x, device) for x in sums)
     most = [int(some.max()) for some in lengths]
-    return KernelCall(_rows(queries, device), _rows(keys, device), cu_queries, cu_keys, most[0], most[1], span)
+    return KernelCall(_rows(queries, device), _rows(keys, device), cu_queries, cu_keys, most[0], most[1], reach)
 
 
-def _rows(sequences: Sequence[list[Run]], device: torch.device) -> Rows:
+def _rows(sequences: Sequence[list[Span]], device: torch.device) -> Rows:
     runs = [run for some in sequences for run in some]
     if all(before[1] == after[0] for before, after in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
