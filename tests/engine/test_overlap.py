@@ -17,8 +17,10 @@ import zoo
 from guerdon.assembly import build_scorer
 from guerdon.core import Score, Sequence
 from guerdon.engine import microbatches
+from guerdon.engine.attention import registry
 from guerdon.engine.engine import Engine
 from guerdon.engine.microbatches import all_to_device, to_device
+from guerdon.engine.packing import PackedBatch
 from guerdon.settings.config import ModelConfig
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -110,6 +112,25 @@ def test_states_that_were_read_are_gone_when_the_next_are_computed(tmp_path: Pat
             seen.append(weakref.ref(states.hidden))
             del states
     assert len(seen) > 2
+
+
+def test_what_attention_has_derived_is_gone_when_the_states_are_read(tmp_path: Path) -> None:
+    engine = build(zoo.checkpoint("llama", tmp_path / "llama"))
+    derived: list[weakref.ref] = []
+    run = engine.run_trunk
+
+    def running(**inputs: Any) -> Any:
+        batch = registry.attended()
+        assert isinstance(batch, PackedBatch)
+        batch.cache["a table"] = table = torch.zeros(1)
+        derived.append(weakref.ref(table))
+        return run(**inputs)
+
+    engine.run_trunk = running
+    with engine.no_gradients():
+        for _ in engine.run(engine.plan([s.tokens for s in sequences()])):
+            assert all(gone() is None for gone in derived)
+    assert len(derived) > 2
 
 
 def test_arrays_travel_together_and_share_no_memory() -> None:

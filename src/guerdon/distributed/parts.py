@@ -50,9 +50,8 @@ class BatchParts:
             return [compute()]
         with self.ranks.raise_on_all_ranks():
             own = compute()
-        made = dict(
-            reversed(self.ranks.tell_all((self.index, own)))
-        )  # reversed, so that the first rank of a part counts
+        # Reversed, so that the first rank of a part counts.
+        made = dict(reversed(self.ranks.tell_all((self.index, own))))
         return [made[index] for index in range(self.count)]
 
 

@@ -104,8 +104,11 @@ class Engine(Forward):
         return not self.head.per_token and self.head.pooling != "mean"
 
     def read_indices(self, batch: MicroBatch, rows: list[np.ndarray]) -> np.ndarray | None:
-        """Returns the indices of the states that rewards are read from; None if values or a mean need all of them."""
-        return self._reward_indices(batch, rows) if self._reads_one_state() else None
+        """Returns the indices of the states that rewards are read from; None if values or a mean need all of them.
+
+        Also None if the batch is not packed: only a packed forward narrows its last layer.
+        """
+        return self._reward_indices(batch, rows) if batch.packed is not None and self._reads_one_state() else None
 
     def _reward_indices(self, states: HiddenStates | MicroBatch, rows: list[np.ndarray]) -> np.ndarray:
         """Returns the index of the hidden state that each sequence's reward is read from."""

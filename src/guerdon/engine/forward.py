@@ -109,7 +109,7 @@ class Forward:
             ):
                 hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
-            del hidden
+            del hidden, batch, inputs  # nothing but the states stays until the next forward
             # Plan and copy the next micro-batch before anybody waits for this one's result.
             current = next(upcoming, None)
             yield states
