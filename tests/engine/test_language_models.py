@@ -72,7 +72,7 @@ def test_tokens_that_are_no_ids_of_the_model_are_left_out(tmp_path: Path, caplog
     change(folder / "generation_config.json", eos_token_id=[9, -1])
     policy = build(folder)
     assert policy.eos_token_ids == (7, 9, zoo.EOS) and policy.pad_token_id == zoo.PAD
-    assert f"ignoring EOS [{zoo.VOCAB_SIZE}, -1]" in caplog.text
+    assert f"ignoring EOS [{zoo.VOCAB_SIZE}, -1]: the ids of the model are 0 to 299" in caplog.text
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     del tokenizer["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))

@@ -23,7 +23,7 @@ import zoo
 from guerdon.actor.sampling import Sampler
 from guerdon.core import Sequence
 from guerdon.engine import engine as engine_module
-from guerdon.engine import self_check
+from guerdon.engine import microbatches, self_check
 from guerdon.engine.attention import flex, forms, registry
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
@@ -56,7 +56,7 @@ class OneDevice(TorchDispatchMode):
 
 def _is_copied_at_once() -> bool:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "to_device":
+    while frame is not None and frame.f_code is not microbatches.to_device.__code__:
         frame = frame.f_back
     return frame is not None
 
