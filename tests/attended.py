@@ -59,9 +59,9 @@ def tree(seed: int, *, share: bool = True, longest: int = 30) -> PackedBatch:
         return random.integers(0, 99, n)
 
     rows = []
-    for num_turns in (2, 1):
+    for _ in range(2):
         prompt = some(random.integers(17, longest))
-        for _ in range(num_turns):
+        for _ in range(2):
             turn = np.concatenate([prompt, some(random.integers(17, longest))])
             third = np.concatenate([turn, some(random.integers(17, longest))])
             rows += [turn, *(np.concatenate([turn, some(n)]) for n in (1, random.integers(1, longest)))]
@@ -86,13 +86,15 @@ def tensors(
 def visible(batch: PackedBatch, case: Case) -> Tensor:
     """Bool `[T,T]`, which keys each query sees; from the rows' spans, not from the segments."""
     seen = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.bool)
+    positions = torch.from_numpy(batch.positions)
     for i in range(len(batch.rows)):
         at = torch.from_numpy(batch.gather(i))
         own = torch.ones(len(at), len(at), dtype=torch.bool)
-        seen[at[:, None], at[None]] |= own.tril() if case.causal else own
-    if case.mask is not None:
-        at = torch.from_numpy(batch.positions)
-        seen &= case.mask(0, 0, at[:, None], at[None])
+        if case.causal:
+            own.tril_()
+        if case.mask is not None:
+            own &= case.mask(0, 0, positions[at][:, None], positions[at][None])
+        seen[at[:, None], at[None]] |= own
     return seen
 
 
