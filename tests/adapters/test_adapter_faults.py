@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import pickle
 import threading
 import time
@@ -16,47 +15,18 @@ from typing import Any
 import pytest
 
 import served
+from adapters.forms import FORMS, ask
 from client.echo_server import EchoProcess
-from guerdon.adapters import areal, openrlhf, trl, verl
 from guerdon.adapters.judge import Judge, judge
 from guerdon.assembly import build_service
 from guerdon.client import AsyncRewardClient
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
-from processes import by_itself, end_of_child
 from server import echo_service
 from server.echo_service import EchoService
 from server.helpers import wait_until
 from server.keys import SCORE, keyed
-
-FORMS: dict[str, Callable[..., Any]] = {  # a function as its trainer has it, of the URL
-    "trl": trl.reward_function,
-    "trl, async": trl.async_reward_function,
-    "openrlhf": openrlhf.reward_function,
-    "verl": lambda url, **settings: partial(verl.compute_score, url=url, **settings),
-    "verl, async": lambda url, **settings: partial(verl.compute_score_async, url=url, **settings),
-    "areal": areal.reward_function,
-    "areal, async": areal.async_reward_function,
-}
-
-
-def ask(name: str, function: Any, text: str, run: Callable[[Any], Any] = asyncio.run) -> Any:
-    """The reward of `text`, asked for as the trainer does; `run` gives a coroutine's result."""
-    trainer = name.partition(",")[0]
-    if trainer == "trl":
-        told = function(prompts=[text], completions=[""], completion_ids=[[1]])
-    elif trainer == "openrlhf":
-        told = function([text], [text], [None])
-    elif trainer == "verl":
-        told = function(data_source="d", solution_str="", ground_truth=None, extra_info={"prompt": text})
-    else:
-        told = function(text, "", [1], [2], question=text)
-    if inspect.iscoroutine(told):
-        told = run(told)
-    for key in {"trl": [0], "openrlhf": ["rewards", 0], "verl": ["score"]}.get(trainer, []):
-        told = told[key]
-    return told
 
 
 def ask_all(url: str, run: Callable[[Any], Any] = asyncio.run, **settings: Any) -> dict[str, Future[Any]]:
@@ -211,19 +181,3 @@ def test_they_are_called_from_many_threads(name: str, url: str) -> None:
     texts = ["x" * n for n in range(1, 33)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: ask(name, function, text), texts)) == [float(len(text)) for text in texts]
-
-
-@by_itself
-def test_they_work_after_a_fork_and_when_pickled_after_use(url: str) -> None:
-    def works(name: str, function: Any, text: str) -> None:
-        assert ask(name, function, text) == float(len(text))
-
-    for name, make in FORMS.items():
-        function = make(url)
-        fresh = pickle.dumps(function)
-        works(name, function, "123")
-        assert end_of_child(partial(works, name, function, "1234")) == 0, name
-        for pickled in (fresh, pickle.dumps(function)):
-            works(name, pickle.loads(pickled), "12")  # noqa: S301
-            assert end_of_child(lambda it=(name, pickled): works(it[0], pickle.loads(it[1]), "12")) == 0, name  # noqa: S301
-        works(name, function, "123")

@@ -31,6 +31,8 @@ for module in {MODULES}:
         if heavy in sys.modules and heavy not in before:
             print(module, "loads", heavy)
 """
-    assert "guerdon.adapters.nemo_rl" in MODULES and len(MODULES) > 9
+    assert {"guerdon.adapters.nemo_rl", "guerdon.adapters.trlx"} < {*MODULES} and len(MODULES) > 9
+    in_a_package = {path.stem for path in (FOLDER / "nemo_aligner").glob("*.py")} - {*SERVING}
+    assert {"remote_clients", "__init__"} <= in_a_package <= {name.rpartition(".")[2] for name in MODULES}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout == ""

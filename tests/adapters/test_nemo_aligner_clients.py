@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -241,8 +240,7 @@ def triton() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             client.wait_ready(60.0)
         yield process, ports[0]
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30.0)
+        pytriton_server.stop(process)
 
 
 def test_pytritons_reward_model(triton: tuple[Any, int]) -> None:

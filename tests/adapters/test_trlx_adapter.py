@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -337,8 +336,7 @@ def pytriton_host() -> Iterator[str]:
             client.wait_ready(60.0)
         yield f"127.0.0.1:{ports[1]}/hh-rm"
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30.0)
+        pytriton_server.stop(process)
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ The reward of tokens is their sum modulo 1000, that of a text its length; a text
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +26,12 @@ def start(http_port: int, grpc_port: int, script: str = __file__) -> subprocess.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Has the server end Triton and remove its workspace, which takes seconds; this process waits for it at its end."""
+    process.send_signal(signal.SIGINT)
+    atexit.register(process.wait, timeout=30.0)
 
 
 def infer(**inputs: np.ndarray) -> dict[str, np.ndarray]:

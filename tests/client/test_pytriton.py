@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Iterator
 
@@ -27,8 +26,7 @@ def urls() -> Iterator[dict[str, str]]:
             client.wait_ready(60.0)
         yield {"http": f"http://127.0.0.1:{ports[0]}", "grpc": f"grpc://127.0.0.1:{ports[1]}"}
     finally:
-        process.send_signal(signal.SIGINT)  # on which it ends Triton too, and removes its workspace
-        process.wait(timeout=30.0)
+        pytriton_server.stop(process)
 
 
 @pytest.fixture(params=["http", "grpc"])
