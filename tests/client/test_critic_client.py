@@ -369,8 +369,8 @@ def test_a_killed_server_loses_nothing_and_trains_on_nothing_twice(kind: str, tm
             client.wait_ready(60.0)
             futures = [client.train(**rows(asked)) for asked in all_asked]
             last = client.submit(tokens=[[1]])
-            for pause_s in (0.7, 0.9):
-                time.sleep(pause_s)
+            for i in (3, 7):  # a slow one
+                wait_until(futures[i - 1].done)
                 process.kill()
                 process = process.again()
             assert last.result(timeout=60.0).values[0][0] == np.float32(after(all_asked))
@@ -444,7 +444,7 @@ def test_closing_ends_every_future_at_once(
         client.train(**rows(request("", 4.0)))
 
 
-def test_a_future_keeps_its_client_alive(url: str, service: ScriptedService) -> None:
+def test_a_future_keeps_its_client_alive(url: str, service: ScriptedService, young_objects: None) -> None:
     client = CriticClient(url)
     client.train(**rows(request("", 4.0, first_token=SLOW_TOKEN)))
     future = client.submit(tokens=[[1]])

@@ -154,7 +154,10 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         timeout_s: float | None = None,
         pad_to_length: int | None = None,
     ) -> Future[CriticScores]:
-        """Returns a future of `infer`'s result, at once; thousands may be under way."""
+        """Returns a future of `infer`'s result, at once; thousands may be under way.
+
+        The future's callbacks run in the client's thread, where a blocking call raises GuerdonError.
+        """
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
         )
