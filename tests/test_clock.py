@@ -68,10 +68,10 @@ def serving(folder: Path, port: int) -> Iterator[str]:
         process.wait()
 
 
-def ask(url: str, first: int, number: int, wait: str = "no wait") -> list[str]:
+def ask(url: str, first: int, number: int, *go: Path) -> list[str]:
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{TESTS}"
-    command = [sys.executable, str(TESTS / "jumping_clock.py"), "ask", url, str(first), str(number), wait]
+    command = [sys.executable, str(TESTS / "jumping_clock.py"), "ask", url, str(first), str(number), *map(str, go)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.split()
@@ -81,11 +81,11 @@ def ask(url: str, first: int, number: int, wait: str = "no wait") -> list[str]:
 def test_a_server_and_clients_whose_clocks_jump_by_days_train_score_and_come_back(tmp_path: Path) -> None:
     port = free_port()
     with serving(tmp_path / "critic", port) as url:
-        step, now, _ = ask(url, first=0, number=5, wait="wait")
+        step, now, _ = ask(url, 0, 5, tmp_path / "critic" / "go")
         assert (step, int(now) >= 5) == ("5", True)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
         seconds = re.findall(r"^(guerdon_\w+_seconds)_sum\S* (\S+)$", metrics, re.MULTILINE)
         assert seconds and all(0 <= float(value) < 60 for _, value in seconds), seconds
     with serving(tmp_path / "critic", port) as url:  # it goes on where it was, whatever the time was then
-        again, after, _ = ask(url, first=5, number=2)
+        again, after, _ = ask(url, 5, 2)
         assert int(again) == int(now) + 2 and int(after) >= int(again)

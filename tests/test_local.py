@@ -134,11 +134,11 @@ def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
     del model
     scorers.hold.set()
     assert list(future.result(timeout=60)) == [scorers.WAITS + 5.0]
-    for _ in range(1000):
+    for _ in range(5000):
         gc.collect()
         if gone() is None and set(threading.enumerate()) <= before:
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     pytest.fail(f"there are still {set(threading.enumerate()) - before}")
 
 

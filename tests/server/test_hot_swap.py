@@ -213,7 +213,10 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "NaN weights": (lambda root: broken(root, "nan", fill("score.weight", float("nan"))), "scores nothing"),
     "NaN trunk": (lambda root: broken(root, "trunk", fill("model.norm.weight", float("nan"))), "scores nothing"),
     "some fail": (one_bad_token, "random sequences fail"),
-    "signature": (other_signature, "outputs is .*; attribute_names is .*; vocab_size is 310 and not 300.*; max_length is 64"),
+    "signature": (
+        other_signature,
+        "outputs is .*; attribute_names is .*; vocab_size is 310 and not 300.*; max_length is 64",
+    ),
     "tokens": (other_tokens, "vocabulary is"),
     "tokenizer": (without_tokenizer, "takes_text is False and not True"),
     "a function": (lambda _: "rewarding:length", "not the name of a folder"),
@@ -435,7 +438,6 @@ async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: di
         loaded = await service.repository.load("reward_model", None)
         assert status.is_ready(service, "reward_model") and loaded == version(service)
         assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5)
-    gc.unfreeze()
 
 
 async def test_a_swap_leaves_nothing_of_the_old_model(root: Path) -> None:
@@ -466,7 +468,6 @@ async def test_a_change_holds_the_server_up_for_no_collection_of_all_its_memory(
         await service.repository.load("reward_model", "new")
         assert not any(weight() is not None for weight in weights)
     monkeypatch.undo()
-    gc.unfreeze()
 
 
 async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -> None:

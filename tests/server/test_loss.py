@@ -38,6 +38,12 @@ A, B, LATER = request("a", 3.0), request("b", 5.0), request("later", 9.0)
 WAITS = request("waits", 7.0, first_token=WAIT_TOKEN)
 
 
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that waits for a lost rank is soon given up."""
+    monkeypatch.setattr("guerdon.server.batching.loop._BREAKS_S", 0.2)
+
+
 async def lose(service: ArithmeticService) -> None:
     await asyncio.to_thread(service.end_after_loss, RanksLost(LOST))
 
@@ -134,6 +140,7 @@ async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> N
     await asyncio.to_thread(service.stop, 5.0)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_what_waits_is_told_of_the_loss_before_the_journal_is(tmp_path: Path) -> None:
     disk, give_up = threading.Lock(), Critic.give_up
 
@@ -185,6 +192,7 @@ async def late(service: ArithmeticService) -> None:
     await asyncio.to_thread(service.stop, 5.0)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_what_is_not_done_within_the_grace_is_taken_back_and_told(tmp_path: Path) -> None:
     asyncio.run(late(ArithmeticService(tmp_path)))
     with Driver(tmp_path) as critic:
@@ -210,6 +218,7 @@ async def lost_before_a_save(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(service.stop, 5.0)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_what_was_taken_back_gets_into_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(lost_before_a_save(tmp_path, monkeypatch))
     with Driver(tmp_path) as critic:
@@ -232,6 +241,7 @@ async def lost_with_the_disk(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
         await asyncio.to_thread(service.stop, 5.0)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_train_that_the_disk_does_not_let_go_may_not_be_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from guerdon.assembly import build_service
 from guerdon.core import ScoreRequest
@@ -36,6 +34,9 @@ def request(number: int) -> TrainRequest:
 
 async def main() -> None:
     """Trains twice, saves, trains twice more."""
+    import torch  # only here: tests in processes of their own import this module
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
     for folder in (MODEL, CRITIC):
         shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(0)
