@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ import tritonclient.http
 from safetensors.torch import load_file
 
 import zoo
-from guerdon import CriticClient, RewardClient, assembly
+from guerdon import CriticClient, RewardClient, assembly, cli
 from guerdon.assembly import build_service
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, InvalidRequest, Offloaded, StartError
+from guerdon.errors import ConfigError, Exit, InvalidRequest, Offloaded, StartError
 from guerdon.server.runtime import RunningServer
+from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
 from training.plain import PlainCritic, request
@@ -316,28 +317,43 @@ def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) 
 
 def test_a_stopped_critic_says_what_is_saved_and_what_is_journalled(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "guerdon", "serve-critic", str(folder / "model"), "--port", "0", "--no-grpc"]
-    command += ["--global-batch-size", str(GBS)]
+    command += ["--global-batch-size", str(GBS), "--checkpoint-dir", str(tmp_path / "critic")]
     asked = arrays_of(request(rows_of(10, shared=True)))
-    said = []
-    for more in (["--checkpoint-dir", str(tmp_path / "critic")], []):
-        process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True, env=environment())
-        assert process.stdout is not None
-        url = next(line for line in process.stdout if "ready at" in line).split()[3]
-        with CriticClient(url) as critic:
-            critic.train(**asked).result(60)
-            if more:
-                name = critic.save().name
-            critic.train(**asked).result(60)
-        process.send_signal(signal.SIGINT)
-        said.append(process.communicate(timeout=60)[0].splitlines())
-        assert process.returncode == 0
-    counted = "guerdon: stopped; requests answered: {}, refused or failed: 0"
-    assert said[0] == [
-        counted.format(3),
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    url = next(line for line in process.stdout if "ready at" in line).split()[3]
+    with CriticClient(url) as critic:
+        critic.train(**asked).result(60)
+        name = critic.save().name
+        critic.train(**asked).result(60)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 0
+    assert said == [
+        "guerdon: stopped; requests answered: 3, refused or failed: 0",
         f"guerdon: critic stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {name}, train "
         "requests journalled since then: 1; the same command resumes there",
     ]
-    assert said[1] == [
-        counted.format(2),
+
+
+def test_a_stopped_critic_without_a_folder_says_what_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = arrays_of(request(rows_of(10, shared=True)))
+
+    def run(service: Service, config: ServerConfig, on_started: Callable[[str, str | None], None]) -> None:
+        """Serves two trains instead of serving until a signal comes."""
+        with RunningServer(service, config) as server, CriticClient(server.http_url) as critic:
+            on_started(server.http_url, server.grpc_url)
+            for _ in range(2):
+                critic.train(**asked).result(60)
+
+    monkeypatch.setattr("guerdon.server.runtime.run", run)
+    command = ["serve-critic", str(folder / "model"), "--port", "0", "--no-grpc", "--global-batch-size", str(GBS)]
+    assert cli.main(command) == Exit.DONE
+    said = capsys.readouterr().out.splitlines()
+    assert "ready at http://127.0.0.1:" in said[-3]
+    assert said[-2:] == [
+        "guerdon: stopped; requests answered: 2, refused or failed: 0",
         "guerdon: critic stopped at step 6; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir",
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +15,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tritonclient.utils import InferenceServerException
 
 import zoo
-from guerdon import LocalRewardModel, RewardClient
+from guerdon import LocalRewardModel, RewardClient, cli
 from guerdon.assembly import build_service, build_trainer
 from guerdon.core import Sequence
-from guerdon.errors import InvalidRequest
+from guerdon.errors import Exit, InvalidRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
-from processes import environment
 
 TEXTS = ["The colour is red.</s>", "The colour is red.", "Yes</s> and no", "</s></s>", "a</s>\n", "<pad>b<pad>"]
 PADS = {"eos": zoo.EOS, "pad": zoo.PAD, "none": None}
@@ -123,22 +120,17 @@ def test_text_for_a_model_without_a_tokenizer_is_told_why(folder: Path, tmp_path
                     client.score(**samples)
 
 
-def test_the_start_names_the_rule_and_what_is_missing(tmp_path: Path) -> None:
+def test_the_start_names_the_rule_and_what_is_missing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = zoo.checkpoint("gpt2", tmp_path / "rm", pad_token_id=zoo.EOS)
-    command = [sys.executable, "-m", "guerdon", "serve", str(folder), "--port", "0", "--grpc-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    told: list[str] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            told.append(line.strip())
-            if "ready at" in line:
-                break
-    finally:
-        process.terminate()
-        process.communicate()
-    (described,) = [line for line in told if "reward_model: sequence-classification" in line]
+    monkeypatch.setattr("guerdon.server.runtime.run", lambda *_, **__: None)  # would serve until a signal comes
+    assert cli.main(["serve", str(folder), "--port", "0", "--grpc-port", "0"]) == Exit.DONE
+    (described,) = [line for line in capsys.readouterr().out.splitlines() if "reward_model: sequence-class" in line]
     assert "pooling last_non_pad (pad 2)" in described
     assert f"no tokenizer in {folder}: accepts token ids only" in described
-    (warned,) = [line for line in told if "WARNING" in line]
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "is an EOS (2)" in warned and "--pooling last" in warned
