@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import io
 import os
 import pty
@@ -18,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from guerdon import cli, errors
-from guerdon.cli import console
-from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser, completion_script
+from guerdon.cli import console, helps
+from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser
 from guerdon.errors import Exit
 from processes import environment
 
@@ -64,6 +65,8 @@ def test_every_command_is_listed() -> None:
     assert list(parsers()) == ["", *COMMANDS]
     text = cli.make_parser().format_help()
     assert all(re.search(rf"^    {name}\b", text, re.MULTILINE) for name in COMMANDS)
+    shown = [part for parser in parsers().values() for part in (parser.description, parser.epilog)]
+    assert all(value in shown for value in vars(helps).values() if isinstance(value, str) and "\n" in value)
 
 
 def shown_flags(text: str) -> set[str]:
@@ -193,9 +196,12 @@ def test_errors_at_a_real_terminal_are_coloured() -> None:
     env = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     with subprocess.Popen([*COMMAND, "serv"], stderr=theirs, env=env | {"TERM": "xterm-256color"}):
         os.close(theirs)
-        written = os.read(ours, 65536).decode()
+        written = b""
+        with contextlib.suppress(OSError):  # EIO: the command has exited
+            while part := os.read(ours, 65536):
+                written += part
     os.close(ours)
-    assert written.startswith(COLOURED.rstrip())
+    assert written.startswith(COLOURED.rstrip().encode()) and b"\033[36mhelp:\033[0m" in written
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -210,6 +216,7 @@ def test_a_progress_bar_is_for_terminals(
     assert cli.main(["score", "--model", "scorer_of_ones:score", "in.jsonl", "-o", "out.jsonl"]) == Exit.DONE
     err = capsys.readouterr().err
     assert "1 samples in 1 rows" in err and ("%|" in err) == is_terminal
+    assert is_terminal or err.startswith("1 samples in 1 rows")
 
 
 # Exit statuses
@@ -253,7 +260,10 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with each shell's script, as a user writes it there."""
     folder = tmp_path_factory.mktemp("completion")
     for shell in SHELLS:
-        (folder / f"guerdon.{shell}").write_text(completion_script(cli.make_parser(), shell))
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            assert cli.main(["completion", shell]) == Exit.DONE
+        assert err.getvalue() == ""
+        (folder / f"guerdon.{shell}").write_text(out.getvalue())
     (folder / "server.yaml").touch()
     (folder / "models").mkdir()
     return folder
