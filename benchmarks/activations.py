@@ -1,10 +1,10 @@
-"""How much memory a train step takes at its highest, by the token budget and by how many sequences it is given.
+"""Measures the peak memory of a train step, by token budget and number of sequences.
 
-  python benchmarks/activations.py                         tables on the terminal, the same under --out
+  python benchmarks/activations.py                         prints tables, and writes them under --out
 
 A critic and a policy (random Llamas, 256 x 4, vocabulary 8192) make one optimiser step each, on four responses of 128
-tokens to each prompt of 128. Counted is what PyTorch's allocator hands out beyond what was there before the step,
-at its highest: activations, gradients and logits, but neither weights nor the optimiser's state.
+tokens per prompt of 128. Measured is the peak of PyTorch's allocator over its level before the step: activations,
+gradients and logits, but neither weights nor the optimiser's state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def peak(run: Callable[[], Any]) -> int:
-    """The most bytes that were handed out at once while it ran."""
+    """Returns the peak of allocated bytes during the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
         run()
     events = [e for e in made.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -65,7 +65,7 @@ def peak(run: Callable[[], Any]) -> int:
 
 
 def rows(groups: int) -> np.ndarray:
-    """int64 `[B, T]`, prompt by prompt."""
+    """Returns int64 `[B, T]`, prompt by prompt."""
     random = np.random.default_rng(0)
     prompts = random.integers(3, VOCAB_SIZE, (groups, PROMPT)).repeat(PER_PROMPT, 0)
     return np.concatenate([prompts, random.integers(3, VOCAB_SIZE, (len(prompts), RESPONSE))], 1)

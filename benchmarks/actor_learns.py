@@ -1,12 +1,11 @@
-"""Policies that learn from servers, seed by seed: REINFORCE at several costs of the KL, and PPO against a critic.
+"""Trains policies on several seeds: REINFORCE with several KL coefficients, and PPO with a critic.
 
-  python benchmarks/actor_learns.py FOLDER run.yaml          curves, a table and a plot under --out
+  python benchmarks/actor_learns.py FOLDER run.yaml          writes curves, a table and a plot under --out
 
-FOLDER has for every seed a folder `seed-0`, ... of `policy`, `reward_model`, `prompts.jsonl` and `validation.jsonl`;
-they are made by the demo's recipe where they are missing. run.yaml has the settings that all runs share, and beside
-them sections `reinforce` and `ppo`. Every run is a `guerdon reinforce` or `guerdon ppo` process against a server of its
-own, `guerdon serve` or `guerdon serve-critic`; two run at once, each on one thread. The reward before and after is that
-of validation's prompts. What is there already is not made again.
+FOLDER has a folder per seed, `seed-0`, ..., with `policy`, `reward_model`, `prompts.jsonl` and `validation.jsonl`;
+missing ones are made by the demo's recipe. run.yaml has the settings that all runs share, and sections `reinforce`
+and `ppo`. Every run is a `guerdon reinforce` or `guerdon ppo` process with a server of its own; two run at once, each
+on one thread. The reward before and after is that of the validation prompts. Existing results are kept.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out/actor-learns"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--betas", type=float, nargs="*", default=[0.0, 0.3, 10.0], help="costs of the KL")
-    parser.add_argument("--ppo", type=float, nargs="*", default=[0.3], help="the same for PPO; none: leave it out")
+    parser.add_argument("--betas", type=float, nargs="*", default=[0.0, 0.3, 10.0], help="KL coefficients")
+    parser.add_argument("--ppo", type=float, nargs="*", default=[0.3], help="the same for PPO; none: skip it")
     parser.add_argument("--critic-learning-rate", type=float, default=1e-3)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--port", type=int, default=5600)
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def make(folder: Path, seed: int) -> None:
-    """The demo's models and prompts by this seed."""
+    """Makes the demo's models and prompts for this seed."""
     made = folder.resolve() / f"seed-{seed}"
     if not (made / "validation.jsonl").exists():
         code = f"from pathlib import Path; from demo import parts; parts.make(Path({str(made)!r}), {seed})"
@@ -70,7 +69,7 @@ def make(folder: Path, seed: int) -> None:
 
 
 def run(kind: str, beta: float, seed: int, args: argparse.Namespace, port: int) -> list[dict]:
-    """The lines of metrics.jsonl of one run."""
+    """Returns the lines of a run's metrics.jsonl."""
     out, folder = args.out / f"{kind}-{beta:g}-{seed}", args.folder / f"seed-{seed}"
     if not (out / "curves.png").exists():
         out.mkdir(parents=True)
@@ -99,13 +98,13 @@ def run(kind: str, beta: float, seed: int, args: argparse.Namespace, port: int) 
 
 
 def ends(lines: list[dict], name: str) -> tuple[float, float]:
-    """The first and the last value logged under the name."""
+    """Returns the first and the last value logged under the name."""
     values = [line[name] for line in lines if name in line]
     return values[0], values[-1]
 
 
 def table(results: dict[str, list[list[dict]]]) -> Iterator[str]:
-    """Markdown: mean and standard deviation over the seeds."""
+    """Returns means and standard deviations over the seeds, as Markdown."""
     yield "| | reward before | after | rise | smallest rise | KL | entropy after | length after |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, curves in results.items():
@@ -118,7 +117,7 @@ def table(results: dict[str, list[list[dict]]]) -> Iterator[str]:
 
 
 def plot(results: dict[str, list[list[dict]]], path: Path) -> None:
-    """Each seed's curve, and their mean, of what a run is watched by."""
+    """Draws each seed's curves of the main metrics, and their mean."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,19 +1,19 @@
-"""Every form of attention over packed batches that this machine can run, side by side, alternating; medians.
+"""Compares all forms of attention over packed batches that this machine can run, alternating; medians.
 
   python benchmarks/attention.py                      heads of an 8B model, all loads, in the device's usual dtype
   python benchmarks/attention.py --dtype float32 --heads 6 --kv-heads 6 --size 64 --tokens 2048
 
-One layer's attention, without the model around it. A load is a batch of so many tokens: groups of a prompt and its
-responses, which are stored once and seen by all of the group (`guerdon.engine.packing`). Read the table so:
+Measures one layer's attention, without the model around it. A load is a batch of so many tokens: groups of a prompt and
+its responses; the prompt is stored once and seen by the whole group (`guerdon.engine.packing`). The table:
 
   forward       milliseconds of the forward pass alone, as in serving
-  both          of the forward and the backward pass, as in training a critic
-  output, slopes  root mean square of the difference from by_segment in float64, relative; slopes are the gradients
-  picked        this is the form that guerdon takes (the order is in `guerdon.engine.attention.forms`)
-  fastest       this is the form that it should take here, by the time of the pass that is named
+  both          milliseconds of forward and backward pass, as in training a critic
+  output, slopes  relative RMS difference from by_segment in float64; slopes are the gradients
+  picked        the form that guerdon takes (the order is in `guerdon.engine.attention.forms`)
+  fastest       the form that it should take here, by the time of the named pass
 
-Where `picked` and `fastest` stand in different lines by more than a tenth, the order deserves a change.
-Absolute times of a busy machine mean little; the forms of one load are measured in turn, so that they can be compared.
+If `picked` and `fastest` stand in lines that differ by more than a tenth, the order should change. Absolute times on a
+busy machine mean little; the forms of one load alternate, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ LOADS = {
     for prompt in (100, 1000)
     for responses in ((1, 8, 32) if extra in ("", ", window") else (1,) if "encoder" in extra else (8,))
 }
-"""Prompt's tokens, responses a prompt, and what the layer asks beyond causal attention."""
+"""Prompt tokens, responses per prompt, and what the layer needs beyond causal attention."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="default: a GPU where there is one")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="(default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", default="bfloat16" if cuda else "float32", help="default: bfloat16; float32 on a CPU"
     )
     parser.add_argument(
-        "--tokens", type=int, default=16384 if cuda else 4096, help="tokens of a batch; larger groups are left out"
+        "--tokens", type=int, default=16384 if cuda else 4096, help="tokens per batch; larger groups are skipped"
     )
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads (default: 8)")
     parser.add_argument("--size", type=int, default=128, help="size of a head (default: 128)")
     parser.add_argument("--rounds", type=int, default=20 if cuda else 5, help="rounds over all forms of a load")
     parser.add_argument("--loads", default="", help="only loads whose name contains this")
-    parser.add_argument("--forward-only", action="store_true", help="leave the backward pass out")
+    parser.add_argument("--forward-only", action="store_true", help="skip the backward pass")
     parser.add_argument("--out", type=Path, default=Path("out/bench-attention"), help="folder of the results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def make_batch(prompt: int, responses: int, tokens: int, *, share: bool) -> PackedBatch:
-    """As many whole groups as make about so many tokens."""
+    """Returns whole groups with about so many tokens in total."""
     random = np.random.default_rng(0)
     groups = max(1, tokens // ((prompt if share else prompt * responses) + responses * RESPONSE))
     rows = []
@@ -93,7 +93,7 @@ def make_batch(prompt: int, responses: int, tokens: int, *, share: bool) -> Pack
 
 
 def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -> dict:
-    """Milliseconds and differences of every form."""
+    """Returns milliseconds and differences of every form."""
     causal, softcap = "encoder" not in extra, 50.0 if "cap" in extra else None
     batch = make_batch(prompt, responses, args.tokens, share=causal)
     function = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
@@ -132,7 +132,7 @@ def leaves(tensors: list[Tensor], differentiated: bool) -> list[Tensor]:
 def run(
     form: AttentionForm, batch: PackedBatch, inputs: list[Tensor], need: Need, pattern: Pattern | None
 ) -> tuple[Tensor, ...]:
-    """The output, and the gradients if needed."""
+    """Returns the output, and the gradients if needed."""
     some = leaves(inputs[:3], need.gradients)
     with torch.set_grad_enabled(need.gradients):
         out = form.compute(batch, some[0], some[1], some[2], need.size**-0.5, need, pattern, None)
@@ -146,7 +146,7 @@ def alternate(
     pattern: Pattern | None,
     rounds: int,
 ) -> dict[str, float]:
-    """Median milliseconds of each; the first of the rounds is not counted."""
+    """Returns the median milliseconds of each; the first round is not counted."""
     wait: Callable[[], None] = torch.cuda.synchronize if inputs[0].device.type == "cuda" else lambda: None
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds + 1):
@@ -160,7 +160,7 @@ def alternate(
 
 
 def report(about: dict[str, str], loads: dict[str, dict]) -> str:
-    """The table, a line a form and load."""
+    """Returns the table, one line per form and load."""
     lines = [", ".join(f"{name}: {what}" for name, what in about.items()), ""]
     lines += ["| load | tokens | form | forward ms | both ms | output | slopes | |", "| - " * 8 + "|"]
     for load, found in loads.items():

@@ -1,14 +1,14 @@
-"""guerdon beside every other server that installs, in one run: what `make bench` is.
+"""Measures guerdon beside every other server that can be installed, in one run; `make bench` runs it.
 
-  python benchmarks/bench.py --setup --data FILE.jsonl[.gz]   all of it; about half an hour on two cores
-  python benchmarks/bench.py --quick --data FILE.jsonl[.gz]   eight responses a prompt, the best forms; some minutes
+  python benchmarks/bench.py --setup --data FILE.jsonl[.gz]   everything; about half an hour on two cores
+  python benchmarks/bench.py --quick --data FILE.jsonl[.gz]   eight responses per prompt, the best forms; some minutes
 
 One random model, real chat text: prompts bare, short (with an earlier turn, about 180 tokens) and long (a conversation
-of about 1,000 tokens), with 1 to 32 responses each. The forms score one cell after another, in turn, in rounds. Then
-the servers without a model, the forward's share of the machine's limit (rates.py) and the cost by responses a prompt
-(growth.py). Results, tables and pictures lie under --out; a part that is measured anew takes its old place there.
-Peers without an environment are left out and named; --setup makes those that are missing (gigabytes, once).
-Ends with 1 where a promise does not hold.
+of about 1,000 tokens), with 1 to 32 responses each. All forms score one cell after another, alternating in rounds. Then
+come the servers without a model, the forward's share of the machine's limit (rates.py) and the cost by responses per
+prompt (growth.py). Results, tables and pictures are written under --out; a repeated part replaces its old results.
+Peers without an environment are skipped and named; --setup installs the missing ones (gigabytes, once).
+The exit status is 1 if a promise does not hold.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
                         help='JSONL of {"prompt", "responses"}; default: the demo\'s prompts')  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of models, results and pictures")
     parser.add_argument("--environments", type=Path, default=Path(".bench"), help="folder of the peers' environments")
-    parser.add_argument("--setup", action="store_true", help="first make the peers' environments that are missing")
+    parser.add_argument("--setup", action="store_true", help="first install the missing environments of the peers")
     parser.add_argument("--quick", action="store_true", help="only 8 responses, short and long, the best forms")
     parser.add_argument("--parts", type=listed(PARTS), default=None, help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--loads", type=listed(PROMPTS), default=None,
@@ -85,11 +85,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--responses", type=listed(map(str, RESPONSES)), default=None, help="(default: 1,4,8,16,32)")
     parser.add_argument("--response-tokens", type=int, default=MOST_RESPONSE,
                         help=f"responses are cut after so many (default: {MOST_RESPONSE})")  # fmt: skip
-    parser.add_argument("--only", default="", help="of the peers' servers those whose forms' names contain this text")
+    parser.add_argument("--only", default="", help="measure only the peers whose forms' names contain this text")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all forms; medians are shown (default: 5)")
     parser.add_argument("--minutes", type=float, default=float("inf"),
-                        help="no round over the peers begins that would end later")  # fmt: skip
-    parser.add_argument("--null-seconds", type=float, default=2.0, help="time of one null measurement (default: 2)")
+                        help="start no round over the peers that would end later")  # fmt: skip
+    parser.add_argument(
+        "--null-seconds", type=float, default=2.0, help="seconds of one measurement without a model (default: 2)"
+    )
     args = parser.parse_args()
     args.parts = args.parts or (["peers"] if args.quick else list(PARTS))
     args.loads = args.loads or (["short", "long"] if args.quick else list(PROMPTS))
@@ -98,7 +100,7 @@ def arguments() -> argparse.Namespace:
 
 
 def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: some of the known words, with commas between."""
+    """Returns an argparse type for some of the known words, separated by commas."""
     words = tuple(known)
 
     def read(text: str) -> list[str]:
@@ -111,7 +113,7 @@ def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def measure_peers(args: argparse.Namespace) -> dict:
-    """Every form in every cell."""
+    """Measures every form in every cell."""
     chats = read_chats(args.data)
     sample = [f"Human: {c['prompt']}\n\nAssistant: {r}" for c in chats[:100] for r in c["responses"]]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(make_models(args.out, [sample]))
@@ -129,12 +131,12 @@ def measure_peers(args: argparse.Namespace) -> dict:
 
 
 def wanted(name: str, only: str) -> bool:
-    """Whether a form is measured where only those with a text in their names are, beside what all are held against."""
+    """Returns whether a form is measured if its name must contain `only`; guerdon and the references always are."""
     return only in name or name.startswith(("guerdon", "in process"))
 
 
 def measure_null(args: argparse.Namespace) -> dict:
-    """By form and concurrency: the rounds' requests/s and latencies of one request of 512 tokens, without a model."""
+    """Returns requests/s and latencies without a model, one sequence per request, by form and concurrency."""
     found: dict = defaultdict(lambda: defaultdict(list))
     forms = [f for f in NULL_FORMS if is_here(f.server, args.environments) and wanted(f.name, args.only)]
     with ExitStack() as stack:
@@ -160,7 +162,7 @@ def measure_null(args: argparse.Namespace) -> dict:
 
 
 def one_null(form: Form, port: int, seconds: float) -> dict[str, float]:
-    """Requests/s and median latency at 1, 8 and 64 requests in flight."""
+    """Returns requests/s and median latency at 1, 8 and 64 requests in flight."""
     request = form.write([NULL_ROW], [""])
     told = {}
     for concurrency in (1, 8, 64):
@@ -171,7 +173,7 @@ def one_null(form: Form, port: int, seconds: float) -> dict[str, float]:
 
 
 def by_script(name: str, args: argparse.Namespace) -> dict:
-    """What a script of this folder finds, in a process of its own."""
+    """Runs a script of this folder in a process of its own; returns its results."""
     subprocess.run([sys.executable, HERE / f"{name}.py", "--out", args.out], check=True, stdout=subprocess.DEVNULL)
     return json.loads((args.out / f"{name}.json").read_text())
 

@@ -1,4 +1,4 @@
-"""What bench.py has found, as pictures: times faster, cost by responses a prompt, and the share of the limit."""
+"""Draws the results of bench.py: speed-ups, cost by responses per prompt, and the share of the limit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PEERS = {
     "transformers, padded": SORTED.name,
     "transformers, one by one": ONE_BY_ONE.name,
 }
-"""The pictures' rows: the best form of those whose names begin so."""
+"""The pictures' rows: the best form whose name begins so."""
 TITLES = {"bare": "questions alone", "short": "short prompts", "long": "long prompts"}
 
 
 def draw(results: dict, folder: Path) -> None:
-    """Every picture that the results have the part of."""
+    """Draws a picture for each part of the results."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         if "peers" in results:
@@ -49,7 +49,7 @@ def _save(plt: Any, figure: Any, path: Path) -> None:
 
 
 def _times(plt: Any, part: dict) -> Any:
-    """A panel a load: for each peer's best form, by responses a prompt, how many times faster guerdon's server is."""
+    """Draws one panel per load: guerdon's speed-up over each peer's best form, by responses per prompt."""
     loads = [name for name in PROMPTS if any(cell["load"] == name for cell in part["cells"])]
     cells = {name: [cell for cell in part["cells"] if cell["load"] == name] for name in loads}
     times = {name: [_times_of(cell) for cell in cells[name]] for name in loads}
@@ -84,7 +84,7 @@ def _times(plt: Any, part: dict) -> Any:
 
 
 def _times_of(cell: dict) -> dict[str, float]:
-    """By row of the picture, how many times faster guerdon's server is than the peer's best form."""
+    """Returns the speed-up of guerdon's server over each peer's best form, by row of the picture."""
     _, mine = best(cell, ours=True, served=True)
     told = {}
     for peer, beginning in PEERS.items():
@@ -103,7 +103,7 @@ def _short(value: float) -> str:
 
 
 def _growth(plt: Any, part: dict) -> Any:
-    """Milliseconds a prompt by its responses, beside what P + N·R and what all tokens sent would cost."""
+    """Draws milliseconds per prompt by its responses, beside the costs of P + N·R and of all tokens sent."""
     rows = part["rows"]
     counts = np.array([row["responses"] for row in rows])
     ms = np.array([1e3 * statistics.median(row["seconds"]) / row["groups"] for row in rows])
@@ -130,7 +130,7 @@ def _growth(plt: Any, part: dict) -> Any:
 
 
 def _shares(plt: Any, part: dict) -> Any:
-    """Bars: the forward's FLOPs a second as a share of those of its matrix products alone."""
+    """Draws bars: the forward's FLOP/s as a share of those of its matrix products alone."""
     rows = part["models"][::-1]
     shares = [statistics.median(rates.shares_of(row)) for row in rows]
     spread = np.array([[s - min(rates.shares_of(r)), max(rates.shares_of(r)) - s]

@@ -1,4 +1,4 @@
-"""What bench.py has found, as Markdown."""
+"""Formats the results of bench.py as Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ median = statistics.median
 
 
 def report(results: dict) -> str:
-    """All parts that the results have; medians over the rounds."""
+    """Formats all parts that the results have; medians over the rounds."""
     parts = []
     if "peers" in results:
         parts += _peers(results["peers"])
@@ -60,7 +60,7 @@ def _sizes(cells: list[dict]) -> str:
 
 
 def _rates(cells: list[dict]) -> str:
-    """Sequences/s of every form by responses a prompt, the best of guerdon's servers and of the peers in bold."""
+    """Formats sequences/s of every form by responses per prompt; guerdon's and the peers' best are bold."""
     names = [f.name for f in (*FORMS, *IN_PROCESS) if any(f.name in cell["forms"] for cell in cells)]
     tops = [{best(cell)[0], best(cell, ours=True, served=True)[0]} for cell in cells]
     lines = [
@@ -78,7 +78,7 @@ def _rates(cells: list[dict]) -> str:
 
 
 def _best(cells: list[dict]) -> str:
-    """How many times faster guerdon's server is than the best peers, by responses a prompt."""
+    """Formats the speed-up of guerdon's server over the best peers, by responses per prompt."""
     lines = [
         "| times faster | " + " | ".join(str(cell["responses"]) for cell in cells) + " |",
         "| --- |" + " --- |" * len(cells),

@@ -1,8 +1,8 @@
-"""How much memory one byte of a request's body takes: at the peak of reading it, and as long as it is asked.
+"""Measures how much memory one byte of a request's body takes: at the peak of decoding, and while it waits.
 
-  PYTHONPATH=src python benchmarks/body_memory.py        a table on the terminal; Linux
+  PYTHONPATH=src python benchmarks/body_memory.py        prints a table; Linux only
 
-Each kind of body is read in a process of its own, whose resident memory is what is measured.
+Each kind of body is decoded in a process of its own, whose resident memory is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measured(kind: str) -> tuple[str, ...]:
-    """Its size in MiB, and by its size: the peak, what is kept, and what the gate counts."""
+    """Returns the body's size in MiB, and as multiples of it: the peak, what is kept, and what admission counts."""
     make, read = KINDS[kind]
     body, json_length = make()
     gc.collect()
@@ -58,7 +58,7 @@ def measured(kind: str) -> tuple[str, ...]:
 
 
 def resident() -> tuple[int, int]:
-    """The bytes of memory that this process has, and had at most."""
+    """Returns the resident memory of this process and its peak, in bytes."""
     told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return tuple(int(told[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
 

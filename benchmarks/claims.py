@@ -1,4 +1,4 @@
-"""What is promised of guerdon's speed, held against what bench.py has measured."""
+"""Checks the promises about guerdon's speed against the results of bench.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_PADDED, OF_FASTEST, OF_PADDED_LONG, OF_FASTEST_ALONE = 3.0, 1.8, 6.0, 1.1
 
 @dataclass(frozen=True)
 class Claim:
-    """One promise: what it says, what was found and what it should at least (or, `at_most`) be."""
+    """A promise, the measured value, and its bound: a minimum, or with `at_most` a maximum."""
 
     text: str
     found: float
@@ -25,7 +25,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether what was found keeps the promise."""
+        """Whether the measured value keeps the promise."""
         return self.found <= self.bound if self.at_most else self.found >= self.bound
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ class Claim:
 
 
 def rate(row: dict) -> float:
-    """The median over the rounds, in sequences/s."""
+    """Returns the median over the rounds, in sequences/s."""
     return statistics.median(row["seq_s"])
 
 
 def best(cell: dict, *, ours: bool = False, pads: bool | None = None, served: bool = False) -> tuple[str, float]:
-    """The fastest form of a cell and its rate: of guerdon's or the peers', of those that pad or not, of servers."""
+    """Returns the fastest form of a cell and its rate, among guerdon's or the peers', padded or not, servers or not."""
     found = {
         name: rate(row)
         for name, row in cell["forms"].items()
@@ -55,7 +55,7 @@ def best(cell: dict, *, ours: bool = False, pads: bool | None = None, served: bo
 
 
 def claims_of(results: dict) -> list[Claim]:
-    """The promises of which the results have the measurement."""
+    """Returns the promises that the results have measurements of."""
     told = []
     for cell in results.get("peers", {}).get("cells", []):
         _, mine = best(cell, ours=True, served=True)
@@ -84,7 +84,7 @@ def claims_of(results: dict) -> list[Claim]:
 
 
 def verdict(claims: list[Claim]) -> str:
-    """One line a promise, and whether all of them held."""
+    """Returns one line per promise, and whether all hold."""
     if not claims:
         return "Nothing that is promised was measured."
     broken = sum(not claim.holds for claim in claims)

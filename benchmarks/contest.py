@@ -1,4 +1,4 @@
-"""The rounds of bench.py: every form that is there scores the same cells, in turn."""
+"""Runs the rounds of bench.py: every available form scores the same cells, in turn."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from servers import Server, is_here
 from workload import Cell, Group
 
 MARGIN = 1.4
-"""A form that is so many times slower than the best of its kind in the first round is not measured again."""
+"""A form that is this many times slower than the best of its kind in the first round is not measured again."""
 
 
 class PeerFailed(Exception):
-    """A peer's server did not answer a request with scores; it is left out from then on, and named."""
+    """A peer's server did not answer with scores; it is skipped from then on, and named."""
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One form with its process up: `run` gives the seconds, each sequence's score by its number, and latencies."""
+    """A form with its running process; `run` returns seconds, scores by sequence number, and latencies."""
 
     name: str
     pads: bool
@@ -40,9 +40,9 @@ class Entrant:
 
 
 def measure(cells: list[Cell], names: list[str], environments: Path, folder: Path, *, rounds: int, end: float) -> dict:
-    """The forms of these names over all cells, `rounds` times or until one more round would pass the time `end`.
+    """Measures the named forms over all cells, `rounds` times or until another round would end after `end`.
 
-    What does not start, or fails, is left out from then on and told under "missing".
+    Forms that do not start, or fail, are skipped from then on and listed under "missing".
     """
     missing: dict[str, str] = {}
     with ExitStack() as stack:
@@ -91,7 +91,7 @@ def takes_part(entrant: Entrant, responses: int, found: dict[str, dict]) -> bool
 def _entrants(
     forms: list[Form], environments: Path, folder: Path, missing: dict[str, str], stack: ExitStack
 ) -> list[Entrant]:
-    """The forms' servers, started together, warm, and standing still."""
+    """Starts the forms' servers together, warms them up, and stops them with SIGSTOP."""
     missing |= {f.name: "no environment" for f in forms if not is_here(f.server, environments)}
     forms = [f for f in forms if f.name not in missing]
     servers: dict[str, Server] = {}
@@ -180,7 +180,7 @@ def _add(forms: dict, entrant: Entrant, num_sequences: int, seconds: float, late
 
 
 def _compare(forms: dict, scores: dict[str, dict[int, float]]) -> None:
-    """Adds the largest difference from transformers, one sequence at a time, over the sequences that both scored."""
+    """Adds the largest difference from transformers, one sequence at a time, over the sequences both scored."""
     reference = scores.get(ONE_BY_ONE.name, {})
     for name, row in forms.items():
         both = scores[name].keys() & reference.keys()

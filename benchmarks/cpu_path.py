@@ -1,15 +1,14 @@
-"""What the CPU path's choices rest on, measured again where you are; each `what` prints a table.
+"""Measures what the choices of the CPU path rest on, on your machine; each `what` prints a table.
 
   python benchmarks/cpu_path.py dtypes     sequences/s, and how far rewards are from float32's: bfloat16, int8 (dynamic
                                            quantisation), float32 with products in bfloat16
-  python benchmarks/cpu_path.py memory     sequences/s and page faults with freed memory kept by malloc, and by glibc's
-                                           own rule; on the main thread and on another, as in a server
-  python benchmarks/cpu_path.py threads    sequences/s by number of torch's threads, by itself and beside another busy
+  python benchmarks/cpu_path.py memory     sequences/s and page faults if malloc keeps freed memory, and by glibc's
+                                           default; on the main thread and on another, as in a server
+  python benchmarks/cpu_path.py threads    sequences/s by number of torch's threads, alone and beside another busy
                                            Python thread
 
-Text in the shape of RLHF scoring, a random Llama by default; `--model` takes any reward model's folder, such as the one
-that `make demo` trains. Forms alternate, medians over the rounds are shown. A machine that does something else at
-the same time measures that.
+Text in the shape of RLHF scoring, and by default a random Llama; `--model` takes any reward model's folder, such as the
+one that `make demo` trains. Forms alternate; medians over the rounds are printed. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ GLIBC_RULE = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_ARENA_MAX": str(8 * (os.cpu_count() or 1)),
 }
-"""What glibc comes to by itself once large blocks have been freed."""
+"""glibc's own values once large blocks have been freed."""
 
 
 def main() -> None:
@@ -75,14 +74,14 @@ def random_model(args: argparse.Namespace) -> Path:
 
 
 def read(args: argparse.Namespace) -> list[list[Sequence]]:
-    """Of each prompt its sequences, cut to the model's maximum."""
+    """Returns the sequences of each prompt, cut to the model's maximum."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
     groups = read_groups(args.data, args.prompts)
     return [[Sequence(np.array(tokenizer(text)["input_ids"][:MAX_LENGTH])) for text in group] for group in groups]
 
 
 def medians(forms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each form, which take turns."""
+    """Returns the seconds of each form; the forms alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(rounds + 1):
         for name, run in forms.items():
@@ -102,7 +101,7 @@ def table(head: str, rows: list[str]) -> None:
 
 
 class InBfloat16(nn.Module):
-    """A linear layer of a float32 model whose product is computed in bfloat16."""
+    """A linear layer of a float32 model that computes its product in bfloat16."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -199,7 +198,7 @@ def child(args: argparse.Namespace) -> None:
 
 @contextmanager
 def busy() -> Any:
-    """Beside a Python thread that is busy for a third of the time, as a server's loop under load."""
+    """Runs a Python thread that is busy for a third of the time, like a server's loop under load."""
     done = threading.Event()
 
     def work() -> None:

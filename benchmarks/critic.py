@@ -1,13 +1,13 @@
-"""One train step of a critic: plain transformers on padded batches, guerdon in process, guerdon over HTTP; in turn.
+"""Measures a critic's train step: plain transformers on padded batches, guerdon in process and over HTTP, alternating.
 
-  python benchmarks/critic.py --data FILE.jsonl[.gz]       a table on the terminal, results and a plot under --out
+  python benchmarks/critic.py --data FILE.jsonl[.gz]       prints a table, writes results and a plot under --out
 
-Two loads: the text of FILE, and sequences of random ids whose lengths are RLHF's (prompts of about 180 tokens, eight
-responses of about 150 each). The server's form has a journal on the disk of --out; what the network and the journal
-take is the client's time less the time inside the trainer, which the server's metrics tell.
+Two loads: the text of FILE, and random ids with lengths as in RLHF (prompts of about 180 tokens, eight responses of
+about 150 each). The served form has a journal on the disk of --out; the cost of network and journal is the client's
+time minus the time inside the trainer, which the server's metrics report.
 
-Padding runs twice, as it is and in a process that keeps the memory it frees, as guerdon's do. Promised is LEAST times
-the faster of both; the last line says whether that holds, and the exit status is 1 where it does not.
+Padding is measured twice: as it is, and in a process that keeps freed memory, as guerdon's do. The promise is LEAST
+times the speed of the faster; the last line says whether it holds, and the exit status is 1 if not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-critic"), help="folder of models and results")
     parser.add_argument("--prompts", type=int, default=8, help="prompts, each with all its responses (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all forms; medians are shown (default: 3)")
-    parser.add_argument("--steps", type=int, default=1, help="steps of a form in a round (default: 1)")
+    parser.add_argument("--steps", type=int, default=1, help="steps per form and round (default: 1)")
     parser.add_argument("--port", type=int, default=5556, help="the server's port (default: 5556)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def random_groups(count: int) -> list[list[np.ndarray]]:
-    """The sequences of each of `count` prompts: log-normal lengths of medians 180 and 150."""
+    """Returns the sequences of each of `count` prompts: log-normal lengths of medians 180 and 150."""
     rng = np.random.default_rng(0)
 
     def ids(median: int, low: int, high: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def random_groups(count: int) -> list[list[np.ndarray]]:
 
 
 def make_batch(groups: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """What a PPO trainer would send: a target for every token of the responses, the rows prompt by prompt."""
+    """Makes a PPO trainer's request: a target for every token of the responses, rows prompt by prompt."""
     rng = np.random.default_rng(1)
     rows = [(min(common_prefix(group[0], row) for row in group), row) for group in groups for row in group]
     count, width = len(rows), max(len(row) for _, row in rows)
@@ -111,7 +111,7 @@ def make_batch(groups: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def measure(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespace) -> dict:
-    """Seconds of every step by form, and the seconds a step that the server spent outside the trainer."""
+    """Returns the seconds of every step by form, and the server's seconds per step outside the trainer."""
     seconds: dict[str, list[float]] = {form: [] for form in (*PADDED, *OWN)}
     outside: list[float] = []
     for _ in range(args.rounds):
@@ -131,7 +131,7 @@ def measure(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespace
 
 
 def over_http(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of each train call as the client sees it, and how much of them was not in the trainer."""
+    """Returns the seconds of each train call as the client sees it, and the part outside the trainer."""
     url = f"http://127.0.0.1:{args.port}"
     journal = args.out / f"checkpoints-{time.time_ns()}"
     flags = ("--checkpoint-dir", str(journal), "--global-batch-size", str(len(batch["tokens"])))
@@ -149,14 +149,14 @@ def over_http(folder: Path, batch: dict[str, np.ndarray], args: argparse.Namespa
 
 
 def in_trainer(url: str) -> float:
-    """Seconds that all train requests so far took inside the trainer."""
+    """Returns the seconds that all train requests so far took inside the trainer."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
     return sum(float(x) for x in re.findall(r"^guerdon_train_seconds_sum\S* (\S+)$", text, re.MULTILINE))
 
 
 def report(results: dict) -> str:
-    """The results as Markdown: medians over the steps."""
+    """Formats the results as Markdown: medians over the steps."""
     median, about = statistics.median, results["about"]
     lines = [f"{about['date']}, commit {about['commit']}, {about['hardware']}, float32. Medians of all steps.", ""]
     for name, load in results["loads"].items():
@@ -181,12 +181,12 @@ def report(results: dict) -> str:
 
 
 def fastest_padded(load: dict) -> float:
-    """Seconds of the faster padded step, a median."""
+    """Returns the median seconds of the faster padded step."""
     return min(statistics.median(load["seconds"][form]) for form in PADDED)
 
 
 def broken_of(results: dict) -> list[str]:
-    """Where guerdon's step is not as many times as fast as is promised."""
+    """Returns the loads on which guerdon's speed-up is below the promise."""
     broken = []
     for name, load in results["loads"].items():
         for form in OWN:
@@ -197,7 +197,7 @@ def broken_of(results: dict) -> list[str]:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Bars: tokens a second by form and load."""
+    """Draws bars: tokens per second by form and load."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Seconds of one critic train step in this process, printed: `padded` (plain transformers) or `guerdon`.
+"""Prints the seconds of a critic's train step in this process: `padded` (plain transformers) or `guerdon`.
 
 A step is one global batch: forward, clipped value loss, backward, gradient clipping, AdamW.
 """
@@ -18,13 +18,13 @@ from guerdon.critic_core import TrainRequest
 from guerdon.settings.config import CriticConfig
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
-"""The environment in which any process keeps what it frees, as guerdon's do by themselves."""
+"""The environment that makes a process keep freed memory, as guerdon's do by themselves."""
 MICRO_BATCH = 16
 LEARNING_RATE = 9e-6
 
 
 def padded(folder: str, batch: dict[str, np.ndarray]) -> Callable[[int], None]:
-    """The usual step: micro-batches in order of arrival, each right-padded to its longest row, SDPA attention."""
+    """Takes the usual step: micro-batches in order of arrival, right-padded to their longest row, SDPA attention."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     trunk, head = model.base_model, model.score
     trunk.config.use_cache = False
@@ -53,7 +53,7 @@ def padded(folder: str, batch: dict[str, np.ndarray]) -> Callable[[int], None]:
 
 
 def guerdon(folder: str, batch: dict[str, np.ndarray]) -> Callable[[int], None]:
-    """guerdon's trainer, without its server."""
+    """Takes steps of guerdon's trainer, without its server."""
     from guerdon.assembly import build_trainer
 
     config = CriticConfig(model=folder, global_batch_size=len(batch["tokens"]), learning_rate=LEARNING_RATE)

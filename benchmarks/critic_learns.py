@@ -1,11 +1,11 @@
-"""A critic that learns only through `critic_train`: how a movie review will end, told from its beginning.
+"""Trains a critic through `critic_train` to predict a movie review's label from its beginning.
 
   python benchmarks/critic_learns.py FILE.jsonl[.gz]       lines of {"text", "label"}; curves and a plot under --out
 
-The critic starts from random weights. The return at every token is the review's label, 0 or 1, as a reward at the end
-of an undiscounted episode gives it. Each request brings its own `prev_values` from `critic_infer`, as PPO's does. The
-checkpoint that is best on the validation reviews is kept by the server, loaded at the end, and measured on test reviews
-that nothing was chosen by.
+The critic starts from random weights. The return at every token is the review's label, 0 or 1, like a reward at the end
+of an undiscounted episode. Each request has its own `prev_values` from `critic_infer`, as in PPO. The server keeps the
+checkpoint that is best on the validation reviews; it is loaded at the end, and measured on test reviews that played no
+part in the choice.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=1.0)
-    parser.add_argument("--request", type=int, default=512, help="reviews a train request (default: 512)")
-    parser.add_argument("--held-out", type=int, default=1000, help="reviews of validation, and of test (default: 1000)")
+    parser.add_argument("--request", type=int, default=512, help="reviews per train request (default: 512)")
+    parser.add_argument(
+        "--held-out", type=int, default=1000, help="reviews for validation, and as many for test (default: 1000)"
+    )
     parser.add_argument("--port", type=int, default=5556, help="the server's port (default: 5556)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def read(path: Path) -> list[tuple[str, int]]:
-    """(text, label) of every line, shuffled."""
+    """Returns (text, label) of every line, shuffled."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     return [(rows[i]["text"], rows[i]["label"]) for i in np.random.default_rng(0).permutation(len(rows))]
@@ -97,13 +99,13 @@ def make_model(folder: Path, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, reviews: list[tuple[str, int]]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Ids of each review, EOS at its end, and the labels."""
+    """Returns the ids of each review, with EOS at the end, and the labels."""
     rows = [np.array([*tokenizer(text)["input_ids"][: MAX_LENGTH - 1], 2]) for text, _ in reviews]
     return rows, np.array([label for _, label in reviews], np.float32)
 
 
 def targets(rows: list[np.ndarray], labels: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The returns and the mask of each row: the label at every token but the last, before no action."""
+    """Returns the returns and the mask of each row: the label at every token but the last, which precedes no action."""
     returns = [np.full(len(row) - 1, label, np.float32) for row, label in zip(rows, labels, strict=True)]
     return returns, [np.ones_like(r) for r in returns]
 
@@ -111,7 +113,7 @@ def targets(rows: list[np.ndarray], labels: np.ndarray) -> tuple[list[np.ndarray
 def learn(
     client: CriticClient, train: tuple[list[np.ndarray], np.ndarray], epoch: int, args: argparse.Namespace
 ) -> dict:
-    """One pass over the training reviews; means over its requests."""
+    """Makes one pass over the training reviews; returns means over its requests."""
     rows, labels = train
     order = np.random.default_rng(epoch + 1).permutation(len(rows))
     reports = []
@@ -129,7 +131,7 @@ def learn(
 
 
 def measure(client: CriticClient, held_out: tuple[list[np.ndarray], np.ndarray]) -> dict:
-    """The explained variance of the returns at all tokens, as the server's validation tells it, and at the last one."""
+    """Returns the explained variance of the returns at all tokens, by the server's validation, and at the last one."""
     rows, labels = held_out
     returns, mask = targets(rows, labels)
     values = client.infer(tokens=rows).values
@@ -143,7 +145,7 @@ def measure(client: CriticClient, held_out: tuple[list[np.ndarray], np.ndarray])
 
 
 def examples(client: CriticClient, tokenizer: PreTrainedTokenizerFast, held_out: tuple[list, np.ndarray]) -> list[dict]:
-    """The value after each word of some held-out reviews: the first of each label that have a length to look at."""
+    """Returns the value after each word of some held-out reviews: the first of each label with a readable length."""
     rows, labels = held_out
     fitting = [i for i, row in enumerate(rows) if 9 <= len(row) <= 16 and 1 not in row]
     chosen = [i for label in (1, 0) for i in [i for i in fitting if labels[i] == label][: SHOWN // 2]]
@@ -159,7 +161,7 @@ def examples(client: CriticClient, tokenizer: PreTrainedTokenizerFast, held_out:
 
 
 def plot(result: dict, path: Path) -> None:
-    """The explained variance by epoch, and values along some held-out reviews."""
+    """Draws the explained variance by epoch, and values along some held-out reviews."""
     import matplotlib
 
     matplotlib.use("Agg")

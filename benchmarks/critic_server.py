@@ -1,4 +1,4 @@
-"""A `guerdon serve` or `guerdon serve-critic` process and a client for it, while a `with` lasts."""
+"""Context managers that run `guerdon serve` or `guerdon serve-critic` in a process, with a client."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Client = TypeVar("Client", CriticClient, RewardClient)
 
 
 def serving(model: Path, port: int, log: Path, *flags: str) -> contextlib.AbstractContextManager[CriticClient]:
-    """The client of a critic's server that is ready; raises SystemExit where it does not start."""
+    """Yields the client of a critic's server that is ready; raises SystemExit if it does not start."""
     return _serving("serve-critic", CriticClient(f"http://127.0.0.1:{port}"), model, port, log, *flags)
 
 
 def serving_rewards(model: Path, port: int, log: Path, *flags: str) -> contextlib.AbstractContextManager[RewardClient]:
-    """The client of a reward model's server, likewise."""
+    """Yields the client of a reward model's server, likewise."""
     return _serving("serve", RewardClient(f"http://127.0.0.1:{port}"), model, port, log, *flags)
 
 

@@ -1,7 +1,7 @@
-"""Asks a running server for more than it can do, and counts what is answered in time.
+"""Sends a running server more requests than it can handle, and counts those answered in time.
 
-`python benchmarks/deadlines.py http://127.0.0.1:5555 --connections 2` gives the rate with time to spare, 40 connections
-the rate beyond it. Who is refused comes again when Retry-After says.
+`python benchmarks/deadlines.py http://127.0.0.1:5555 --connections 2` measures the rate below capacity, 40 connections
+measure it above. Refused requests are sent again after Retry-After.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 
 
 def body(rows: np.ndarray, timeout_s: float) -> bytes:
-    """A request to score token rows `[B,T]`, which allows so many seconds."""
+    """Returns a request to score token rows `[B,T]` with a timeout."""
     lengths = [rows.shape[1]] * len(rows)
     tokens = {"name": "tokens", "shape": rows.shape, "datatype": "INT64", "data": rows.ravel().tolist()}
     told = {"name": "sequence_lengths", "shape": [len(rows), 1], "datatype": "INT64", "data": lengths}
@@ -25,7 +25,7 @@ def body(rows: np.ndarray, timeout_s: float) -> bytes:
 
 
 async def load(asked: argparse.Namespace) -> Counter[int]:
-    """The statuses of all answers, with their counts."""
+    """Returns the statuses of all answers, with their counts."""
     luck, statuses = np.random.default_rng(0), Counter[int]()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=asked.url, timeout=60, limits=limits) as client:
@@ -44,12 +44,12 @@ async def load(asked: argparse.Namespace) -> Counter[int]:
 
 
 def main() -> None:
-    """Prints the statuses and the answers a second."""
+    """Prints the statuses and the answers per second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--connections", type=int, default=40)
-    parser.add_argument("--rows", type=int, default=64, help="sequences of a request")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=64, help="sequences per request")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per sequence")
     parser.add_argument("--timeout-s", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     asked = parser.parse_args()

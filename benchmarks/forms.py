@@ -1,4 +1,4 @@
-"""Every server that is measured, in every form that it is measured in: how it starts, is asked, and answers."""
+"""Defines every measured form of every server: how it starts, and how to write requests and read answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUIREMENTS = {
     "infinity": ["infinity-emb[torch,server]==0.0.78", "typer==0.12.5", "click==8.1.8", "transformers==4.57.6"],
     "ray": ["ray[serve]==2.60.0", "transformers==5.23.0"],
 }
-"""What each peer's own environment holds besides torch."""
+"""The packages of each peer's own environment besides torch."""
 ON_CUDA = {"vllm": ["vllm>=0.11,<1"]}
 """As above for peers that are tried only where there is a GPU; they bring a torch of their own."""
 
@@ -32,7 +32,7 @@ NULL_ROW = np.arange(3, 515)
 
 @dataclass(frozen=True)
 class Form:
-    """One row of the table. `server` names the environment and the way it is started in `command`.
+    """A row of the table; `server` names the environment and the way that `command` starts it.
 
     A request has a prompt's responses, or one sequence where not `by_prompt`. `pads` is whether rows of unlike lengths
     are computed as one rectangle. `most` bounds the sequences of a measurement, where each costs the same.
@@ -48,11 +48,11 @@ class Form:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are under way at once."""
+        """The number of requests in flight."""
         return 16 if self.by_prompt else 64
 
     def requests(self, groups: list[Group]) -> Iterator[tuple[bytes, list[int]]]:
-        """The requests, each with the numbers of its sequences."""
+        """Returns the requests, each with the numbers of its sequences."""
         left = self.most or sum(len(g.rows) for g in groups)
         for g in groups:
             each = min(left, len(g.rows)) if self.by_prompt else 1
@@ -63,7 +63,7 @@ class Form:
 
 
 def tensors(width: int | None = None) -> Callable[[list[np.ndarray], list[str]], bytes]:
-    """KServe v2 in binary, rows padded to `width` (None: to the request's longest)."""
+    """Writes binary KServe v2, rows padded to `width` (None: to the request's longest)."""
 
     def write(rows: list[np.ndarray], _: list[str]) -> bytes:
         tokens = np.zeros((len(rows), width or max(map(len, rows))), dtype=np.int64)
@@ -130,7 +130,7 @@ NULL_FORMS = [form for form in FORMS if not form.by_prompt and form.server not i
 
 
 def command(server: str, environments: Path, folder: Path, port: int, *, null: bool) -> list[str]:
-    """The command that starts a server on `folder/model`, or on a model that computes nothing."""
+    """Returns the command that starts a server on `folder/model`, or on a model that computes nothing."""
     model = "null" if null else str(folder / "model")
     if server == "guerdon":
         model = "null_scorer:score" if null else model

@@ -1,9 +1,9 @@
-"""Tokens a second of generating several responses a prompt: transformers' ways beside guerdon's; alternating.
+"""Measures tokens/s of generating several responses per prompt: transformers' ways and guerdon's, alternating.
 
-  python benchmarks/generation.py                          a table on the terminal, the same and its figures under --out
+  python benchmarks/generation.py                          prints a table, and writes it with its figures under --out
 
-A random Llama, random prompts of log-normal lengths, and responses that all have --tokens tokens, drawn at temperature
-1 from the whole distribution. The forms: `generate` with each prompt once a response, as TRL calls it; with
+A random Llama, random prompts of log-normal lengths, and responses of exactly --tokens tokens, sampled at temperature 1
+from the full distribution. The forms: `generate` with each prompt repeated per response, as TRL calls it; with
 `num_return_sequences`; with a static cache; `generate_batch`, which is transformers' continuous batching; and guerdon.
 """
 
@@ -38,10 +38,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/bench-generation"), help="folder of model and results")
     parser.add_argument("--prompts", type=int, default=8, help="prompts (default: 8)")
-    parser.add_argument("--rollouts", type=int, default=8, help="responses to each (default: 8)")
-    parser.add_argument("--tokens", type=int, default=150, help="tokens of each response (default: 150)")
+    parser.add_argument("--rollouts", type=int, default=8, help="responses per prompt (default: 8)")
+    parser.add_argument("--tokens", type=int, default=150, help="tokens per response (default: 150)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all forms; medians are shown (default: 3)")
-    parser.add_argument("--without", nargs="*", default=[], help="forms to leave out")
+    parser.add_argument("--without", nargs="*", default=[], help="forms to skip")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make_model(out: Path) -> Path:
-    """Writes the random model, where it is not there yet."""
+    """Writes the random model, unless it exists."""
     folder = out / "model"
     if not folder.exists():
         torch.manual_seed(0)
@@ -78,14 +78,14 @@ def make_model(out: Path) -> Path:
 
 
 def make_prompts(count: int) -> list[np.ndarray]:
-    """Random ids of log-normal lengths with median 180."""
+    """Returns random ids of log-normal lengths with median 180."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(np.log(180), 0.4, count), 16, 768).astype(int)
     return [random.integers(FIRST_TOKEN, VOCAB_SIZE, length) for length in lengths]
 
 
 def padded(prompts: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """The prompts on the right of one table."""
+    """Returns the prompts left-padded into one table."""
     width = max(map(len, prompts))
     tokens, mask = np.full((len(prompts), width), PAD), np.zeros((len(prompts), width), dtype=np.int64)
     for i, prompt in enumerate(prompts):
@@ -148,7 +148,7 @@ FORMS = {
 
 
 def report(results: dict) -> str:
-    """The results as Markdown: medians over the rounds."""
+    """Formats the results as Markdown: medians over the rounds."""
     about, lengths, median = results["about"], results["prompts"], statistics.median
     count = len(lengths) * results["rollouts"] * results["tokens"]
     lines = [

@@ -1,11 +1,11 @@
-"""What scoring costs with the number of responses a prompt: it should grow as P + N·R, the tokens that are computed.
+"""Measures the cost of scoring by responses per prompt; it should grow like P + N·R, the computed tokens.
 
-  python benchmarks/growth.py                              a table on the terminal, growth.json under --out
+  python benchmarks/growth.py                              prints a table, and writes growth.json under --out
 
-Prompts of P tokens with N responses of R tokens each, random ids, by the engine in process. Every measurement has about
-as many tokens to compute, so that its batches are alike. It is held against c·(P + N·R) with the one c of which the
-largest deviation is smallest; and against that and attention's own term, a·(pairs of a query and a key that it sees),
-which grows faster than tokens.
+Prompts of P random tokens with N responses of R tokens each, by the engine in process. Every measurement computes about
+the same number of tokens, so that its batches are alike. The results are compared with c·(P + N·R), for the c with the
+smallest maximum deviation; and with that plus attention's own term, a·(visible query-key pairs), which grows faster
+than tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from workload import VOCAB_SIZE
 RESPONSES = (1, 2, 4, 8, 16, 32)
 PROMPT, RESPONSE = 256, 112
 COMPUTED = 15_360
-"""Tokens that one measurement computes, about: four batches of the CPU's budget."""
+"""About how many tokens one measurement computes: four batches of the CPU's budget."""
 MOST_OFF = 0.1
-"""The curve is to follow P + N·R so closely."""
+"""The promised maximum deviation from P + N·R."""
 
 
 def make_rows(responses: int, groups: int) -> list[np.ndarray]:
-    """The sequences of so many prompts with so many responses each."""
+    """Returns the sequences of so many prompts with so many responses each."""
     luck = np.random.default_rng(responses)
     rows = []
     for _ in range(groups):
@@ -47,15 +47,15 @@ def make_rows(responses: int, groups: int) -> list[np.ndarray]:
 
 
 def nearest(tokens: np.ndarray, seconds: np.ndarray) -> float:
-    """The c of which `c * tokens` has the smallest largest deviation from `seconds`, relative to `c * tokens`."""
+    """Returns the c that minimises the largest deviation of `seconds` from `c * tokens`, relative to `c * tokens`."""
     ratios = seconds / tokens
     return float(ratios.max() + ratios.min()) / 2
 
 
 def fit(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The factors, none below 0, of the columns of `terms` `[B,K]` that come nearest to `seconds` `[B]`, relatively.
+    """Returns the non-negative factors of the columns of `terms` `[B,K]` that fit `seconds` `[B]` best, relatively.
 
-    Nearest is the least sum of squares; a factor that would be below 0 is 0, and the others are fitted without it.
+    Least squares; a factor that would be below 0 becomes 0, and the others are fitted without it.
     """
     scaled = terms / seconds[:, None]
     used = list(range(terms.shape[1]))
@@ -69,7 +69,7 @@ def fit(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def deviations(results: dict) -> dict[str, list[float]]:
-    """By curve how far each measurement is off it, relatively: "tokens" is c·(P + N·R), "both" has attention, too."""
+    """Returns the relative deviation of each measurement by curve: "tokens" is c·(P + N·R), "both" adds attention."""
     rows = results["rows"]
     seconds = np.array([statistics.median(row["seconds"]) / row["groups"] for row in rows])
     tokens = np.array([PROMPT + row["responses"] * RESPONSE for row in rows], dtype=float)
@@ -81,7 +81,7 @@ def deviations(results: dict) -> dict[str, list[float]]:
 
 
 def table(results: dict) -> str:
-    """The results as Markdown: medians over the rounds."""
+    """Formats the results as Markdown: medians over the rounds."""
     off = deviations(results)
     first = results["rows"][0]
     lines = [

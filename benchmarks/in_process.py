@@ -1,4 +1,4 @@
-"""What is measured without a server: guerdon's engine, and transformers padded, sorted and one by one."""
+"""Scores without a server: guerdon's engine, and transformers padded, sorted and one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from workload import Group
 
 Score = Callable[[str, list[np.ndarray]], list[float]]
-"""Scores of rows of ids, by a way."""
+"""Scores rows of ids, in one way."""
 
 BATCH = 16
 """Rows that transformers pads into one rectangle, as many as the servers join."""
@@ -23,7 +23,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class InProcess:
-    """One row of the table; `way` is one of `Worker`'s."""
+    """A row of the table; `way` is one of `Worker`'s."""
 
     name: str
     way: str
@@ -42,9 +42,9 @@ IN_PROCESS = [
 
 
 class Worker:
-    """A process that has loaded the model, as guerdon's engine or as transformers', and scores when it is asked.
+    """A process that has loaded the model, by guerdon's engine or transformers, and scores on request.
 
-    The two are never in one process: what guerdon sets for its own (the allocator, say) must not serve the other.
+    Never both in one process: transformers must not profit from guerdon's settings, such as the allocator's.
     """
 
     def __init__(self, model: Path, *, engine: bool) -> None:
@@ -56,7 +56,7 @@ class Worker:
         self._mine.recv()
 
     def run(self, way: str, groups: list[Group]) -> tuple[float, list[float]]:
-        """Seconds, and the scores in the groups' order."""
+        """Returns the seconds, and the scores in the groups' order."""
         self._mine.send((way, [row for group in groups for row in group.rows]))
         return self._mine.recv()
 

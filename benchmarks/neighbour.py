@@ -3,8 +3,8 @@
   python benchmarks/neighbour.py --data FILE.jsonl[.gz] [--rounds 3] [--seconds 10]
 
 One server per setting, in a process of its own with two threads, on the random 384 x 6 model of workload.py; requests
-of one sequence's token ids, 16 in flight. Settings alternate within a round; servers that are not measured stand still.
-Prints the median sequences/s of every setting, alone and beside.
+of one sequence's token ids, 16 in flight. Settings alternate within a round; the other servers are stopped meanwhile.
+Prints the median sequences/s of every setting, alone and beside the busy process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help='JSONL of {"prompt", "responses"}')
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one measurement (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of one measurement (default: 10)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the model")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def serving(model: Path, variables: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server that has loaded the model and stands still; and its address."""
+    """Starts a server, waits until it has loaded the model, and stops it with SIGSTOP; yields it and its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ def serving(model: Path, variables: dict[str, str]) -> Iterator[tuple[subprocess
 
 @contextlib.contextmanager
 def neighbour() -> Iterator[None]:
-    """A process that never waits."""
+    """Runs a process that never waits."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             yield
@@ -98,7 +98,7 @@ def neighbour() -> Iterator[None]:
 
 
 def rate(url: str, rows: list[np.ndarray], seconds: float) -> float:
-    """Sequences/s that are answered, with IN_FLIGHT requests at once, after a first round that is not counted."""
+    """Returns answered sequences/s with IN_FLIGHT requests in flight, after an uncounted first round."""
     with RewardClient(url) as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
         list(pool.map(lambda row: client.score(tokens=[row]), rows[:IN_FLIGHT]))
         begun = time.perf_counter()

@@ -6,10 +6,10 @@ import numpy as np
 
 
 def score(tokens: list[np.ndarray]) -> list[float]:
-    """Zeros."""
+    """Returns zeros."""
     return [0.0] * len(tokens)
 
 
 def score_texts(texts: list[str]) -> list[float]:
-    """Zeros."""
+    """Returns zeros."""
     return [0.0] * len(texts)

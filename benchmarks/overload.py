@@ -1,11 +1,11 @@
-"""A server that is asked for ten times what it can do, beside the same server at its peak, alternating in one run.
+"""Measures a server under ten times its peak load, beside the same server at its peak, alternating in one run.
 
-  python benchmarks/overload.py        a table on the terminal; with results and a plot under --out
+  python benchmarks/overload.py        prints a table, writes results and a plot under --out
 
-Peak: a client waits for its answers, enough of them at once that the model never waits. Overload: a client sends at
-ten times that rate and never waits. Fair: the same, and beside it a client with a key of its own that sends a tenth
-of the peak. Medians of the rounds are shown; promised are 90% of the peak's rate, and that 99% of the accepted
-requests are answered within twice the time that a full queue takes.
+Peak: a client waits for its answers, with enough requests in flight that the model never waits. Overload: a client
+sends at ten times that rate and never waits. Fair: the same, and beside it a client with a key of its own that sends a
+tenth of the peak. Medians of the rounds are printed. The promises: 90% of the peak's rate, and 99% of the accepted
+requests answered within twice the time that a full queue takes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from workload import MAX_LENGTH, SHAPE, VOCAB_SIZE
 INFER = "/v2/models/reward_model/infer"
 NUM_REQUESTS, NUM_SEQUENCES, SHORTEST, LONGEST = 512, 4, 32, 96
 TIMES, LITTLE = 10.0, 0.1
-"""What the client that floods sends, and the one beside it, in units of the peak."""
+"""The rates of the flooding client and of the one beside it, relative to the peak."""
 FLOOD, SMALL = "flood", "small"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over peak, overload and fair (default: 5)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time of one measurement (default: 20)")
-    parser.add_argument("--settle", type=float, default=5.0, help="seconds before it that count nothing (default: 5)")
-    parser.add_argument("--queue", type=int, default=16_384, help="tokens that may wait (default: 16384)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of one measurement (default: 20)")
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds of warm-up, not counted (default: 5)")
+    parser.add_argument("--queue", type=int, default=16_384, help="maximum number of queued tokens (default: 16384)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the server's model (default: 1)")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="layers of the model")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the model, results and plot")
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def make_model(folder: Path, num_layers: int) -> Path:
-    """A random reward model without a tokenizer: its samples are token ids."""
+    """Makes a random reward model without a tokenizer: its samples are token ids."""
     torch.manual_seed(0)
     settings = {**SHAPE, "num_hidden_layers": num_layers, "max_position_embeddings": MAX_LENGTH}
     config = LlamaConfig(**settings, vocab_size=VOCAB_SIZE, num_labels=1, pad_token_id=0)
@@ -108,7 +108,7 @@ def make_model(folder: Path, num_layers: int) -> Path:
 
 
 def make_bodies() -> tuple[list[bytes], float]:
-    """Requests of random ids that have nothing in common, and their mean number of tokens."""
+    """Returns requests of random ids without shared prefixes, and their mean number of tokens."""
     luck = np.random.default_rng(0)
     bodies, num_tokens = [], 0
     for _ in range(NUM_REQUESTS):
@@ -124,14 +124,14 @@ def make_bodies() -> tuple[list[bytes], float]:
 
 
 def post(body: bytes, key: str) -> bytes:
-    """The bytes of one request with a key."""
+    """Returns the bytes of one request with a key."""
     head, _, rest = load.post(INFER, body).partition(b"\r\n")
     return head + b"\r\nAuthorization: Bearer " + key.encode() + b"\r\n" + rest
 
 
 @contextlib.contextmanager
 def serving(model: Path, keys: dict[str, str], args: argparse.Namespace) -> Iterator[int]:
-    """A server of the model in a process of its own; the port."""
+    """Runs a server of the model in a process of its own; yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environment = os.environ | {
@@ -152,7 +152,7 @@ def serving(model: Path, keys: dict[str, str], args: argparse.Namespace) -> Iter
 
 
 def measure_peak(port: int, requests: list[bytes], in_flight: int, args: argparse.Namespace) -> dict[str, float]:
-    """The rate of a client that always has so many requests under way."""
+    """Returns the rate of a client that always has so many requests in flight."""
     load.run(port, requests, in_flight, seconds=args.settle / 2)
     result = load.run(port, requests, in_flight, seconds=args.seconds)
     # Those still under way at the end are waited for and counted, as is their time.
@@ -162,7 +162,7 @@ def measure_peak(port: int, requests: list[bytes], in_flight: int, args: argpars
 def make_plan(
     requests: dict[str, list[bytes]], peak_per_s: float, small_share: float, seconds: float, seed: int
 ) -> list[tuple[float, str, bytes]]:
-    """When which request is sent: both clients' at random times (Poisson's), at their rates."""
+    """Plans when each request is sent: both clients' at random (Poisson) times, at their rates."""
     luck = random.Random(seed)
     plan = []
     for client, times in ((FLOOD, TIMES), (SMALL, small_share)):
@@ -174,7 +174,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request of the plan, with the status and time of its answer."""
+    """A request of the plan, with the status and time of its answer."""
 
     client: str
     due_s: float
@@ -183,12 +183,12 @@ class Sent:
 
 
 def counted(sent: list[Sent], args: argparse.Namespace) -> list[Sent]:
-    """Those that were due after the server had settled."""
+    """Returns those that were due after the warm-up."""
     return [s for s in sent if s.due_s >= args.settle]
 
 
 def of_client(sent: list[Sent], client: str, args: argparse.Namespace) -> dict[str, float]:
-    """What became of one client's requests, or of all of them."""
+    """Summarises the requests of one client, or of all."""
     mine = [s for s in sent if client in ("", s.client)]
     # The rate is of answers in the time measured: what was sent before, and answered in it, stands for what was sent
     # in it and answered after.
@@ -205,7 +205,7 @@ def of_client(sent: list[Sent], client: str, args: argparse.Namespace) -> dict[s
 
 
 def table(results: dict) -> str:
-    """Medians over the rounds, with the range of what is promised."""
+    """Formats medians over the rounds, with the ranges of what is promised."""
     rounds, median = results["rounds"], statistics.median
     lines = [
         " · ".join(results["about"].values())
@@ -235,7 +235,7 @@ def _cell(of: list[dict[str, float]], name: str, digits: int, unit: float = 1.0)
 
 
 def plot(results: dict, samples: dict[str, list[float]], path: Path) -> None:
-    """Rates by round, and how long what was accepted, and what was refused, took."""
+    """Draws rates by round, and the times of accepted and refused requests."""
     import matplotlib
 
     matplotlib.use("Agg")

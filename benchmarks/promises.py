@@ -1,4 +1,4 @@
-"""What is promised of an overloaded server, held against what overload.py has measured."""
+"""Checks the promises about an overloaded server against the results of overload.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_SHARE, MOST_WAITS, AT_ONCE_S = 0.9, 2.0, 0.1
 
 
 def broken_of(rounds: list[dict[str, dict[str, float]]]) -> list[str]:
-    """What was promised and does not hold of the medians over the rounds; also that every request was answered."""
+    """Returns the broken promises, by medians over the rounds; one is that every request was answered."""
 
     def middle(name: str, figure: Callable[[dict[str, dict[str, float]], str], float]) -> float:
         return statistics.median(figure(told, name) for told in rounds)

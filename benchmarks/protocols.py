@@ -1,4 +1,4 @@
-"""What each protocol costs: one short text a request, many in flight, and a function that computes nothing.
+"""Measures the cost of each protocol: one short text per request, many in flight, a function that computes nothing.
 
   python benchmarks/protocols.py        a table on the terminal and under --out
 
@@ -41,7 +41,7 @@ BODIES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all protocols (default: 5)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time of one measurement (default: 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of one measurement (default: 2)")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight (default: 64)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the results")
     args = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def serving() -> Iterator[int]:
-    """A server of the function in a process of its own; the port."""
+    """Runs a server of the function in a process of its own; yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "guerdon", "serve", "null_scorer:score_texts", "--port", str(port), "--no-grpc"]

@@ -1,13 +1,12 @@
-"""What share of the machine's limit the packed forward reaches: its FLOPs a second beside the matrix products' own.
+"""Measures the packed forward's share of the machine's limit: its FLOP/s beside those of its matrix products alone.
 
-  python benchmarks/rates.py                               a table on the terminal, rates.json under --out
+  python benchmarks/rates.py                               prints a table, and writes rates.json under --out
 
-Counted are the FLOPs that are needed for the tokens that are computed: 2·M·K·N for every matrix product that the
-layers make, and 4·heads·head size for every pair of a query and a key that it may see, in every layer. A prompt that is
-shared counts once; of the last layer all but the keys and values counts for the tokens that are read; masked pairs, the
-rotary embedding, norms, softmax and activations count nothing. The rate that they are held against is that of the same
-matrix products, [M,K] by [K,N] in the same dtype, by themselves, over and over on the same matrices, each weighted by
-how often the forward makes it. Forward and products alternate in rounds, and a share is one of the same round.
+Only necessary FLOPs count: 2·M·K·N for every matrix product of the layers, and 4·heads·head size for every visible
+query-key pair, in every layer. A shared prompt counts once; in the last layer everything but keys and values counts
+only for the tokens that are read; masked pairs, rotary embedding, norms, softmax and activations do not count. They are
+compared with the same matrix products, [M,K] by [K,N] in the same dtype, alone and repeated on the same matrices, each
+weighted by how often the forward makes it. Forward and products alternate; a share compares those of one round.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ MEASURED = {
     ],
     "cuda": [("4096 x 8", "bfloat16", 64), ("2048 x 2", "bfloat16", 64), ("384 x 6", "bfloat16", 64)],
 }
-"""By device: shape, dtype, and prompts that are scored."""
+"""Shape, dtype and number of prompts, by device."""
 BATCH_TOKENS = {"cpu": None, "cuda": 16_384}
-"""By device the engine's token budget, None for its own."""
+"""The engine's token budget by device; None for its own."""
 LEAST = {"cpu": 0.85, "cuda": 0.55}
-"""By device what the forward of the first line is to reach of the products' rate."""
+"""The promised share of the products' rate for the first row, by device."""
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products that are made within it, by their sizes."""
+    """Counts the matrix products within the context, by their sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,29 +89,29 @@ class Products(TorchDispatchMode):
 
 
 def flops_of(products: Counter[Product]) -> int:
-    """Those of matrix products: a multiplication and an addition each."""
+    """Returns the FLOPs of matrix products: a multiplication and an addition each."""
     return sum(2 * m * k * n * count for (m, k, n), count in products.items())
 
 
 def bytes_of(products: Counter[Product], itemsize: int) -> int:
-    """What the products must at least read and write: each its two factors and its result, once."""
+    """Returns the least bytes that the products read and write: their factors and results, once."""
     return sum((m * k + k * n + m * n) * itemsize * count for (m, k, n), count in products.items())
 
 
 def pairs_of(batches: Iterable[PackedBatch]) -> int:
-    """Pairs of a query and a key that it may see, causally, over all packed batches."""
+    """Returns the number of causally visible query-key pairs in all packed batches."""
     lengths = ((s.stop - s.start, s.position) for batch in batches for s in batch.segments)
     return sum(length * before + length * (length + 1) // 2 for length, before in lengths)
 
 
 def attention_flops(pairs: int, config: Any) -> int:
-    """Those of scores and weighted sums over so many pairs, of all layers together."""
+    """Returns the FLOPs of attention scores and weighted sums over so many pairs, in all layers."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 4 * pairs * config.num_attention_heads * head_size
 
 
 def random_rows(prompts: int, responses: int = 8, seed: int = 0) -> list[np.ndarray]:
-    """Sequences of random ids with RLHF's lengths: log-normal, prompts of median 180, responses of median 150."""
+    """Returns random ids with lengths as in RLHF: log-normal, prompts of median 180, responses of median 150."""
     luck = np.random.default_rng(seed)
 
     def ids(median: int, low: int, high: int) -> np.ndarray:
@@ -126,7 +125,7 @@ def random_rows(prompts: int, responses: int = 8, seed: int = 0) -> list[np.ndar
 
 
 def steady_s(run: Callable[[], Any], least_s: float = 0.04) -> float:
-    """Seconds of one run: the median over runs that take `least_s` together, three at least, after one to warm up."""
+    """Returns the median seconds of runs that take `least_s` in total, at least three, after a warm-up."""
     run()
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < least_s:
@@ -139,7 +138,7 @@ def steady_s(run: Callable[[], Any], least_s: float = 0.04) -> float:
 
 
 def product_s(product: Product, dtype: torch.dtype, device: str) -> float:
-    """Seconds of one matrix product, by a weight as a linear layer has it, into memory that is there."""
+    """Returns the seconds of a matrix product by a linear layer's weight, into existing memory."""
     m, k, n = product
     left, weight = (torch.randn(size, dtype=dtype, device=device) for size in ((m, k), (n, k)))
     out = torch.empty(m, n, dtype=dtype, device=device)
@@ -147,19 +146,19 @@ def product_s(product: Product, dtype: torch.dtype, device: str) -> float:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes a second, read and written, of a copy much larger than the caches."""
+    """Returns bytes per second, read and written, of a copy much larger than the caches."""
     source = torch.ones(64 << 20, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / steady_s(lambda: target.copy_(source), 0.3)
 
 
 def the_device() -> str:
-    """Where the engine computes."""
+    """Returns the device on which the engine computes."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_model(folder: Path, shape: str) -> str:
-    """Saves the random model of that shape, unless it is there."""
+    """Saves the random model of that shape, unless it exists."""
     path = folder / "rates" / shape.replace(" ", "")
     if not (path / "config.json").exists():
         torch.manual_seed(0)
@@ -170,7 +169,7 @@ def make_model(folder: Path, shape: str) -> str:
 
 
 def measure(shape: str, dtype: str, prompts: int, folder: Path, rounds: int) -> dict:
-    """One model's forward beside its own matrix products, `rounds` times in turn."""
+    """Measures a model's forward beside its own matrix products, `rounds` times, alternating."""
     device = the_device()
     budget = BATCH_TOKENS[device]
     engine = build_scorer(ModelConfig(model=make_model(folder, shape), dtype=dtype, max_batch_tokens=budget))
@@ -201,13 +200,13 @@ def measure(shape: str, dtype: str, prompts: int, folder: Path, rounds: int) -> 
 
 
 def shares_of(row: dict) -> list[float]:
-    """By round the share of the products' rate that the forward reaches."""
+    """Returns the forward's share of the products' rate, by round."""
     flops = row["product_flops"] + row["attention_flops"]
     return [flops / s / (row["product_flops"] / p) for s, p in zip(row["seconds"], row["product_seconds"], strict=True)]
 
 
 def table(results: dict) -> str:
-    """The results as Markdown: medians over the rounds, and the range of what is promised."""
+    """Formats the results as Markdown: medians over the rounds, and the ranges of what is promised."""
     median = statistics.median
     copied = median(results["copy_bytes_s"])
     lines = [

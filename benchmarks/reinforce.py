@@ -1,14 +1,14 @@
-"""One REINFORCE step (rollout, scoring, log-probs, update): guerdon's against TRL's RLOOTrainer; alternating.
+"""Measures a REINFORCE step (rollout, scoring, log-probs, update): guerdon and TRL's RLOOTrainer, alternating.
 
-  python benchmarks/reinforce.py [--data FILE.jsonl[.gz]]     tables on the terminal, results and a plot under --out
+  python benchmarks/reinforce.py [--data FILE.jsonl[.gz]]     prints tables, writes results and a plot under --out
 
 Both have the same random policy in float32, the same prompts (about 180 tokens each), eight responses to each, the same
-loss (RLOO, the KL to the reference in the reward, one optimiser step) and the same reward model, served by a
-`guerdon serve` process that both ask over HTTP. Every response has 150 tokens: EOS is not sampled before. Each form
-runs in a process of its own, whose first step is a warm-up and is left out.
+loss (RLOO, the KL to the reference in the reward, one optimiser step) and the same reward model, which a
+`guerdon serve` process serves to both over HTTP. Every response has 150 tokens: EOS is not sampled before. Each form
+runs in a process of its own, whose first step is a warm-up and not counted.
 
-TRL runs twice, as its users run it and in a process that keeps the memory it frees, as guerdon's do. Promised is LEAST
-times TRL as its users run it; the last line says whether that holds, and the exit status is 1 where it does not.
+TRL is measured twice: as its users run it, and in a process that keeps freed memory, as guerdon's do. The promise is
+LEAST times the speed of TRL as its users run it; the last line says whether it holds, and the exit status is 1 if not.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-reinforce"), help="folder of models and results")
     default = ["TRL", "TRL, keeping memory", "guerdon"]
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=default, help="what to measure")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of a step (default: 8)")
-    parser.add_argument("--rollouts", type=int, default=8, help="responses to each of them (default: 8)")
-    parser.add_argument("--new-tokens", type=int, default=150, help="tokens of each response (default: 150)")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step (default: 8)")
+    parser.add_argument("--rollouts", type=int, default=8, help="responses per prompt (default: 8)")
+    parser.add_argument("--new-tokens", type=int, default=150, help="tokens per response (default: 150)")
     parser.add_argument("--hidden", type=int, default=256, help="the models' width (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="the models' layers (default: 4)")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's per_device_train_batch_size (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all forms (default: 3)")
-    parser.add_argument("--steps", type=int, default=2, help="measured steps of a form in a round (default: 2)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps per form and round (default: 2)")
     parser.add_argument("--port", type=int, default=5555, help="the server's port (default: 5555)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def make_models_and_prompts(data: Path, args: argparse.Namespace) -> tuple[Path, list[int]]:
-    """Saves random models `policy` and `reward` with one tokenizer; gives the prompts' file and their lengths."""
+    """Saves random models `policy` and `reward` with one tokenizer; returns the prompts' file and their lengths."""
     texts = [text for group in read_groups(data, 1000) for text in group]
     tokenizer = make_tokenizer(texts)
     tokenizer.padding_side = "left"
@@ -107,7 +107,7 @@ def make_models_and_prompts(data: Path, args: argparse.Namespace) -> tuple[Path,
 
 
 def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, count: int) -> list[str]:
-    """`count` pieces of the text, each of about PROMPT_TOKENS tokens, up to a quarter more or fewer."""
+    """Returns `count` pieces of the text, of PROMPT_TOKENS tokens each, give or take a quarter."""
     rng = np.random.default_rng(0)
     ids = [token for text in texts for token in tokenizer(text + "\n")["input_ids"]]
     pieces, start = [], 0
@@ -122,7 +122,7 @@ def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, count: int) -> lis
 
 
 def measure(prompts: Path, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Seconds of every measured step by form, a process for each form in each round, beside one server."""
+    """Returns the seconds of every measured step by form; each form has a process per round, all one server."""
     steps: dict[str, list[dict[str, float]]] = {form: [] for form in args.forms}
     with serving_rewards(args.out / "reward", args.port, args.out / "server.log"):
         for number, form in tqdm([(i, form) for i in range(args.rounds) for form in args.forms], leave=False):
@@ -144,7 +144,7 @@ def measure(prompts: Path, args: argparse.Namespace) -> dict[str, list[dict[str,
 
 
 def settings(args: argparse.Namespace, lengths: list[int]) -> dict[str, object]:
-    """What both forms had in common."""
+    """Describes what both forms have in common."""
     return {
         "model": f"Llama {args.hidden} x {args.layers}, vocabulary {VOCAB_SIZE}",
         "prompts": args.prompts,
@@ -157,7 +157,7 @@ def settings(args: argparse.Namespace, lengths: list[int]) -> dict[str, object]:
 
 
 def report(results: dict) -> str:
-    """The results as Markdown: medians over all measured steps."""
+    """Formats the results as Markdown: medians over all measured steps."""
     about, given, steps = results["about"], results["settings"], results["steps"]
     lines = [
         f"{about['date']}, commit {about['commit']}, {about['hardware']}, {given['threads']} threads, float32. "
@@ -188,13 +188,13 @@ def report(results: dict) -> str:
 
 
 def times_faster(steps: dict[str, list[dict[str, float]]], form: str, than: str = "TRL") -> float:
-    """How many times as fast as another form; NaN where one of them was not measured."""
+    """Returns the speed-up over another form; NaN if one of them was not measured."""
     medians = {name: statistics.median(row["step"] for row in rows) for name, rows in steps.items()}
     return medians.get(than, float("nan")) / medians.get(form, float("nan"))
 
 
 def plot(results: dict, path: Path) -> None:
-    """Stacked bars: where a step's seconds go, by form."""
+    """Draws stacked bars: where a step's seconds go, by form."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -223,7 +223,7 @@ def plot(results: dict, path: Path) -> None:
 
 
 def seconds_of(part: str, row: dict[str, float]) -> float:
-    """The seconds of one part of a step; `rest` is what is in none."""
+    """Returns the seconds of one part of a step; `rest` is what no part includes."""
     return row["step"] - sum(row[name] for name in PARTS) if part == "rest" else row[part]
 
 

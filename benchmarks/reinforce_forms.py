@@ -1,4 +1,4 @@
-"""REINFORCE steps in this process, one JSON line of seconds each: `trl` (its RLOOTrainer) or `guerdon`.
+"""Takes REINFORCE steps in this process, and prints a JSON line of seconds for each: `trl` (RLOOTrainer) or `guerdon`.
 
 A step samples eight responses to each prompt, has them scored by the server, computes log-probs of the policy and of
 the reference, and makes one optimiser step by RLOO's loss with the KL in the reward.
@@ -20,7 +20,7 @@ PARTS = ("generation", "reward", "logprobs", "reference", "update")
 
 
 def trl(args: argparse.Namespace) -> list[dict[str, float]]:
-    """TRL's trainer as its users run it on this hardware: padded batches, one after another."""
+    """Runs TRL's trainer as its users run it on this hardware: padded batches, one after another."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from datasets import Dataset
@@ -113,7 +113,7 @@ def trl(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def guerdon(args: argparse.Namespace) -> list[dict[str, float]]:
-    """`guerdon reinforce`, with all that a run does."""
+    """Runs `guerdon reinforce`, with all that a run does."""
     from guerdon.actor import reinforce
     from guerdon.settings.actors import ReinforceRunConfig
 
@@ -145,13 +145,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("form", choices=["trl", "guerdon"])
     parser.add_argument("policy", type=Path, help="folder of the policy")
-    parser.add_argument("prompts", type=Path, help='JSONL of {"prompt"}: all of them are one step')
+    parser.add_argument("prompts", type=Path, help='JSONL of {"prompt"}; all of them are one step')
     parser.add_argument("out", type=Path, help="an empty folder")
     parser.add_argument("--port", type=int, required=True, help="the reward model's server")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--rollouts", type=int, default=8, help="responses per prompt")
     parser.add_argument("--new-tokens", type=int, default=150)
-    parser.add_argument("--fixed", action="store_true", help="no response ends before --new-tokens")
+    parser.add_argument("--fixed", action="store_true", help="let no response end before --new-tokens")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's per_device_train_batch_size")
     parser.add_argument("--cache", help="TRL's cache_implementation")
     parser.add_argument("--continuous", action="store_true", help="TRL's use_transformers_continuous_batching")

@@ -1,4 +1,4 @@
-"""What every table of results begins with."""
+"""Writes the line that precedes every table of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """When, at which commit and on what a measurement is made."""
+    """Returns date, commit and machine of a measurement."""
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")

@@ -1,6 +1,6 @@
-"""What a request to a scorer that computes nothing costs, without sockets: CPU of all threads, least of the rounds.
+"""Measures a request to a scorer that computes nothing, without sockets: CPU of all threads, minimum of the rounds.
 
-PYTHONPATH=src python benchmarks/request_cost.py        of another tree, with its src in place of this one's
+PYTHONPATH=src python benchmarks/request_cost.py        PYTHONPATH may also name another tree's src
 """
 
 from __future__ import annotations

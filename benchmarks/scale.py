@@ -1,12 +1,11 @@
-"""One process, two ranks, two replicas: throughput, a command between ranks, a train step; and 64 GPUs on paper.
+"""Measures one process, two ranks and two replicas: throughput, commands, train steps; and estimates 64 GPUs.
 
-  python benchmarks/scale.py                     tables on the terminal, results and a plot under --out
-  python benchmarks/scale.py --only paper        the model on paper again, from the parts that the last run measured
+  python benchmarks/scale.py                     prints tables, writes results and a plot under --out
+  python benchmarks/scale.py --only paper        repeats the estimate, with the parts that the last run measured
 
-Every process has one thread, so that two of them have what one of them has twice; the load generator shares the cores.
-All forms are measured in turn, in rounds, and the medians are shown. On paper is what a server of 64 GPUs for a model
-of 70 billion parameters would do, against eight servers of eight: parts that were measured here, data sheets, and two
-guesses, which --mfu and --wire change.
+Every process has one thread, so two of them have twice the cores of one; the load generator shares the cores. All forms
+alternate in rounds; medians are printed. The estimate is of a 70B model on 64 GPUs, as one server or as eight servers
+of eight: from parts measured here, data sheets, and two guesses, which --mfu and --wire change.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SERVED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "2 ranks, tensor parallel": (1, 2, TENSOR),
     "2 replicas": (2, 1, ()),
 }
-"""Servers, ranks of each, and flags."""
+"""Number of servers, ranks of each, and flags."""
 TRAINED: dict[str, tuple[int, tuple[str, ...]]] = {
     "1 process": (1, ()),
     "2 ranks, data parallel": (2, ()),
@@ -51,7 +50,7 @@ TRAINED: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 ranks, tensor parallel": (2, TENSOR),
 }
 COMMANDED = (2, 8)
-"""Ranks of a command that computes nothing."""
+"""Numbers of ranks that measure a command that computes nothing."""
 PARTS = ("serve", "commands", "train", "paper")
 
 
@@ -60,7 +59,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench-scale"), help="folder of models and results")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of eight responses each (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all forms (default: 3)")
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this; others are as last time")
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="measure only this; the others keep their last results"
+    )
     parser.add_argument("--port", type=int, default=5600, help="the servers' first port (default: 5600)")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak, on paper (default: 0.4)")
     parser.add_argument("--wire", type=float, default=0.8, help="share of the links, on paper (default: 0.8)")
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def measure_served(folder: Path, groups: list[list[np.ndarray]], args: argparse.Namespace) -> dict:
-    """By form: the rounds' seconds for all groups, a request each, all in flight."""
+    """Returns the seconds of all groups by form and round, one request per group, all in flight."""
     seconds: dict[str, list[float]] = {name: [] for name in SERVED}
     for _ in tqdm(range(args.rounds), desc="rounds over the servers", file=sys.stderr):
         for name, (servers, ranks, flags) in SERVED.items():
@@ -114,7 +115,7 @@ def measure_served(folder: Path, groups: list[list[np.ndarray]], args: argparse.
 
 @contextlib.contextmanager
 def serving(folder: Path, port: int, ranks: int, flags: tuple[str, ...], log: Path) -> Iterator[None]:
-    """One server, of one process or of ranks; its whole tree of processes is ended."""
+    """Runs a server of one process or of several ranks; ends its whole process tree."""
     words = ["serve", str(folder), "--port", str(port), "--no-grpc", "--device", "cpu", *flags]
     with log.open("ab") as output:
         server = subprocess.Popen(
@@ -134,7 +135,7 @@ def serving(folder: Path, port: int, ranks: int, flags: tuple[str, ...], log: Pa
 
 
 def measure_commands(args: argparse.Namespace) -> dict[str, list[dict]]:
-    """By number of ranks, and there by size: medians over the rounds of the seconds of a command."""
+    """Returns the median seconds of a command over the rounds, by number of ranks and size."""
     found = {}
     for ranks in COMMANDED:
         rounds = [in_ranks(ranks, "commands") for _ in tqdm(range(args.rounds), desc="commands", file=sys.stderr)]
@@ -144,7 +145,7 @@ def measure_commands(args: argparse.Namespace) -> dict[str, list[dict]]:
 
 
 def measure_trained(folder: Path, groups: list[list[np.ndarray]], args: argparse.Namespace) -> dict:
-    """By form: the rounds' seconds of one train step on all groups."""
+    """Returns the seconds of a train step on all groups, by form and round."""
     batch = make_batch(groups)
     np.savez(args.out / "batch.npz", **batch)
     seconds: dict[str, list[float]] = {name: [] for name in TRAINED}
@@ -155,7 +156,7 @@ def measure_trained(folder: Path, groups: list[list[np.ndarray]], args: argparse
 
 
 def measure_host(texts: list[list[str]]) -> dict:
-    """What one core does beside the ranks' work: tokenising, JSON, and splitting a batch over the parts."""
+    """Measures what one core does beside the ranks' work: tokenising, JSON, and splitting a batch."""
     from guerdon.distributed.shards import shards
 
     flat = [text for group in texts for text in group]
@@ -175,7 +176,7 @@ def measure_host(texts: list[list[str]]) -> dict:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Its processor time: the median of five times, after one to warm up. For what runs in one thread."""
+    """Returns the CPU time of a single-threaded call: the median of five runs, after a warm-up."""
     work()
     times = []
     for _ in range(5):
@@ -186,7 +187,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def in_ranks(ranks: int, *words: object) -> list:
-    """What scale_ranks.py prints."""
+    """Returns what scale_ranks.py prints."""
     command = [*launcher(ranks), str(HERE / "scale_ranks.py"), *map(str, words)]
     done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True, timeout=600)
     if done.returncode:
@@ -195,13 +196,13 @@ def in_ranks(ranks: int, *words: object) -> list:
 
 
 def launcher(ranks: int) -> list[str]:
-    """What starts a script or a module in one process, or by torchrun in several."""
+    """Returns the command that runs a script or module in one process, or by torchrun in several."""
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *(many if ranks > 1 else [])]
 
 
 def environment() -> dict[str, str]:
-    """One thread each."""
+    """Returns an environment with one thread per process."""
     return os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 

@@ -1,6 +1,6 @@
-"""64 GPUs on paper: a 70B reward model, from parts that scale.py measured and from data sheets; see `Setting`.
+"""Estimates a 70B reward model on 64 GPUs, from parts that scale.py measured and from data sheets; see `Setting`.
 
-All that is not measured is a field of `Setting`, so that who doubts a number can put another one in.
+Everything that is not measured is a field of `Setting`, so that doubted numbers can be replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from guerdon.distributed.shards import shards
 
 @dataclass(frozen=True)
 class Setting:
-    """What is assumed: the machine (H100 SXM's data sheet), the model (Llama 3 70B's shapes) and the batch.
+    """The assumptions: the machine (H100 SXM's data sheet), the model (Llama 3 70B's shapes) and the batch.
 
     `mfu` is the share of the peak that the products reach, `wire` that of the links: both are guesses in the range
     that others report, and the only two of them.
@@ -26,7 +26,7 @@ class Setting:
     num_gpus: int = 64
     tensor_size: int = 8
     peak_flops: float = 989e12
-    """Of one GPU, bfloat16, dense."""
+    """FLOP/s of one GPU, bfloat16, dense."""
     nvlink_bytes_s: float = 450e9
     """One way; the data sheet's 900 GB/s are both ways."""
     mfu: float = 0.4
@@ -39,7 +39,7 @@ class Setting:
     prompt_tokens: int = 512
     response_tokens: int = 512
     batch_tokens: int = 16_384
-    """Of one part's forward: `max_batch_tokens`."""
+    """Token budget of one part's forward: `max_batch_tokens`."""
 
     @property
     def num_parts(self) -> int:
@@ -48,23 +48,23 @@ class Setting:
 
     @property
     def num_samples(self) -> int:
-        """Of the batch."""
+        """The number of sequences in the batch."""
         return self.num_prompts * self.responses
 
     @property
     def received_tokens(self) -> int:
-        """As clients send them."""
+        """The tokens as clients send them."""
         return self.num_samples * (self.prompt_tokens + self.response_tokens)
 
     @property
     def computed_tokens(self) -> int:
-        """With each prompt once."""
+        """The tokens with each prompt counted once."""
         return self.num_prompts * (self.prompt_tokens + self.responses * self.response_tokens)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one core of the measuring machine does; `command_s` are a command's seconds by bytes, by number of ranks."""
+    """What one core of the machine does; `command_s` has a command's seconds by bytes, by number of ranks."""
 
     tokenise_tokens_s: float
     decode_bytes_s: float
@@ -74,7 +74,7 @@ class Measured:
 
 
 def model(setting: Setting, measured: Measured) -> dict[str, dict[str, float]]:
-    """Seconds of one batch by part of the work, for one server of all GPUs and for a server each T of them."""
+    """Returns the seconds of one batch by part, for one server on all GPUs and for one server per T GPUs."""
     s, m = setting, measured
     part_tokens = s.computed_tokens / s.num_parts
     context = s.prompt_tokens + s.response_tokens / 2
@@ -106,17 +106,17 @@ def model(setting: Setting, measured: Measured) -> dict[str, dict[str, float]]:
 
 
 def busy_s(times: dict[str, float]) -> float:
-    """Seconds in which the GPUs are waited for, or wait."""
+    """Returns the seconds that the GPUs work or wait for others."""
     return sum(t for name, t in times.items() if not name.endswith("beside it"))
 
 
 def host_s(times: dict[str, float]) -> float:
-    """Seconds of one core on rank 0, beside what the GPUs do."""
+    """Returns the seconds of one core on rank 0, beside the GPUs' work."""
     return sum(t for name, t in times.items() if name.endswith("beside it"))
 
 
 def command_s(measured: Measured, num_ranks: int, size: float) -> float:
-    """Seconds of a command of that many bytes; what doubling the ranks adds is taken from two numbers measured."""
+    """Returns the seconds of a command of `size` bytes, extrapolated from two measured numbers of ranks."""
     few, more = sorted(measured.command_s)
     at_few, at_more = (_interpolated(measured.command_s[n], size) for n in (few, more))
     a_doubling = max(0.0, at_more - at_few) / math.log2(more / few)
@@ -124,11 +124,11 @@ def command_s(measured: Measured, num_ranks: int, size: float) -> float:
 
 
 Divide = Callable[[list[list[np.ndarray]], int], list[int]]
-"""Of prompts' rows over so many parts: the tokens that each of these computes."""
+"""Divides prompts' rows over a number of parts; returns the tokens that each computes."""
 
 
 def by_shards(groups: list[list[np.ndarray]], count: int) -> list[int]:
-    """As one server divides a command's rows."""
+    """Divides rows as one server divides a command's."""
     rows = [row for group in groups for row in group]
     owner = [i for i, group in enumerate(groups) for _ in group]
     loads = []
@@ -140,7 +140,7 @@ def by_shards(groups: list[list[np.ndarray]], count: int) -> list[int]:
 
 
 def by_arrival(groups: list[list[np.ndarray]], count: int) -> list[int]:
-    """As a balancer does: each prompt, as it comes, to the one of the replicas that has least to do."""
+    """Divides rows as a balancer does: each prompt in turn to the least loaded replica."""
     loads = [0] * count
     for group in groups:
         loads[loads.index(min(loads))] += sum(map(len, group)) - _shared(group)
@@ -148,7 +148,7 @@ def by_arrival(groups: list[list[np.ndarray]], count: int) -> list[int]:
 
 
 def _imbalance(setting: Setting, num_prompts: int, divide: Divide) -> float:
-    """How much longer the slowest part takes than the mean one, where responses' lengths are log-normal."""
+    """Returns the slowest part's time over the mean, for log-normal response lengths."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(5):
@@ -163,12 +163,12 @@ def _imbalance(setting: Setting, num_prompts: int, divide: Divide) -> float:
 
 
 def _shared(rows: list[np.ndarray]) -> int:
-    """Tokens of one prompt's rows that are computed once for all of them."""
+    """Returns the tokens of a prompt's rows that are computed once for all of them."""
     return (len(rows) - 1) * min((common_prefix(rows[0], row) for row in rows[1:]), default=0)
 
 
 def _interpolated(points: list[tuple[float, float]], size: float) -> float:
-    """Seconds at that many bytes, on the lines through what was measured, and beyond it at the last rate."""
+    """Returns the seconds at that many bytes, interpolated linearly, and extrapolated at the last rate."""
     sizes, seconds = zip(*points, strict=True)
     if size > sizes[-1]:
         return seconds[-1] * size / sizes[-1]

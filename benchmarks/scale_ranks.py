@@ -1,4 +1,4 @@
-"""What scale.py measures within the ranks of a launch; rank 0 prints one line of JSON. Run by torchrun, or alone.
+"""Measures for scale.py within the ranks of a launch; rank 0 prints one line of JSON. Run by torchrun, or alone.
 
 scale_ranks.py commands                           the seconds of a command that computes nothing, by its size
 scale_ranks.py train MODEL BATCH.npz [--fsdp] [--tensor-parallel T] [--steps N]       the seconds of a train step
@@ -24,14 +24,14 @@ from guerdon.distributed.ranks import Ranks, start
 from guerdon.settings.config import CriticConfig, ParallelConfig
 
 TOKENS = 300
-"""Of a sequence; a token travels as eight bytes."""
+"""Tokens per sequence; a token travels as eight bytes."""
 SIZES = (1, 8, 64, 512, 4096)
-"""Sequences of a command."""
+"""Numbers of sequences in a command."""
 VOCAB_SIZE = 8192
 
 
 class Nothing:
-    """A worker whose work is done at once: each rank has a score for each of its part of the sequences."""
+    """A worker that computes nothing: each rank returns a score for each of its sequences."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -48,7 +48,7 @@ class Nothing:
 
 
 def commands(ranks: Ranks, rounds: int) -> list[dict[str, float]]:
-    """By size: bytes of the command, and the medians of its seconds to the ranks, and of those back and in all."""
+    """Returns the command's bytes by size, and its median seconds to the ranks, back, and in total."""
     pulse = Pulse(ranks)
     pulse.start()
     group = Group(Nothing(ranks), ranks, pulse)
@@ -77,7 +77,7 @@ def commands(ranks: Ranks, rounds: int) -> list[dict[str, float]]:
 
 
 def train(ranks: Ranks, args: argparse.Namespace) -> list[float]:
-    """Seconds of each step on the whole batch, after one step of a part of it to warm up."""
+    """Returns the seconds of each step on the whole batch, after a warm-up step on a part of it."""
     from guerdon.assembly import build_trainer
 
     batch = dict(np.load(args.batch))
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true", help="as the server's flag")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="as the server's flag")
     parser.add_argument("--steps", type=int, default=1, help="train steps (default: 1)")
-    parser.add_argument("--rounds", type=int, default=30, help="commands of a size (default: 30)")
+    parser.add_argument("--rounds", type=int, default=30, help="commands per size (default: 30)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ranks = start(ParallelConfig(tensor_parallel=args.tensor_parallel, fsdp=args.fsdp), "cpu")

@@ -1,4 +1,4 @@
-"""What a run of scale.py found, as Markdown and as a picture."""
+"""Formats the results of scale.py as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scale_paper import Measured, Setting, busy_s, host_s, model
 
 
 def measured(results: dict) -> Measured:
-    """The parts of the model on paper."""
+    """The parts of the estimate."""
     by_ranks = {int(n): [(row["bytes"], row["whole_s"]) for row in rows] for n, rows in results["commands"].items()}
     return Measured(**results["paper"], command_s=by_ranks)
 
 
 def report(results: dict, setting: Setting) -> str:
-    """Medians over the rounds, each with its range."""
+    """Formats medians over the rounds, each with its range."""
     about = results["about"]
     lines = [f"{about['date']}, commit {about['commit']}, {about['hardware']}, one thread a process, float32.", ""]
     if "serve" in results:
@@ -83,7 +83,7 @@ def _paper(parts: Measured, setting: Setting) -> list[str]:
 
 
 def plot(results: dict, setting: Setting, path: Path) -> None:
-    """Bars of tokens a second, the cost of a command by its size, and the model on paper as stacked bars."""
+    """Draws tokens per second, the cost of a command by its size, and the estimate as stacked bars."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,18 +1,17 @@
-"""What the server takes of its engine's throughput, what it can answer at most, and how even its answers' times are.
+"""Measures the server's share of its engine's throughput, its peak request rate, and the spread of its latencies.
 
-  python benchmarks/server_adds.py --data FILE.jsonl[.gz]   a table on the terminal; results and a plot under --out
-  python benchmarks/server_adds.py --only model             one of the three parts; the others' last results stay
+  python benchmarks/server_adds.py --data FILE.jsonl[.gz]   prints a table, writes results and a plot under --out
+  python benchmarks/server_adds.py --only model             one of the three parts; the others keep their last results
 
-model: the server in a process of its own against one `Engine.score` of all the same sequences in this one, in turn, on
-the random model of workload.py; "texts" are tokenised by both. "Computing" is the part of the server's time in which
-a batch was computed, by its own count: what is missing there was spent around batches, any other loss within them.
-null: requests of one sequence of 512 tokens to a function that computes nothing. latency: how long requests take where
-a client always has so many under way (closed), and where they come at random at a share of that rate (open).
+model: the server in a process of its own against one `Engine.score` of the same sequences in this one, alternating, on
+the random model of workload.py; both tokenise "texts". "Computing" is the share of the server's time in which it
+computed batches, by its own count: the rest of the loss lies between batches. null: requests of one sequence of 512
+tokens to a function that computes nothing. latency: times of requests from a client that keeps a number in flight
+(closed), and of requests at random times at a share of that rate (open).
 
-Promised are, of the medians over the rounds: LEAST_SHARE of the engine's rate in every form, LEAST_RATE requests/s in
-every protocol, and under a closed loop, in which the model never waits, a p99 within MOST_TIMES the p50. The exit
-status is 1 where one of it does not hold. On an open loop nothing is promised: what a random moment brings is the
-client's, and the table shows what became of it.
+The promises, by medians over the rounds: LEAST_SHARE of the engine's rate in every form, LEAST_RATE requests/s in every
+protocol, and in a closed loop, in which the model never waits, a p99 within MOST_TIMES the p50. The exit status is 1 if
+one does not hold. Nothing is promised for the open loop, whose random bursts are the client's.
 """
 
 from __future__ import annotations
@@ -56,8 +55,10 @@ def main() -> int:
     parser.add_argument("--only", choices=["model", "null", "latency"], help="one part; default: all three")
     parser.add_argument("--prompts", type=int, default=24, help="prompts with all their responses (default: 24)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all forms; medians are shown (default: 5)")
-    parser.add_argument("--form", default="", help="of model and latency only what has this text in its name")
-    parser.add_argument("--seconds", type=float, default=15.0, help="time of one measured latency (default: 15)")
+    parser.add_argument(
+        "--form", default="", help="measure only the forms of model and latency whose names contain this text"
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of one latency measurement (default: 15)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the model, results and plot")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def main() -> int:
 
 
 def measure_model(groups: list[list[str]], args: argparse.Namespace) -> dict:
-    """By form: the rounds' sequences/s and their share of the engine's, latencies, the largest difference from it."""
+    """Returns each form's sequences/s, share of the engine's, latencies and largest difference from it."""
     engine = build_scorer(ModelConfig(model=str(make_models(args.out, groups))))
     texts = [text for group in groups for text in group]
 
@@ -118,7 +119,7 @@ def measure_model(groups: list[list[str]], args: argparse.Namespace) -> dict:
 
 
 def measure_null(_: list[list[str]], args: argparse.Namespace) -> dict:
-    """By protocol and number in flight: the rounds' requests/s and latencies of one sequence of 512 tokens."""
+    """Returns requests/s and latencies for one sequence of 512 tokens, by protocol and number in flight."""
     found: dict = {f"{way.name}, {count} in flight": {} for way in WAYS for count in (1, 8, 64)}
     with serving("null_scorer:score") as (port, grpc_port):
         for number in range(args.rounds + 1):
@@ -132,7 +133,7 @@ def measure_null(_: list[list[str]], args: argparse.Namespace) -> dict:
 
 
 def measure_latency(groups: list[list[str]], args: argparse.Namespace) -> dict:
-    """By requests and load: the rounds' requests/s, and latencies."""
+    """Returns requests/s and latencies, by requests, load and round."""
     engine = build_scorer(ModelConfig(model=str(make_models(args.out, groups))))
     real = [row[:MAX_LENGTH] for group in groups for row in engine.encoder.encode(group)]
     equal = list(np.random.default_rng(0).integers(4, VOCAB_SIZE, (NUM_EQUAL, EQUAL_LENGTH)))
@@ -158,13 +159,13 @@ def measure_latency(groups: list[list[str]], args: argparse.Namespace) -> dict:
 
 
 def batch_seconds(port: int) -> float:
-    """How long the server has computed batches since its start."""
+    """Returns the seconds that the server has computed batches since its start."""
     lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("guerdon_batch_seconds_sum"))
 
 
 def percentiles(result: load.Result) -> dict[str, float]:
-    """Milliseconds, and how the slowest hundredth compares to the middle; raises where a request failed."""
+    """Returns percentiles in milliseconds, and p99 over p50; raises if a request failed."""
     if wrong := [a for a in result.answers if a.status != 200]:
         raise SystemExit(f"{len(wrong)} requests failed, the first with {wrong[0].status}: {wrong[0].body[:200]!r}")
     p50, p99 = result.latency_ms(50), result.latency_ms(99)
@@ -179,7 +180,7 @@ def tell(row: dict[str, list[float]], told: dict[str, float]) -> None:
 
 @contextlib.contextmanager
 def serving(model: str) -> Iterator[tuple[int, int]]:
-    """A server in a process of its own; its ports."""
+    """Runs a server in a process of its own; yields its ports."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, grpc_port = one.getsockname()[1], other.getsockname()[1]
     model = model if ":" in model else str(Path(model).absolute())

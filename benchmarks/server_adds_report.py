@@ -1,4 +1,4 @@
-"""What server_adds.py has measured: as Markdown, as a picture, and held against what is promised."""
+"""Formats the results of server_adds.py as Markdown and as a picture, and checks the promises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITH_RANGE = ("share", "p99/p50")
 
 
 def broken_of(results: dict) -> list[str]:
-    """What was promised and does not hold of the medians over the rounds, of those parts that were measured."""
+    """Returns the broken promises of the measured parts, by medians over the rounds."""
     broken = []
     for name, row in _forms(results, "model"):
         if not median(row["share"]) >= LEAST_SHARE:
@@ -38,7 +38,7 @@ def broken_of(results: dict) -> list[str]:
 
 
 def table(results: dict) -> str:
-    """Medians over the rounds, and the range of what is promised."""
+    """Formats medians over the rounds, and the ranges of what is promised."""
     lines = []
     for part, (columns, head) in HEADS.items():
         if part not in results:
@@ -66,7 +66,7 @@ def _cell(column: str, values: list[float]) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Bars: the share of the engine's rate, requests/s without a model, p99 as times p50; dashed what is promised."""
+    """Draws bars: the share of the engine's rate, requests/s without a model, p99 over p50; promises are dashed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The servers that bench.py measures: their environments, and how they are started and ended."""
+"""Installs, starts and ends the servers that bench.py measures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "INFINITY_ANONYMOUS_USAGE_STATS": "0",
 }
-"""Every server's: no hub, no reports home."""
+"""The environment of every server: no hub, no telemetry."""
 START_S = 240.0
-"""What a server may take to answer for the first time."""
+"""Time limit of a server's first answer, in seconds."""
 
 
 def set_up(environments: Path) -> None:
-    """One virtual environment a peer, where there is none; what cannot be installed is told and left out."""
+    """Makes each peer's missing virtual environment; reports and skips what cannot be installed."""
     for name, requirements in {**REQUIREMENTS, **(ON_CUDA if torch.cuda.is_available() else {})}.items():
         folder = environments / name
         if folder.exists():
@@ -52,15 +52,15 @@ def set_up(environments: Path) -> None:
 
 
 def is_here(server: str, environments: Path) -> bool:
-    """Whether the server can be started."""
+    """Returns whether the server can be started."""
     return server == "guerdon" or (environments / server.partition("-")[0]).exists()
 
 
 class Server:
-    """One server in a process group of its own, started at once; `wait` for it before it is asked."""
+    """A server in a process group of its own, started at once; `wait` for it before the first request."""
 
     def __init__(self, name: str, environments: Path, folder: Path, *, null: bool) -> None:
-        """`folder` has the models; what the servers print is appended to `server.log` there."""
+        """`folder` has the models; the servers' output is appended to `server.log` there."""
         self.name, self._folder = name, folder
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -79,7 +79,7 @@ class Server:
             )  # fmt: skip
 
     def wait(self, probe: bytes) -> None:
-        """Until it answers `probe`; RuntimeError where it ends before, or takes too long."""
+        """Waits until it answers `probe`; raises RuntimeError if it ends before, or takes too long."""
         end = time.monotonic() + START_S
         while load.run(self.port, [probe], 1, count=1).answers[0].status != 200:
             if time.monotonic() > end or self._process.poll() is not None:
@@ -87,11 +87,11 @@ class Server:
             time.sleep(0.2)
 
     def pause(self) -> None:
-        """Stands still, with all its processes: some servers poll while they wait, at a tenth of a core."""
+        """Stops all its processes with SIGSTOP: some servers use a tenth of a core to poll while they wait."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Goes on."""
+        """Resumes it."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, kind: signal.Signals) -> None:
@@ -102,7 +102,7 @@ class Server:
                     process.send_signal(kind)
 
     def stop(self) -> None:
-        """Ends it with all its processes."""
+        """Kills all its processes."""
         elsewhere: list[psutil.Process] = []
         self.resume()
         with suppress(psutil.NoSuchProcess):

@@ -1,13 +1,12 @@
-"""A soak: mixed load with random faults, every answer checked, and the ledger of all clients held against the server.
+"""Runs a soak: mixed load and random faults; checks every answer, and the clients' ledgers by the server's counts.
 
-  python benchmarks/soak.py --minutes 60     results, logs and a plot under --out; exit status 0 where all of it held
+  python benchmarks/soak.py --minutes 60     writes results, logs and a plot under --out; exit status 1 if a check fails
 
-One server process serves two reward models, a function that raises and has no score for some samples, a sum, and a
-critic with checkpoints, to keys of three roles. Two client processes ask over HTTP (binary, JSON, the forms of
-OpenRLHF, slime and TEI) and gRPC, one trains; they are killed with SIGKILL at random, cut their connections, stall,
-read slowly, vanish without a word, and send what is no request. An admin switches the reward model between two
-checkpoints, and offers some that must be refused. The rate is a share of what one client gets through when it asks
-without a pause.
+One server process serves two reward models, a function that raises and fails some samples, a sum, and a critic with
+checkpoints, to keys of three roles. Two client processes send requests over HTTP (binary, JSON, the forms of OpenRLHF,
+slime and TEI) and gRPC, one trains; they are killed with SIGKILL at random, cut their connections, stall, read slowly,
+vanish silently, and send malformed bytes. An admin switches the reward model between two checkpoints, and tries to load
+invalid ones. The load's rate is a share of what one client reaches without pauses.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ HERE = Path(__file__).parent
 ROLES = {"clients": "score", "trainer": "train", "admin": "admin"}
 NUM_CLIENTS = 2
 READY_S, DRAIN_S, QUIET_S = 300.0, 180.0, 60.0
-"""What a start, the end of the clients' last requests, and the end of what they left half open may take."""
+"""Time limits of a start, of the clients' last requests, and of connections they left half open."""
 
 
 class Soak:
-    """One run: its processes, what was sampled, and what must not be."""
+    """A run: its processes, its samples, and the faults found."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -71,7 +70,7 @@ class Soak:
         self._answered = 0.0
 
     def prepare(self) -> None:
-        """The checkpoints, the keys and the settings."""
+        """Writes the checkpoints, the keys and the settings."""
         shutil.rmtree(self.out, ignore_errors=True)
         (self.out / "ledgers").mkdir(parents=True)
         soak_models.make(self.out)
@@ -99,7 +98,7 @@ class Soak:
         (self.out / "server.yaml").write_text(yaml.safe_dump(settings))
 
     def run(self) -> None:
-        """Serves, soaks, and says what was found; the results are on the disk whatever happens."""
+        """Serves, soaks, and prints what was found; the results are written to disk in any case."""
         command = [sys.executable, "-m", "guerdon", "serve", "--config", str(self.out / "server.yaml")]
         with (self.out / "server.log").open("wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
@@ -120,7 +119,7 @@ class Soak:
             self.write()
 
     def write(self) -> None:
-        """The results as JSON, whatever has come so far, and the plot."""
+        """Writes the results so far as JSON, and the plot."""
         wrong, done = list(dict.fromkeys(self.wrong)), self.results.get("finished", False)
         self.results |= {"wrong": wrong[:200], "num_wrong": len(wrong), "passed": bool(done and not wrong)}
         results = self.results | {"samples": list(self.samples), "events": list(self.events)}
@@ -134,7 +133,8 @@ class Soak:
         url = f"http://127.0.0.1:{self.ports[0]}"
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
             self.http = client
-            admin = Admin(self, self.ports[0], soak_ledger.Ledger(self._path("admin")))
+            ledger = soak_ledger.Ledger(self._path("admin"))
+            admin = Admin(self.keys["admin"], self.ports[0], ledger, self.out, self.event)
             await self._measure()
             seconds = self.args.minutes * 60
             warm_s = min(300.0, seconds * 0.2)
@@ -163,7 +163,7 @@ class Soak:
         self.results["finished"] = True
 
     async def _measure(self) -> None:
-        """How many requests a second one client gets through, faults left out; the load's rate is a share of that."""
+        """Measures the requests per second of one client without faults; the load's rate is a share of it."""
         name = self._start_client(rate=10_000, sound=True)
         await asyncio.sleep(4.0)  # it imports
         before, started = await self._counted(), time.monotonic()
@@ -176,7 +176,7 @@ class Soak:
         assert not self._clients, name
 
     async def _load(self, admin: Admin, server: subprocess.Popen[bytes], until: float, progress: Any) -> None:
-        """Load and faults until then."""
+        """Runs load and faults until then."""
         for _ in range(NUM_CLIENTS):
             self._start_client(self._rate / NUM_CLIENTS)
         self._start_trainer()
@@ -197,7 +197,7 @@ class Soak:
                 await faults
 
     async def _faults(self, admin: Admin) -> None:
-        """One after another, first each and then at random: processes are killed and started again, models switched."""
+        """Kills and restarts processes and switches models, each once and then at random."""
         kinds = {"kill": 3, "kill trainer": 1.5, "swap": 4, "bad swap": 1, "spare": 1}
         first = list(kinds)
         while True:
@@ -252,7 +252,7 @@ class Soak:
         return self.out / "ledgers" / f"{name}.ledger"
 
     async def _stop_clients(self) -> None:
-        """Each answers for what it has under way, and ends."""
+        """Ends the clients, each after its requests in flight."""
         for process in self._clients.values():
             process.terminate()
         for name, process in self._clients.items():
@@ -268,7 +268,7 @@ class Soak:
         self._clients.clear()
 
     async def _at_rest(self, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Files and threads of the server without clients, as soon as they are as `wanted` or no longer change."""
+        """Returns the idle server's files and threads, once they are as `wanted` or no longer change."""
         end, before = time.monotonic() + QUIET_S, {}
         while True:
             await asyncio.sleep(6.0)
@@ -287,7 +287,7 @@ class Soak:
         return names
 
     async def _sample(self, begun: float) -> None:
-        """One line a second: memory, files, threads, processor, and what was answered."""
+        """Samples memory, files, threads, CPU and answers every second."""
         self.results["begun"] = time.time()
         while True:
             self.samples.append({
@@ -301,7 +301,7 @@ class Soak:
             await asyncio.sleep(1.0)
 
     async def metrics(self) -> str:
-        """The server's, as text."""
+        """Returns the server's metrics as text."""
         answer = await self.http.get("/metrics", headers={"Authorization": f"Bearer {self.keys['admin']}"})
         return answer.raise_for_status().text
 
@@ -318,7 +318,7 @@ class Soak:
         raise RuntimeError(f"the server did not start; see {self.out / 'server.log'}")
 
     async def _judge(self, rest: dict[str, Any], end: dict[str, Any]) -> None:
-        """Everything that must hold at the end."""
+        """Checks everything that must hold at the end."""
         metrics = await self.metrics()
         (self.out / "metrics.txt").write_text(metrics)
         key = {"Authorization": f"Bearer {self.keys['trainer']}"}
@@ -335,7 +335,7 @@ class Soak:
 
 
 def _left(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Files and threads that are more than they were."""
+    """Returns which of files and threads have grown."""
     more = {key: (before[key], now[key]) for key in ("fds", "threads") if now[key] > before[key]}
     return more | ({"names": (before["names"], now["names"])} if "threads" in more else {})
 
@@ -347,7 +347,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _environment() -> dict[str, str]:
-    """One thread each, and the modules beside this one."""
+    """Returns an environment with one thread per process and this folder's modules."""
     path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH")]))
     hidden = ("GUERDON_API_KEYS", "GUERDON_API_KEY")
     return {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -356,11 +356,9 @@ def _environment() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="of load, the first fifth to warm up (default: 60)")
-    parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of all that is written")
-    parser.add_argument(
-        "--share", type=float, default=0.5, help="of the measured peak that is asked for (default: 0.5)"
-    )
-    parser.add_argument("--measure-s", type=float, default=8.0, help="seconds of that measurement (default: 8)")
+    parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of all output")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the measured peak to send (default: 0.5)")
+    parser.add_argument("--measure-s", type=float, default=8.0, help="seconds of the measurement (default: 8)")
     parser.add_argument("--every-s", type=float, default=6.0, help="seconds between kills and swaps (default: 6)")
     parser.add_argument("--train-rest-s", type=float, default=0.8, help="seconds between train requests (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0)

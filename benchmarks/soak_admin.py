@@ -1,9 +1,11 @@
-"""The admin of a soak: switches the reward model between two checkpoints, and offers some that must be refused."""
+"""The admin of a soak: switches the reward model between two checkpoints, and tries to load invalid ones."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -13,26 +15,23 @@ from soak_client import kind_of
 from soak_ledger import Ledger
 from soak_wire import Answer, Connection, post
 
-if TYPE_CHECKING:
-    from soak import Soak
-
 LOAD_S = 120.0
 REFUSED = ("broken", "other", "cut", "missing", "../critic", "/etc")
 """Folders under the repository that must not serve, and paths out of it."""
 
 
 class Admin:
-    """One at a time, and after each the model must be what it ought to be."""
+    """Makes one change at a time, and checks the model after each."""
 
-    def __init__(self, soak: Soak, port: int, ledger: Ledger) -> None:
-        self._soak, self._port, self._ledger = soak, port, ledger
+    def __init__(self, key: str, port: int, ledger: Ledger, folder: Path, on_event: Callable[[str], None]) -> None:
+        self._key, self._port, self._ledger, self._on_event = key, port, ledger, on_event
         self._serves = "a"
-        self._samples = soak_samples.samples(soak.out)
+        self._samples = soak_samples.samples(folder)
         self._count = 0
         self._is_unloaded = False
 
     async def act(self, what: str) -> None:
-        """`swap`, `bad swap`, or `spare`: the model beside it is unloaded, or loaded again."""
+        """Does `swap`, `bad swap`, or `spare`, which unloads or reloads the second model."""
         if what == "swap":
             variant = "b" if self._serves == "a" else "a"
             answer = await self._post("helpful/load", variant)
@@ -54,10 +53,10 @@ class Admin:
             await self._wanted("spare/unload")
             self._is_unloaded = True
         self._ledger.note(f"{what}s" if what != "spare" else "unloads and loads")
-        self._soak.event(what)
+        self._on_event(what)
 
     async def close(self) -> None:
-        """The model that was unloaded is there again, as at the beginning."""
+        """Reloads the second model if it is unloaded."""
         if self._is_unloaded:
             await self._wanted("spare/load")
 
@@ -68,16 +67,16 @@ class Admin:
 
     async def _post(self, what: str, folder: str | None = None) -> Answer:
         body = b"" if folder is None else orjson.dumps({"parameters": {"model": folder}})
-        return await self._exchange(post(f"/v2/repository/models/{what}", body, self._soak.keys["admin"]))
+        return await self._exchange(post(f"/v2/repository/models/{what}", body, self._key))
 
     async def _check(self) -> None:
-        """What is asked after a load has been answered is scored by what was loaded."""
+        """Checks that requests after an acknowledged load are scored by the loaded checkpoint."""
         self._count += 1
         pick, name = random.choice(self._samples), f"admin-{self._count}"
         inputs: list[Any] = [{"name": "sentences", "datatype": "BYTES", "shape": [1], "data": [pick["text"]]}]
         body = orjson.dumps({"id": name, "inputs": inputs})
         self._ledger.sent(name, "helpful", 1)
-        answer = await self._exchange(post("/v2/models/helpful/infer", body, self._soak.keys["admin"]))
+        answer = await self._exchange(post("/v2/models/helpful/infer", body, self._key))
         if answer.status != 200:
             self._ledger.done(name, kind_of(answer))
             self._ledger.wrong(name, f"after a load: {answer.status}: {answer.body[:200]!r}")

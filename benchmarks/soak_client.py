@@ -1,6 +1,6 @@
-"""One client process of a soak: mixed requests at a steady rate, some of them cut, slow, malformed or half open.
+"""A client process of a soak: mixed requests at a steady rate, some of them cut, slow, malformed or half open.
 
-Every answer is checked: its id, its scores against those of the version that it names, its error's class.
+Checks every answer: its id, its scores against those of the version it names, its error's class.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from soak_ledger import Ledger
 from soak_wire import Answer, Broken, Pool, post
 
 TIMEOUT_S = 120.0
-"""What any answer may take on a busy machine."""
+"""Time limit of any answer on a busy machine."""
 BUSY = frozenset({"Overloaded"})
-"""What a sound request may be told in place of its scores."""
+"""The errors that a valid request may get in place of scores."""
 
 
 class Client:
-    """What all kinds of requests share; each kind is a method."""
+    """Sends requests of all kinds; each kind is a method."""
 
     def __init__(self, args: argparse.Namespace, key: str) -> None:
         self.ledger = Ledger(args.ledger)
@@ -48,7 +48,7 @@ class Client:
         self._values: dict[str, np.ndarray] = {}
 
     def name(self) -> str:
-        """The next request's id."""
+        """Returns the next request's id."""
         self._count += 1
         return f"{self._tag}-{self._count}"
 
@@ -124,7 +124,7 @@ class Client:
         await self._kserve("spare", _tokens(picks), self._are_of("spare", picks), also=("Unavailable",))
 
     async def flaky(self) -> None:
-        """Some samples have no score, and are told of in their places, or answer for all."""
+        """Sends samples of which some have no score: the reply marks them, or all fail."""
         texts = [p["text"] for p in self._picks(4)]
         for i in range(len(texts)):
             texts[i] += random.choice(("", "", "", "", soak_functions.NO_SCORE, soak_functions.RAISES))
@@ -149,7 +149,7 @@ class Client:
         await self._asked(name, "flaky", request, len(texts), check, also=also)
 
     async def values(self) -> None:
-        """The critic's, which for one version are always the same."""
+        """Asks for the critic's values, which are constant for one version."""
         picks = [self._samples[0], *self._picks(3)]
 
         def check(reply: InferReply) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class Client:
         await self._kserve("critic_infer", _tokens(picks), check, output="values")
 
     def scoring(self, name: str, least: int = 1, most: int = 8) -> tuple[bytes, int, Callable[[Answer], Any]]:
-        """A sound request under that id: its bytes, its sequences, and what checks its answer."""
+        """Returns a valid request with that id: its bytes, its sequences, and the check of its answer."""
         picks = self._picks(most, least)
         asked = InferRequest({t.name: t for t in _tokens(picks)}, {"rewards": True}, name)
         check = self._are_of("helpful", picks)
@@ -176,7 +176,7 @@ class Client:
         )
 
     async def exchange(self, request: bytes, timeout_s: float = TIMEOUT_S) -> Answer:
-        """One request over a connection of the pool, and its answer."""
+        """Sends one request over a connection of the pool; returns its answer."""
         connection = await self.pool.take()
         try:
             answer = await connection.ask(request, timeout_s)
@@ -191,7 +191,7 @@ class Client:
     def check_answer(
         self, name: str, answer: Answer, check: Callable[[InferReply], Any], count: int, also: tuple[str, ...] = ()
     ) -> None:
-        """The answer of KServe's route, into the ledger."""
+        """Records the answer of KServe's route in the ledger."""
         if answer.status == 200:
             self._check_reply(name, kserve.decode_reply(answer.body, answer.json_length), check, count)
             return
@@ -210,7 +210,7 @@ class Client:
         return random.choices(self._samples, k=random.randint(least, most))
 
     def _are_of(self, model: str, picks: list[dict[str, Any]]) -> Callable[[InferReply], Any]:
-        """A check that all scores are those of one variant, the one of the version that the answer names."""
+        """Returns a check that all scores are those of one variant, that of the version the answer names."""
 
         def check(reply: InferReply) -> None:
             rewards = next(np.ravel(t.data) for t in reply.outputs if t.name == "rewards")
@@ -269,7 +269,7 @@ class Client:
 
 
 def kind_of(answer: Answer) -> str:
-    """The class of the error that the answer tells; for forms that name no class, the one of its status."""
+    """Returns the error class that the answer names; for forms that name none, that of its status."""
     with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
         told = orjson.loads(answer.body)
         if "kind" in told:
@@ -295,7 +295,7 @@ def _tokens(picks: list[dict[str, Any]]) -> list[Tensor]:
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Asks until SIGTERM, then waits for what is under way."""
+    """Sends requests until SIGTERM, then waits for those in flight."""
     client = Client(args, args.keys.split(",")[0])
     faults = Faults(client, args.keys.split(",")[1])
     kinds: list[tuple[Callable[[], Awaitable[None]], float]] = [
@@ -341,8 +341,8 @@ def main() -> None:
     parser.add_argument("--ledger", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--grpc-port", type=int, required=True)
-    parser.add_argument("--keys", required=True, help="one of the role score, and one that no server has")
-    parser.add_argument("--rate", type=float, required=True, help="requests a second at most")
+    parser.add_argument("--keys", required=True, help="a key of the role score, and one that the server does not know")
+    parser.add_argument("--rate", type=float, required=True, help="maximum requests per second")
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--sound", action="store_true", help="no faults")
     asyncio.run(run(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""What a soak's clients do to a server beside asking: cut, stall, read slowly, vanish, and send what is no request."""
+"""The faults of a soak's clients: they cut, stall, read slowly, vanish, and send malformed bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from soak_client import Client
 
 ENDS_S = 60.0
-"""Within this time the server must have ended a connection that stalls; its own limits are a tenth of it."""
+"""The time within which the server must close a stalled connection; its own limits are a tenth of it."""
 BAD_BODIES: tuple[Callable[[], bytes], ...] = (
     lambda: os.urandom(random.randint(0, 4000)),
     lambda: b'{"inputs": [',
@@ -37,7 +37,7 @@ BAD_BODIES: tuple[Callable[[], bytes], ...] = (
 
 
 class Faults:
-    """The kinds of faults of one client; `wrong_key` is no key of the server's."""
+    """The kinds of faults of one client; the server does not know `wrong_key`."""
 
     def __init__(self, client: Client, wrong_key: str) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class Faults:
         """How many of those that take seconds may be under way at once."""
 
     def kinds(self) -> list[tuple[Callable[[], Awaitable[None]], float]]:
-        """Each with its weight beside the sound requests, which have about 100."""
+        """Returns each kind with its weight; valid requests weigh about 100 in total."""
         slow = (self.slow_writer, self.slow_reader, self.stalled_body, self.stalled_head, self.never_reads)
         found: list[tuple[Callable[[], Awaitable[None]], float]] = [(self._one_of_few(kind), 0.25) for kind in slow]
         return [*found, (self.cut, 3), (self.cut_grpc, 2), (self.bad_body, 4), (self.no_http, 0.5),
@@ -64,7 +64,7 @@ class Faults:
         return call
 
     async def cut(self) -> None:
-        """Asks, and is gone before the answer."""
+        """Sends a request, and disconnects before the answer."""
         name = self._client.name()
         request, count, _ = self._client.scoring(name)
         connection = await Connection.open(self._client.pool.port)
@@ -76,12 +76,12 @@ class Faults:
         self._ledger.note("connections cut")
 
     async def cut_grpc(self) -> None:
-        """The same over gRPC."""
+        """Does the same over gRPC."""
         await self._client.over_grpc(cut=True)
         self._ledger.note("gRPC calls cancelled")
 
     async def bad_body(self) -> None:
-        """What must be refused with a 400, and nothing else."""
+        """Sends requests that must get status 400."""
         name = self._client.name()
         body = random.choice(BAD_BODIES)()
         self._ledger.sent(name, "helpful", 1)  # of some the one sample is refused, of others all
@@ -94,7 +94,7 @@ class Faults:
         self._ledger.note("bad bodies")
 
     async def too_large(self) -> None:
-        """A body that is announced as larger than may be: refused before it comes."""
+        """Announces a body above the limit: it is refused before it is sent."""
         name = self._client.name()
         self._ledger.sent(name, "helpful")
         connection = await Connection.open(self._client.pool.port)
@@ -109,7 +109,7 @@ class Faults:
         self._ledger.note("bodies too large")
 
     async def no_http(self) -> None:
-        """Bytes that are no request: refused, and the connection ended."""
+        """Sends bytes that are no request: they are refused, and the connection closed."""
         connection = await Connection.open(self._client.pool.port)
         waiting = connection.expect()
         connection.send(b"\x16\x03\x01" + os.urandom(200) + b"\r\n\r\n")
@@ -125,7 +125,7 @@ class Faults:
         self._ledger.note("no HTTP")
 
     async def refused(self) -> None:
-        """Without a key, with a wrong one, beyond the key's role, for what does not exist."""
+        """Sends no key, a wrong key, a request beyond the key's role, or an unknown path."""
         key, name = self._client.key, self._client.name()
         self._ledger.sent(name, "critic_save")  # in doubt: whether a refusal counts as a request to it is not said
         self._ledger.doubt(name)
@@ -147,7 +147,7 @@ class Faults:
         self._ledger.note("refused for their key or path")
 
     async def slow_writer(self) -> None:
-        """A sound request in pieces, over seconds: it is answered."""
+        """Sends a valid request in pieces, over seconds: it is answered."""
         name = self._client.name()
         request, count, check = self._client.scoring(name, least=8, most=24)
         connection = await Connection.open(self._client.pool.port)
@@ -162,17 +162,17 @@ class Faults:
         self._ledger.note("slow writers")
 
     async def slow_reader(self) -> None:
-        """A large answer, read in small pieces: it comes whole."""
+        """Reads a large answer in small pieces: it arrives complete."""
         await self._large_answer(gives_up=False)
         self._ledger.note("slow readers")
 
     async def never_reads(self) -> None:
-        """The same, not read at all: the server ends it, and keeps nothing."""
+        """Does not read a large answer at all: the server closes the connection, and keeps nothing."""
         await self._large_answer(gives_up=True)
         self._ledger.note("readers that never read")
 
     async def stalled_body(self) -> None:
-        """Half a request, and then nothing: the server ends it."""
+        """Sends half a request, and then nothing: the server closes the connection."""
         name = self._client.name()
         request, count, _ = self._client.scoring(name)
         self._ledger.sent(name, "helpful", count)
@@ -181,14 +181,14 @@ class Faults:
         self._ledger.note("stalled bodies")
 
     async def stalled_head(self) -> None:
-        """Half a head, or nothing at all."""
+        """Sends half a head, or nothing at all."""
         await self._must_end(
             random.choice((b"", b"POST /v2/models/helpful/infer HTTP/1.1\r\nHost: x")), "a stalled head"
         )
         self._ledger.note("stalled heads")
 
     async def vanishes(self) -> None:
-        """The client's host loses its power: amid a request, or between two."""
+        """Simulates a power loss of the client's host: during a request, or between two."""
         connection = await Connection.open(self._client.pool.port)
         name = self._client.name()
         request, count, _ = self._client.scoring(name)

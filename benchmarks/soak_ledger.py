@@ -1,7 +1,7 @@
-"""The ledger of a soak: what every client asked and was answered, held against what the server counted.
+"""The ledger of a soak: what every client sent and got, compared with the server's counts.
 
-A client writes a line before it sends a request, and a line when it has the answer; a killed client's lines stay. What
-was sent and has no answer is in doubt: the client died, or cut the connection, so that the server may have done it.
+A client writes a line before it sends a request, and another when it has the answer; a killed client's lines stay. A
+request without an answer is in doubt: the client died, or cut the connection, and the server may have handled it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 UNKNOWN = "unknown"
 PARTS = {"total": ("helpful", "length")}
-"""By sum: its components, whose sequences are counted with it."""
+"""The components of each sum, whose sequences are counted with it."""
 
 
 class Ledger:
-    """One client's file. Every line is with the kernel before the call returns, so that SIGKILL takes none."""
+    """A client's file. Every line reaches the kernel before the call returns, so SIGKILL loses none."""
 
     def __init__(self, path: Path) -> None:
         self.open: set[str] = set()
@@ -27,35 +27,35 @@ class Ledger:
         self._seen: dict[tuple[str, str], str] = {}
 
     def sent(self, name: str, model: str, num_sequences: int = 0) -> None:
-        """The request of that id is about to be sent to the model."""
+        """Records that the request of that id is about to be sent to the model."""
         self.open.add(name)
         self._write("sent", name, model, num_sequences)
 
     def done(self, name: str, outcome: str, ok: int = 0, failed: int = 0) -> None:
-        """It is answered: `ok`, or the error's class; so many of its sequences have a score, and so many failed."""
+        """Records an answer: `ok` or the error's class, and how many sequences were scored and failed."""
         self.open.discard(name)
         self._write("done", name, outcome, ok, failed)
 
     def doubt(self, name: str) -> None:
-        """Its answer will not be read."""
+        """Records that its answer will not be read."""
         self.open.discard(name)
 
     def wrong(self, name: str, text: str) -> None:
-        """Something that must not be."""
+        """Records something that must not happen."""
         self._write("wrong", name, text.replace("\n", " ")[:500])
 
     def seen(self, model: str, version: str, variant: str) -> None:
-        """An answer of the model under that version had the scores of the variant."""
+        """Records that an answer of that version had the scores of the variant."""
         if self._seen.get((model, version)) != variant:
             self._seen[model, version] = variant
             self._write("seen", model, version, variant)
 
     def trains(self, number: int) -> None:
-        """The train request of that number is about to be sent for the first time, or by a new process again."""
+        """Records that the train request of that number is about to be sent, for the first time or again."""
         self._write("trains", number)
 
     def trained(self, number: int, num_steps: int, step: int) -> None:
-        """It is acknowledged: so many steps by it, and so many in all."""
+        """Records that it is acknowledged: its steps, and all steps."""
         self._write("trained", number, num_steps, step)
 
     def note(self, what: str) -> None:
@@ -68,7 +68,7 @@ class Ledger:
 
 @dataclass
 class Account:
-    """What all ledgers say together. Counts are by model."""
+    """The sum of all ledgers. Counts are by model."""
 
     num_sent: int = 0
     known: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -84,7 +84,7 @@ class Account:
 
 
 def account(lines: Iterable[str]) -> Account:
-    """The sum of the lines; ids are unique over all clients, and a line that a kill cut short is none."""
+    """Returns the sum of the lines; ids are unique over all clients, and a truncated line is skipped."""
     made = Account()
     asked: dict[str, tuple[str, int]] = {}
     answered: set[str] = set()
@@ -131,7 +131,7 @@ def _count(made: Account, model: str, ok: int, failed: int, doubt: int) -> None:
 
 
 def counters(text: str, name: str, *labels: str) -> Counter[tuple[str, ...]]:
-    """The samples of one metric in Prometheus' text, by the values of its labels."""
+    """Returns the samples of one metric in Prometheus' text, by its label values."""
     found: Counter[tuple[str, ...]] = Counter()
     for line in text.splitlines():
         match = re.match(rf"{name}(?:\{{(.*)\}})? (\S+)$", line)
@@ -142,7 +142,7 @@ def counters(text: str, name: str, *labels: str) -> Counter[tuple[str, ...]]:
 
 
 def compare(made: Account, metrics: str) -> list[str]:
-    """What does not agree between the clients and the server's counters: nothing, where each was answered once.
+    """Returns the disagreements of the clients and the server's counters: none if each request was answered once.
 
     Of each model and outcome the server counts at least what clients were answered, and no more than that and what is
     in doubt.
@@ -172,7 +172,7 @@ def compare(made: Account, metrics: str) -> list[str]:
 
 
 def compare_trains(made: Account, metrics: str, step: int) -> list[str]:
-    """What of the critic's training is lost or was done twice; `step` is where the critic says that it is."""
+    """Returns which train requests were lost or applied twice; `step` is the critic's own."""
     wrong = []
     if made.begun != made.trained.keys():
         wrong.append(f"trains that were never acknowledged: {sorted(made.begun - made.trained.keys())[:10]}")

@@ -1,4 +1,4 @@
-"""The checkpoints of a soak, and what plain transformers makes of its samples."""
+"""Makes the checkpoints of a soak, and plain transformers' scores of its samples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _LOADED: dict[Path, Any] = {}
 
 @torch.inference_mode()
 def _score(folder: Path, tokenizer: PreTrainedTokenizerFast, text: str) -> float:
-    """One sequence by itself, in float32."""
+    """Scores one sequence by itself, in float32."""
     if folder not in _LOADED:
         _LOADED[folder] = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"

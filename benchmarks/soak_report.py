@@ -1,4 +1,4 @@
-"""What a soak has found: what must hold of its samples, its numbers as Markdown, and its plot."""
+"""Reports a soak: the checks of its samples, its numbers as Markdown, and its plot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NEEDED = (
     "slow readers", "readers that never read", "stalled bodies", "stalled heads", "refused for their key or path",
     "swaps", "bad swaps", "unloads and loads", "trains cut", "trains with other content",
 )  # fmt: skip
-"""What must have happened, beside the kills; without it a soak has shown less than it says."""
+"""Events that must have happened, besides the kills; without them a soak has shown less than it claims."""
 HALF_OPEN, NOT_PERMITTED = "half-open connections", "half-open connections were not permitted here"
 _LEAST_PART_S = 20.0
 
 
 def memory(samples: list[dict[str, float]], from_s: float, to_s: float) -> dict[str, float]:
-    """MiB: medians of the first tenth of the measured time, the last and the highest, and the least and most."""
+    """Returns MiB: the medians of the first, the last and the highest tenth of the time, and minimum and maximum."""
     found = [s for s in samples if from_s <= s["s"] <= to_s]
     begun, span = found[0]["s"], found[-1]["s"] - found[0]["s"]
     part = max(_LEAST_PART_S, span / 10)
@@ -44,7 +44,7 @@ def check(
     made: Account,
     metrics: str,
 ) -> list[str]:
-    """What does not hold of memory, of the faults that were to be made, and of the live scores' second look."""
+    """Returns the broken checks of memory, of the faults made, and of rechecked scores."""
     wrong = []
     found = results["memory_mb"] = memory(samples, results["measured_from_s"], results["measured_to_s"])
     if abs(found["share"]) > RSS_SHARE:
@@ -67,7 +67,7 @@ def check(
 
 
 def summary(made: Account, metrics: str) -> dict[str, Any]:
-    """The ledger's outcome, for the results' file."""
+    """Returns the ledger's outcome, for the file of results."""
     outcomes: Counter[str] = Counter()
     for known in made.known.values():
         outcomes.update(known)
@@ -93,7 +93,7 @@ def summary(made: Account, metrics: str) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Formats the results as Markdown."""
     about, ledger = results["about"], results.get("ledger")
     lines = [f"{about['date']}, commit {about['commit']}, {about['hardware']}, one thread a process.", ""]
     if ledger is not None:
@@ -123,7 +123,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Memory, files and threads, and answers a second over the minutes, with what was killed and switched."""
+    """Draws memory, files, threads and answers per second over the minutes, with kills and switches."""
     import matplotlib
 
     matplotlib.use("Agg")

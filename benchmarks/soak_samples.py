@@ -1,4 +1,4 @@
-"""What the clients of a soak ask for, by light imports: a client that was killed must soon be there again."""
+"""The samples of a soak's clients, with few imports, because a killed client must restart fast."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VARIANTS = ("a", "b")
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """The samples that `soak_models.make` wrote: `text`, `tokens`, and the score by each variant."""
+    """Returns the samples that `soak_models.make` wrote: `text`, `tokens`, and each variant's score."""
     return json.loads((folder / "samples.json").read_text())
 
 
 def rows(number: int) -> dict[str, np.ndarray]:
-    """The train request of that number: the same whenever it is sent again."""
+    """Returns the train request of that number; deterministic."""
     rng = np.random.default_rng((7, number))
     num_rows, width = int(rng.integers(2, 11)), int(rng.integers(8, 40))
     returns, values = rng.normal(size=(2, num_rows, width - 1)).astype(np.float32)

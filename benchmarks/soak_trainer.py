@@ -1,6 +1,6 @@
-"""The trainer of a soak: one train request after another, each sent until it is answered, whatever kills or cuts it.
+"""The trainer of a soak: sends train requests in order, each until it is answered, through kills and cuts.
 
-A new process goes on where the killed one stopped: what that had sent and was not answered is sent again under its id.
+A new process resumes where the killed one stopped: it resends the unanswered request under its id.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from soak_wire import Answer, Broken, Connection, post
 
 GLOBAL_BATCH_SIZE = 4
 CUT_SHARE, TWICE_SHARE, CHANGED_SHARE, SAVE_SHARE = 0.15, 0.1, 0.03, 0.01
-"""Of the train requests: cut and sent again, sent twice at once, sent again with other content, followed by a save."""
+"""Shares of train requests: cut and resent, sent twice at once, resent with other content, followed by a save."""
 
 
 class Trainer:
-    """One process' part of the critic's training; `number` is the next request's."""
+    """One process's part of the critic's training; `number` is the next request's."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.number, self._step = _before(args.ledger.parent)
@@ -36,7 +36,7 @@ class Trainer:
         self._tag, self._count = args.ledger.stem, 0
 
     async def train(self) -> None:
-        """The next request, until it is acknowledged: as the one step after all before it, once."""
+        """Sends the next request until it is acknowledged; it must be applied once, after all before it."""
         number = self.number
         self._ledger.trains(number)
         if random.random() < CUT_SHARE:
@@ -64,7 +64,7 @@ class Trainer:
             await self._save()
 
     async def _ask(self, number: int) -> bytes:
-        """The report that answers it; sent again while it is only refused for now."""
+        """Returns the report that answers it; resends it while the refusal is temporary."""
         while True:
             name, request = self._request(number)
             answer = await self._exchange(name, "critic_train", request)
@@ -75,7 +75,7 @@ class Trainer:
             await asyncio.sleep(0.5)
 
     async def _cut(self, number: int) -> None:
-        """Sends it, or a part of it, and is gone."""
+        """Sends it, or a part of it, and disconnects."""
         name, request = self._request(number)
         connection = await Connection.open(self._port)
         self._ledger.sent(name, "critic_train")
@@ -86,7 +86,7 @@ class Trainer:
         self._ledger.note("trains cut")
 
     async def _changed(self, number: int) -> None:
-        """The id of what was trained on, with other content: refused."""
+        """Sends a used id with other content: it is refused."""
         name, request = self._request(number + 1, number)
         answer = await self._exchange(name, "critic_train", request)
         self._ledger.done(name, kind_of(answer))
@@ -120,7 +120,7 @@ class Trainer:
         return bytes(next(t.data[0] for t in reply.outputs if t.name == "report"))
 
     async def _exchange(self, name: str, model: str, request: bytes) -> Answer:
-        """One try on a connection of its own; what is not 200 is in the ledger already, but for other content's."""
+        """Tries once on a connection of its own; records statuses other than 200, except for other content."""
         connection = await Connection.open(self._port)
         self._ledger.sent(name, model)
         try:
@@ -137,7 +137,7 @@ class Trainer:
 
 
 def _before(folder: Path) -> tuple[int, int]:
-    """The number of the first request that is not acknowledged, and the step of the one before it."""
+    """Returns the number of the first unacknowledged request, and the step of the one before it."""
     number, step = 0, 0
     for path in folder.glob("trainer-*.ledger"):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -148,7 +148,7 @@ def _before(folder: Path) -> tuple[int, int]:
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Trains until SIGTERM, then until the request under way is acknowledged."""
+    """Trains until SIGTERM, then until the request in flight is acknowledged."""
     trainer, stop = Trainer(args), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     while not stop.is_set():
@@ -166,8 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ledger", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--key", required=True, help="one of the role train")
-    parser.add_argument("--rest-s", type=float, default=1.0, help="seconds between two requests, about")
+    parser.add_argument("--key", required=True, help="a key of the role train")
+    parser.add_argument("--rest-s", type=float, default=1.0, help="mean seconds between two requests")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection by hand: it notices an answer too many, and can be as ill-behaved as a soak wants."""
+"""A hand-written HTTP/1.1 connection: it detects surplus answers, and can misbehave as a soak needs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import httptools
 
 _TCP_REPAIR = 19
-"""Linux: a socket that is closed in this state says nothing to the other side, as a host that has lost its power."""
+"""Linux: a socket closed in this state sends nothing, like a host that lost power."""
 
 
 class Broken(Exception):
-    """The connection ended before the answer."""
+    """The connection was closed before the answer."""
 
 
 @dataclass
 class Answer:
-    """One answer, whole."""
+    """A complete answer."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -27,13 +27,13 @@ class Answer:
 
     @property
     def json_length(self) -> int | None:
-        """The length of the JSON before binary tensors; None where all of the body is JSON."""
+        """The length of the JSON before binary tensors; None if all of the body is JSON."""
         length = self.headers.get("inference-header-content-length")
         return None if length is None else int(length)
 
 
 class Connection(asyncio.Protocol):
-    """One request after another; `extra` tells of bytes that came when none was asked for."""
+    """Sends one request after another; `extra` has bytes that came without a request."""
 
     def __init__(self) -> None:
         self.extra = b""
@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, port: int, *, buffer_bytes: int | None = None) -> Connection:
-        """Connects; with `buffer_bytes` the kernel takes no more than about that of an answer that is not read."""
+        """Connects; `buffer_bytes` roughly bounds what the kernel buffers of an unread answer."""
         made = socket.socket()
         if buffer_bytes is not None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
@@ -65,14 +65,14 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, data: bytes) -> None:
-        """Bytes as they are, of a request or of anything."""
+        """Sends raw bytes, of a request or of anything."""
         if not self.is_open:
             raise Broken("closed before the request")
         assert self._transport is not None
         self._transport.write(data)
 
     def expect(self) -> asyncio.Future[Answer]:
-        """The answer that comes next; it raises Broken."""
+        """Returns the next answer; raises Broken."""
         self._answer = Answer()
         self._parser = httptools.HttpResponseParser(self)
         self._waiting = asyncio.get_running_loop().create_future()
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         return self._waiting
 
     async def ask(self, request: bytes, timeout_s: float) -> Answer:
-        """Sends the request, and returns its answer; raises Broken, or TimeoutError."""
+        """Sends the request, and returns its answer; raises Broken or TimeoutError."""
         waiting = self.expect()
         self.send(request)
         async with asyncio.timeout(timeout_s):
@@ -96,22 +96,22 @@ class Connection(asyncio.Protocol):
             await asyncio.sleep(pause_s)
 
     def pause(self) -> None:
-        """Reads nothing from now on."""
+        """Stops reading."""
         if self.is_open:
             self._transport.pause_reading()  # type: ignore[union-attr]
 
     def resume(self) -> None:
-        """Reads again."""
+        """Resumes reading."""
         if self.is_open:
             self._transport.resume_reading()  # type: ignore[union-attr]
 
     def cut(self) -> None:
-        """Ends the connection at once, with a reset."""
+        """Closes the connection at once, with a reset."""
         if self._transport is not None:
             self._transport.abort()
 
     def vanish(self) -> bool:
-        """Ends it without a word to the server, so that it stays half open there; False where that is not allowed."""
+        """Drops it silently, so that it stays half open at the server; returns False if the system forbids it."""
         if not self.is_open:
             return False
         try:
@@ -161,13 +161,13 @@ class Connection(asyncio.Protocol):
 
 
 def _seen(waiting: asyncio.Future[Answer]) -> None:
-    """Not everybody who asks waits for the answer, or for its failure."""
+    """Ignores an outcome that nobody awaits."""
     if not waiting.cancelled():
         waiting.exception()
 
 
 class Pool:
-    """Connections to one port, each used by one request at a time, the last used first."""
+    """Connections to one port, each used by one request at a time, most recently used first."""
 
     _REST_S = 5.0
 
@@ -176,7 +176,7 @@ class Pool:
         self._idle: list[Connection] = []
 
     async def take(self) -> Connection:
-        """An idle connection, or a new one. One that was long idle is closed: the server might just do that, too."""
+        """Returns an idle connection, or a new one; closes those that were idle for long, as the server might."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             connection = self._idle.pop()
@@ -186,18 +186,18 @@ class Pool:
         return await Connection.open(self.port)
 
     def give(self, connection: Connection) -> None:
-        """Takes it back."""
+        """Returns a connection to the pool."""
         if connection.is_open:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Closes those that are idle."""
+        """Closes the idle connections."""
         while self._idle:
             self._idle.pop().cut()
 
 
 def post(path: str, body: bytes, key: str = "", json_length: int | None = None, **headers: str) -> bytes:
-    """The bytes of a POST; `headers` as keyword arguments, with `_` for `-`."""
+    """Returns the bytes of a POST; `headers` as keyword arguments, with `_` for `-`."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1"]
     if key:
         lines.append(f"Authorization: Bearer {key}")
@@ -211,6 +211,6 @@ def post(path: str, body: bytes, key: str = "", json_length: int | None = None, 
 
 
 def get(path: str, key: str = "") -> bytes:
-    """The bytes of a GET."""
+    """Returns the bytes of a GET."""
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{authorization}\r\n".encode()

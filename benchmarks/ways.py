@@ -1,4 +1,4 @@
-"""The protocols in which the server is asked the same: how a request is written, sent, and its answer read."""
+"""The protocols that carry the same request: how to write it, send it, and read the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INFER = "/v2/models/reward_model/infer"
 
 @dataclass(frozen=True)
 class Way:
-    """One protocol: the bytes of a request for rows and their texts, and the scores in the bytes of an answer."""
+    """A protocol: writes the bytes of a request for rows or their texts, and reads scores from an answer's bytes."""
 
     name: str
     write: Callable[[list[np.ndarray], list[str]], bytes]
@@ -27,7 +27,7 @@ class Way:
 
 
 def tensors(rows: list[np.ndarray]) -> dict[str, Tensor]:
-    """The rows in one padded tensor, and their lengths."""
+    """Returns the rows in one padded tensor, and their lengths."""
     tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row

@@ -1,4 +1,4 @@
-"""What is measured on: a random model, a tokenizer, and text in the shape of RLHF scoring."""
+"""Makes what is measured on: a random model, a tokenizer, and text in the shape of RLHF scoring."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Chat = dict
 """A row of the data: {"prompt", "responses"}."""
 
 FIRST = 3
-"""Groups by whose length their number is chosen."""
+"""Number of first groups whose length decides how many there are."""
 PROMPTS = {"bare": 0, "short": 180, "long": 1_000}
 """By load: before the question stand so many tokens of earlier turns that the prompt has this many, up to 15% more
 or less."""
 MOST_RESPONSE = 512
-"""Tokens after which a response is cut unless another limit is given, as a trainer's limit on new tokens does it."""
+"""Default number of tokens after which a response is cut, like a trainer's limit on new tokens."""
 FEWEST = 24
 """Tokens below which no turn is worth adding, and no earlier reply is cut."""
 GOLDEN = 0.618
-"""Its multiples' fractions are spread evenly: the prompts' lengths are, too."""
+"""The fractions of its multiples are spread evenly, and so are the prompts' lengths."""
 TOKENS, SEQUENCES = 16_500, 64
-"""A cell has about so many tokens, but at least so many sequences, so that whoever sorts or joins has a choice."""
+"""A cell has about so many tokens, but at least so many sequences, so that sorting and joining have a choice."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt with its responses, each as the whole text and as its ids; `first` is the first one's number."""
+    """A prompt with its responses, each as the whole text and as ids; `first` is the first one's number."""
 
     texts: list[str]
     rows: list[np.ndarray]
@@ -47,13 +47,13 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are sent."""
+        """The number of tokens sent."""
         return sum(map(len, self.rows))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Groups of one load and one number of responses."""
+    """The groups of one load and one number of responses."""
 
     load: str
     responses: int
@@ -66,7 +66,7 @@ class Cell:
 
 
 def read_chats(data: Path, seed: int = 0) -> list[Chat]:
-    """The rows of a JSONL file, gzipped or not, shuffled."""
+    """Returns the rows of a JSONL file, gzipped or not, shuffled."""
     open_file = gzip.open if data.suffix == ".gz" else open
     with open_file(data, "rt", encoding="utf-8") as file:
         chats = [json.loads(line) for line in file]
@@ -75,15 +75,15 @@ def read_chats(data: Path, seed: int = 0) -> list[Chat]:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerFast, most: int) -> str:
-    """The text's first `most` tokens."""
+    """Returns the text's first `most` tokens."""
     ends = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     return text if len(ends) <= most else text[: ends[most - 1][1]]
 
 
 def prompt_of(chats: list[Chat], number: int, tokens: int, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The question of that number behind turns of other chats, of about `tokens` together, or more where it is longer.
+    """Returns the question of that number after turns of other chats, about `tokens` in total, more if it is longer.
 
-    The earliest turn of every prompt is another one, so that no two prompts begin alike.
+    Every prompt starts with another turn, so that no two share a prefix.
     """
     question, history = f"Human: {chats[number]['prompt']}\n\nAssistant: ", ""
     wanted = tokens * (0.85 + 0.3 * (number * GOLDEN % 1))
@@ -99,7 +99,7 @@ def prompt_of(chats: list[Chat], number: int, tokens: int, tokenizer: PreTrained
 
 
 def responses_of(chats: list[Chat], number: int, count: int) -> list[str]:
-    """`count` responses to the question of that number: its own, then, of the chats after it, one of each in turn."""
+    """Returns `count` responses to the question of that number: its own, then one of each later chat in turn."""
     found = list(chats[number]["responses"][:count])
     for step in range(count - len(found)):
         lap, place = divmod(step, len(chats) - 1)
@@ -115,7 +115,7 @@ def make_cell(
     responses: int,
     most_response: int = MOST_RESPONSE,
 ) -> Cell:
-    """As many groups as a cell takes, or as there are chats; `most_response` is where responses are cut."""
+    """Makes the groups of a cell, at most one per chat; responses are cut at `most_response` tokens."""
 
     def group(number: int) -> Group:
         prompt = prompt_of(chats, number, PROMPTS[load], tokenizer)
@@ -131,7 +131,7 @@ def make_cell(
 
 
 def read_groups(data: Path, count: int, seed: int = 0) -> list[list[str]]:
-    """Texts (prompt and response) of `count` random prompts of a JSONL file of {"prompt", "responses"}."""
+    """Returns texts (prompt and response) of `count` random prompts of a JSONL file of {"prompt", "responses"}."""
     chats = read_chats(data, seed)[:count]
     return [[f"Human: {chat['prompt']}\n\nAssistant: {x}" for x in chat["responses"]] for chat in chats]
 
@@ -160,7 +160,7 @@ def make_models(folder: Path, groups: list[list[str]]) -> Path:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the text, with `<pad>` 0, `<s>` 1 and `</s>` 2."""
+    """Trains a byte-level BPE tokenizer on the text, with `<pad>` 0, `<s>` 1 and `</s>` 2."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
