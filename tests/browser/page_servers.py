@@ -137,7 +137,7 @@ def load(url: str, *models: str) -> Iterator[None]:
         rng = random.Random(model)
         with RewardClient(url, model=model) as client:
             for i in itertools.count():
-                if is_over.wait(0.05 if i < 40 else 0.2):
+                if is_over.wait(0.05 if i < 40 else 0.4):
                     break
                 if model == "longwinded":
                     client.score(tokens=[np.ones(rng.randrange(4, 200), np.int64) for _ in range(8)])
