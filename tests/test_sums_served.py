@@ -187,7 +187,7 @@ def test_pytriton(url: str, helpful: list[float]) -> None:
     np.testing.assert_array_equal(result["rewards"][:, 0], summed(helpful))
 
 
-def test_token_ids_where_all_components_read_the_same(url: str, folder: Path) -> None:
+def test_token_ids_if_all_components_read_the_same(url: str, folder: Path) -> None:
     rows = zoo.rows()[:4]
     with RewardClient(url, model="of_ids") as client:
         scores = client.score(tokens=rows)

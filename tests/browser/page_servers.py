@@ -55,7 +55,7 @@ def running(config: ServerConfig) -> Iterator[RunningServer]:
 
 
 def settings(folder: Path | None, **others: Any) -> ServerConfig:
-    """A small checkpoint `reward_model`, where there is a folder for it, and the functions of this module."""
+    """The functions of this module and, if there is a folder for it, a small checkpoint `reward_model`."""
     models = [ModelConfig(model=f"browser.page_servers:{name}", name=name) for name in FUNCTIONS]
     models.append(ModelConfig(model="browser.page_servers:marked", name="twice"))
     if folder is not None:
@@ -69,7 +69,7 @@ def total() -> RewardConfig:
 
 
 def critic_settings(folder: Path, *, is_alone: bool = False) -> ServerConfig:
-    """A critic, which gives rewards as well where it is not alone."""
+    """A critic, which also gives rewards unless it is alone."""
     model = str(served.reward_model(folder / "rm"))
     critic = CriticConfig(model=model, checkpoint_dir=str(folder / "checkpoints"))
     critic.reward_model = None if is_alone else model

@@ -91,7 +91,7 @@ def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
 
 def test_a_legend_does_not_read_0_between_two_answers(url: str, visit: Visit) -> None:
     def pause(told: dict[str, Any]) -> None:
-        """As it is where a request takes longer than a step."""
+        """As if each request took longer than a step."""
         lines = told["series"]["models"]["reward_model"]
         for name in ("requests_per_s", "received_tokens_per_s", "queue_sequences"):
             lines[name][-2:] = [0.0, 0.0]

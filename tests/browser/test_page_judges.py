@@ -201,7 +201,7 @@ def test_a_queue_that_stands_still_is_told(page: Any) -> None:
     assert call(page, "health", "findings", snapshot(lines=lines), "m") == []
 
 
-def test_nothing_is_to_be_looked_at_where_all_is_well(page: Any) -> None:
+def test_there_are_no_findings_if_all_is_well(page: Any) -> None:
     assert call(page, "health", "findings", snapshot(), "m") == []
 
 

@@ -183,7 +183,7 @@ def test_a_notice_covers_nothing_of_the_bar_and_stays_in_sight(size: tuple[int, 
     assert notice["bottom"] <= size[1]
 
 
-def test_a_key_is_asked_for_where_there_are_keys(tmp_path: Path, visit: Visit) -> None:
+def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: Visit) -> None:
     plain = settings(None, port=served.free_port())
     with running(plain) as server:
         # A browser asks its user first; this one has been given a key that is none here.

@@ -306,7 +306,7 @@ def test_weight_of_a_body_is_about_what_it_takes():
     ],
     ids=["NaN", "Infinity", "surrogate", "negative", "huge", "product", "float", "boolean", "rank", "zero", "number"],
 )
-def test_what_was_looked_at_by_hand_is_refused(body):
+def test_bodies_found_by_hand_are_refused(body):
     with pytest.raises(InvalidRequest):
         kserve.to_request(kserve.decode(body, None), cases.PLAIN)
 

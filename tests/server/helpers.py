@@ -62,7 +62,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def tried_again(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of time-outs below two seconds, amid which a busy machine may stall: it fails where it does so each time.
+    """Repeats a test of time-outs below two seconds, because a busy machine may stall: it fails if every try fails.
 
     For what the time-outs themselves are about; whatever else is waited for, a test waits for without an end.
     """

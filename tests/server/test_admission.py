@@ -57,7 +57,7 @@ def test_one_body_of_the_largest_size_always_fits(clients):
     assert gate.requests.taken == 0
 
 
-def test_what_is_answered_holds_its_bytes_alone():
+def test_an_answered_request_holds_only_its_bytes():
     gate = Gate(ServerConfig(max_requests=1))
     with Place(gate) as first:
         first.hold(MIB)
@@ -70,7 +70,7 @@ def test_what_is_answered_holds_its_bytes_alone():
     assert (gate.requests.taken, gate.bytes.taken) == (0, 0)
 
 
-def test_what_is_refused_holds_what_it_held():
+def test_a_refused_hold_changes_nothing():
     gate = Gate(ServerConfig(max_body_mb=1, max_bodies_mb=1))
     with Place(gate) as place:
         place.hold(1000)

@@ -556,7 +556,7 @@ def test_what_is_legal_gets_one_answer(server, sent, wanted):
     assert statuses(answers) == wanted
 
 
-def test_no_second_answer_where_a_body_ends_wrongly_after_its_answer(patient_server):
+def test_no_second_answer_if_a_body_ends_wrongly_after_its_answer(patient_server):
     """The route takes no body: it is answered, and then what should be chunks is none."""
     with connect(patient_server) as connection:
         connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")

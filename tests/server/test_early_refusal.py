@@ -1,4 +1,4 @@
-"""What finds no room is refused by its head alone; what can never find any is told that, however full the queue is."""
+"""A request without room in the queue is refused by its head alone, and one that can never have room is told so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answer_to_head(server: RunningServer, num_bytes: int) -> bytes:
         return connection.recv(65536)
 
 
-def test_what_a_full_queue_has_no_room_for_is_refused_by_its_head(server: RunningServer) -> None:
+def test_a_full_queue_refuses_a_request_by_its_head(server: RunningServer) -> None:
     ask = httpx.Client(base_url=server.http_url, timeout=60).post
     fits, too_many, beyond_all, too_large = 8 * 40, 8 * 60, 8 * (QUEUE_TOKENS + 1), 2 << 20
     assert answer_to_head(server, too_many) == ADMITTED  # of an empty queue any request has the room

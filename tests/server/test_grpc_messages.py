@@ -79,7 +79,7 @@ async def test_no_more_come_at_once_than_there_is_memory_for(count: int, clients
     await calls.end()
 
 
-async def test_where_there_are_places_enough_each_client_has_one_of_its_own() -> None:
+async def test_each_client_has_a_place_of_its_own_if_there_are_enough() -> None:
     calls = Calls(receiving(4, "abc"))
     await calls.begin(*"aaaaaabbbbbb")
     assert calls.reading == ["a", "a", "b"]
@@ -88,7 +88,7 @@ async def test_where_there_are_places_enough_each_client_has_one_of_its_own() ->
     await calls.end()
 
 
-async def test_where_there_are_not_a_client_waits_for_no_others_flood() -> None:
+async def test_a_client_does_not_wait_for_anothers_flood_if_there_are_too_few() -> None:
     calls = Calls(receiving(2, "abc"))
     await calls.begin(*"aaaaaaaa", "c")
     assert calls.reading == ["a", "a"]

@@ -33,7 +33,7 @@ def read(gate: Gate, body: bytes, encoding: bytes, max_mb: int = 64) -> bytes:
 
 @pytest.mark.parametrize(("encoding", "compress"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)])
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 4 * MIB, 4 * MIB + 1, 9 * MIB])
-def test_whatever_is_compressed_comes_back(encoding, compress, size):
+def test_a_compressed_body_comes_back(encoding, compress, size):
     text = (bytes(range(256)) * (size // 256 + 1))[:size]
     assert read(Gate(ServerConfig()), compress(text, 1), encoding) == text
 
@@ -69,6 +69,6 @@ def test_a_bomb_ends_at_the_largest_size():
         (b"nothing compressed", "not what Content-Encoding says"),
     ],
 )
-def test_what_is_not_one_compressed_stream_is_refused(body, text):
+def test_a_body_that_is_not_one_compressed_stream_is_refused(body, text):
     with pytest.raises(InvalidRequest, match=text):
         read(Gate(ServerConfig()), body, b"gzip")

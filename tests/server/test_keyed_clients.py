@@ -114,7 +114,7 @@ def test_tritonclient_over_mutual_tls(mutual: RunningServer, files: Certificates
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_pytritons_client_shows_its_token_where_it_knows_the_models_config(scheme: str, server: RunningServer) -> None:
+def test_pytritons_client_shows_its_token_if_it_knows_the_models_config(scheme: str, server: RunningServer) -> None:
     """It asks for readiness and config without the token, and its other clients have none, as is documented."""
     url = str(server.http_url if scheme == "http" else server.grpc_url)
     config = TritonModelConfig(

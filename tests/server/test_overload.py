@@ -83,7 +83,7 @@ def test_overload_costs_at_most_a_tenth_of_what_is_answered_in_time(sizes: list[
     assert counts["refused"]
 
 
-def test_nothing_is_refused_for_its_deadline_where_there_is_time() -> None:
+def test_nothing_is_refused_for_its_deadline_if_there_is_time() -> None:
     counts = simulate(0.7, [1, 8, 64], timeouts=200)
     assert not counts["refused"] and counts[""] == pytest.approx(0.7 * RATE * SECONDS, rel=0.15)
 

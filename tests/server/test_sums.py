@@ -160,7 +160,7 @@ def test_all_samples_may_fail() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_sum_that_is_not_finite_fails_and_is_bounded_where_it_is_clipped() -> None:
+def test_a_sum_that_is_not_finite_fails_and_is_bounded_if_it_is_clipped() -> None:
     huge = {"weight": 1e30}
     (failed, fine) = made(huge, {}).combine([reply(1e30, 0.0), reply(1.0, 1.0)]).results
     assert isinstance(failed, SampleFailed) and "is inf" in str(failed)

@@ -81,13 +81,13 @@ def test_the_servers_own_setting(server: RunningServer, folder: Path, adds: bool
     assert answer["data"][0]["probs"][0] == pytest.approx(expected(folder, "left", MAX_LENGTH, adds), abs=1e-5)
 
 
-def test_what_was_not_asked_for_is_not_cut(server: RunningServer) -> None:
+def test_samples_are_not_truncated_unless_the_client_asks(server: RunningServer) -> None:
     told = httpx.post(server.http_url + "/classify", json={"input": TEXT})
     assert told.status_code == 400 and f"takes at most {MAX_LENGTH}" in told.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("by_token", [(), ("values",), ("step_rewards",)])
-def test_to_truncate_is_advised_where_that_can_be(by_token: tuple[str, ...]) -> None:
+def test_truncation_is_advised_if_the_model_allows_it(by_token: tuple[str, ...]) -> None:
     told = str(
         reading.find_fault(Sequence(np.arange(5)), ModelInfo("rm", "llama", ("rewards", *by_token), max_length=3))
     )

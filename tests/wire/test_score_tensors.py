@@ -158,7 +158,7 @@ def test_all_outputs_of_a_rich_model():
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b, or c"), ("a", "a")])
-def test_attributes_are_named_where_they_are_given_and_the_names_can_be_told_apart(names):
+def test_attributes_are_named_if_requested_and_unambiguous(names):
     reply = ScoreReply([Score(1.5, np.float32([1, 2]))], [3], "9")
     plain = {"weights_version": "9"}
     assert to_reply(reply, request(outputs=["rewards"], sentences=["x"]), RICH).parameters == plain

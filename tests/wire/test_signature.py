@@ -34,7 +34,7 @@ def test_metadata_lists_errors_and_the_config_does_not():
     assert {spec.name: spec.dtype for spec in parsed.inputs}["sentences"] is np.bytes_
 
 
-def test_prompts_and_labels_are_inputs_where_a_function_reads_them():
+def test_prompts_and_labels_are_inputs_if_a_function_reads_them():
     def inputs(**takes: bool) -> list[str]:
         info = ModelInfo("f", "function", takes_tokens=False, **takes)
         parsed = ModelConfigParser.from_dict(signature.config(info, 1000))

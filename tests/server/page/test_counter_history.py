@@ -64,6 +64,6 @@ def test_a_ring_forgets_the_oldest():
     assert values[:, 0].tolist() == [36, 36, 56.5, 81]
 
 
-def test_an_hour_is_there_also_where_somebody_has_looked_every_second():
+def test_an_hour_is_kept_even_if_somebody_looks_every_second():
     recent = readings(4000, every=1.0)
     assert np.isfinite(recent.window(3600).seconds()).all()

@@ -74,7 +74,7 @@ def test_bins_reach_over_both_sides_however_few_one_has():
 
 
 @pytest.mark.parametrize("values", [[0.0] * 5, [-3e7] * 2, []], ids=["zero", "large", "none"])
-def test_bins_have_a_width_where_nothing_varies(values):
+def test_bins_have_a_width_even_if_nothing_varies(values):
     edges = drift.edges((np.array(values), np.ones(len(values))))
     assert (np.diff(edges) > 0).all()
 

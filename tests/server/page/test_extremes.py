@@ -31,7 +31,7 @@ def test_the_best_and_the_worst_of_many_requests_are_kept_in_order():
     assert made.best(0)[0].weights_version == "w7"
 
 
-def test_of_few_samples_all_are_both():
+def test_few_samples_are_both_best_and_worst():
     made = ExtremeSamples()
     noted(made, [2.0, 1.0])
     assert [one.reward for one in made.best(0)] == [2, 1]
@@ -69,7 +69,7 @@ def test_what_is_kept_is_bounded():
     assert (len(one.prompt), len(one.response), one.is_cut) == (MOST_TEXT, MOST_TEXT, True)
 
 
-def test_the_oldest_go_where_all_together_take_too_much():
+def test_the_oldest_are_evicted_if_all_take_too_much_memory():
     made = ExtremeSamples(most_bytes=1_000_000)
     for slot in range(100):
         texts = [f"{slot} {i}" + "\N{GRINNING FACE}" * 3000 for i in range(EACH)]
@@ -92,7 +92,7 @@ def test_a_text_whose_reward_differs_in_the_last_digits_is_there_once():
     assert made.best(0)[0].time == NOW + 19
 
 
-def test_of_one_text_in_one_request_the_more_extreme_is_kept():
+def test_the_more_extreme_of_one_text_in_one_request_is_kept():
     made = ExtremeSamples()
     noted(made, [1.0, 3.0, 2.0], texts=["the same"] * 3)
     assert [one.reward for one in made.best(0)] == [3]
@@ -115,7 +115,7 @@ def test_better_ones_before_the_window_hide_none_of_it():
     assert [one.reward for one in made.worst(begin + 360)] == [1, 2]
 
 
-def test_of_a_text_without_a_known_prompt_both_ends_are_kept():
+def test_both_ends_of_a_text_without_a_known_prompt_are_kept():
     made = ExtremeSamples()
     noted(made, [1.0], texts=["P" * 4200 + " the response"])
     (one,) = made.best(0)
@@ -133,7 +133,7 @@ def test_contents_of_several_parts_are_told():
     assert (made.best(0)[0].prompt, made.best(0)[0].response) == ("user: one\ntwo", "assistant: one")
 
 
-def test_prompts_are_told_apart_where_they_are_known():
+def test_prompts_are_kept_apart_if_they_are_known():
     made = ExtremeSamples()
     noted(made, [1.0], texts=["a prompt an answer"], prompts=["a prompt"])
     assert (made.best(0)[0].prompt, made.best(0)[0].response) == ("a prompt", " an answer")

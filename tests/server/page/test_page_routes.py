@@ -105,7 +105,7 @@ def test_nothing_else_is_served(echo, name):
         assert client.send(request).status_code == 404
 
 
-def test_where_it_is_turned_off_there_is_no_page_and_nothing_is_noted():
+def test_without_a_dashboard_there_is_no_page_and_nothing_is_recorded():
     config = ServerConfig(port=0, grpc_port=None, dashboard=False)
     service = EchoService(config)
     with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url) as client:
@@ -123,7 +123,7 @@ def test_samples_without_a_page_are_refused():
 
 
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])
-def test_that_everybody_reads_samples_texts_is_said_at_the_start(host, warns, monkeypatch):
+def test_a_warning_at_the_start_says_that_everybody_can_read_samples(host, warns, monkeypatch):
     said: list[str] = []
     monkeypatch.delenv(KEYS_VARIABLE, raising=False)
     monkeypatch.setattr(page_routes.log, "warning", said.append)  # caplog depends on levels and on other threads
@@ -287,7 +287,7 @@ def test_bad_queries_are_told(echo):
         assert told in response.json()["error"]
 
 
-def test_samples_are_told_where_they_are_kept_and_nowhere_else(sums, echo):
+def test_samples_are_shown_only_if_they_are_kept(sums, echo):
     texts = [
         "prompt" + "!" * (50 + n) + " and an answer, by far the longest of all that are sent here" for n in range(20)
     ]

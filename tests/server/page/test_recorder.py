@@ -32,7 +32,7 @@ async def test_the_counters_are_read_by_themselves_until_the_end(monkeypatch: py
     assert readings.last == last
 
 
-def test_of_a_request_the_rewards_that_were_asked_for_are_noted():
+def test_only_rewards_that_a_request_asks_for_are_recorded():
     service = EchoService(ServerConfig(dashboard_samples=True))
     (info, _), tokens = service.catalog.infos(), [np.arange(n) for n in (1, 2, 3)]
     reply = ScoreReply([Score(1.0), SampleFailed("none"), Score(3.0)], [1, 2, 3], "1")

@@ -24,7 +24,7 @@ def pool(made: RewardHistory, name: str, start: float, end: float, now: float) -
     return PooledRewards.of(made.taken(name, start, now).between(start, end))
 
 
-def test_what_fits_is_kept_whole_and_each_stands_for_itself():
+def test_few_rewards_are_kept_whole_and_each_stands_for_itself():
     rewards = np.random.default_rng(0).normal(size=200)
     found = pool(noted(rewards), "rm", NOW - 60, NOW + 60, NOW)
     order = np.argsort(found.tokens)
@@ -35,7 +35,7 @@ def test_what_fits_is_kept_whole_and_each_stands_for_itself():
 
 
 @pytest.mark.parametrize("order", ["alternate", "one after the other"])
-def test_of_pairs_both_are_drawn_however_few_are_wanted(order):
+def test_both_rewards_of_pairs_are_drawn_however_few_are_wanted(order):
     made, kinds = RewardHistory(), np.array([1.0, -1.0])
     rewards = (np.tile(kinds, 100) if order == "alternate" else np.repeat(kinds, 100)).tolist()
     for second in range(0, 3600, 10):  # as a trainer sends a chosen and a rejected response of each prompt
@@ -82,7 +82,7 @@ def test_changes_of_the_weights_are_kept_and_the_first_is_none():
     assert made.versions("rm")[-1] == (NOW + 199, "199")
 
 
-def test_of_more_all_count_and_an_even_sample_is_kept():
+def test_more_rewards_all_count_and_an_even_sample_is_kept():
     rewards = np.arange(100_000.0)
     found = pool(noted(rewards, a_request=1000), "rm", NOW - 60, NOW + 60, NOW)
     assert len(found.rewards) == SAMPLE
@@ -142,7 +142,7 @@ def test_the_beginning_is_kept_however_long_ago_and_the_rest_goes():
     assert len(made._fine["rm"]._buckets) < 5
 
 
-def test_what_nobody_folds_is_folded_before_it_grows_large():
+def test_pending_rewards_are_folded_before_they_grow_large():
     made = RewardHistory()
     for _ in range(200):
         made.note("rm", NOW, [1.0] * 1000, [1] * 1000)
@@ -158,7 +158,7 @@ def test_a_pool_has_no_more_than_is_wanted_and_its_weights_make_up_for_it():
     assert found.weights.sum() == pytest.approx(total(part for _, part in found.parts).count)
 
 
-def test_what_was_taken_stays_as_it_was():
+def test_a_copy_of_the_buckets_never_changes():
     made = RewardHistory()
     made.note("rm", NOW, np.arange(1000.0).tolist(), [1] * 1000)
     made.fold()

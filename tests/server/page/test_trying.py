@@ -128,7 +128,7 @@ def test_attributes_and_components_are_told_by_name(client):
     assert one["tokens"] is None
 
 
-def test_the_chat_template_is_used_where_it_is_asked_for(client):
+def test_the_chat_template_is_used_if_the_page_asks_for_it(client):
     (one,) = tried(client, model="rm", prompt="Hi", responses=["Ho"], template=True)["results"]
     conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert one == tried(client, model="rm", messages=[conversation])["results"][0]
@@ -145,7 +145,7 @@ def test_a_failed_response_is_told_in_its_place(client):
     assert "at most 100" in long["error"]
 
 
-def test_of_texts_that_are_very_long_no_tokens_are_told(client):
+def test_very_long_texts_are_shown_without_tokens(client):
     text = "far too long " * 15_000
     (one,) = tried(client, model="flaky", responses=[text])["results"]
     assert one["num_tokens"] == 1 + len(text) // 4
