@@ -166,12 +166,10 @@ def test_errors_are_reported_as_the_peer_reports_them(path, error, status, kind)
     assert (found, orjson.loads(bodies.write(content))) == (status, expected)
 
 
-@pytest.mark.parametrize(
-    "to_error", [kserve.to_error, openai.to_error, *(form.to_error for form in FORMS.values())], ids=str
-)
-def test_a_long_error_is_cut(to_error):
+def test_a_long_error_is_cut():
     """A model's name of 100 MB came back in the reply."""
-    assert len(bodies.write(to_error(InvalidRequest("x" * 100_000))[1])) < 2200
+    for to_error in (kserve.to_error, openai.to_error, *(form.to_error for form in FORMS.values())):
+        assert len(bodies.write(to_error(InvalidRequest("x" * 100_000))[1])) < 2200
 
 
 def test_the_list_of_models():
