@@ -24,7 +24,7 @@ page = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["page"]
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What somebody has who has unpacked the distribution."""
+    """The unpacked distribution."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=MADE)

@@ -1,4 +1,4 @@
-"""What benchmarks/server_adds.py finds broken, and how it shows what it has measured."""
+"""The faults that benchmarks/server_adds.py finds, and how it shows its measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_medians_that_keep_the_promises_break_nothing_whatever_one_round_or_an_o
     [({"share": 0.96}, "gRPC, a request a prompt: 0.960 of the engine's rate"), ({"rate": 999.0}, "999 requests/s"),
      ({"times": 2.1}, "real text, closed: p99 is 2.10 times p50"), ({"share": float("nan")}, "nan of the engine's")],
 )  # fmt: skip
-def test_a_median_beyond_its_bound_is_told(found: dict[str, float], told: str) -> None:
+def test_a_median_beyond_its_bound_is_reported(found: dict[str, float], told: str) -> None:
     from server_adds_report import broken_of
 
     (what,) = broken_of(measured(**found))

@@ -1,4 +1,4 @@
-"""What the adapters of reward functions do where servers are away, slow or wrong; and from wherever trainers call."""
+"""The adapters of reward functions if servers are down, slow or wrong, called from threads and event loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ask_all(url: str, run: Callable[[Any], Any] = asyncio.run, **settings: Any) 
 
 
 def errors(asked: dict[str, Future[Any]]) -> list[GuerdonError]:
-    """What each of them raised; an AssertionError for one that did not."""
+    """Returns what each raised; raises AssertionError if one did not."""
     raised = [future.exception() for future in asked.values()]
     assert all(isinstance(error, GuerdonError) for error in raised), dict(zip(asked, raised, strict=True))
     return raised  # type: ignore[return-value]
@@ -89,7 +89,7 @@ def test_first_call_waits_for_a_server_that_starts_late(
     assert len(told) == 2 and all(url in line and "waiting for it, up to 120 s" in line for line in told)
 
 
-def test_where_nothing_listens_they_raise_when_their_time_is_over() -> None:
+def test_without_a_server_they_raise_when_their_time_is_over() -> None:
     started = time.monotonic()
     for error in errors(ask_all(f"http://127.0.0.1:{served.free_port()}", timeout_s=0.6)):
         assert isinstance(error, Unreachable) and "is the server running there?" in str(error)
@@ -150,7 +150,7 @@ def test_server_that_is_too_slow_raises_in_time(monkeypatch: pytest.MonkeyPatch)
             assert isinstance(error, DeadlineExceeded)
 
 
-def test_server_that_went_away_is_given_up_after_a_while_and_found_again_where_it_comes_back(
+def test_a_lost_server_is_given_up_after_the_time_out_and_found_again(
     on_one_loop: Callable[[Any], Any],
 ) -> None:
     def ask_within(timeout_s: float) -> dict[str, Future[Any]]:

@@ -119,7 +119,7 @@ def test_any_form_of_settings(reward_port: int, form: str) -> None:
         assert RemoteGPTRMClient(OmegaConf.create(asdict(ours))).infer_rm(rollout([4])).result().tolist() == [[4.0]]
 
 
-def test_what_settings_lack_is_said() -> None:
+def test_missing_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="no port"):
         RemoteGPTRMClient({"reward_model": {"name": "a", "ip": "b"}})
     with pytest.raises(ConfigError, match="no reward_model"):
@@ -144,7 +144,7 @@ def test_lengths_that_do_not_fit_are_refused(reward_port: int) -> None:
 
 @contextmanager
 def served_later(service: Any) -> Iterator[int]:
-    """The port where the service will be in half a second."""
+    """The port on which the service starts in half a second."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
@@ -170,7 +170,7 @@ def test_the_first_call_waits_for_a_server_that_is_not_up_yet() -> None:
 
 
 @pytest.mark.parametrize("first", ["train", "save"])
-def test_so_do_training_and_saving(first: str, tmp_path: Path) -> None:
+def test_training_and_saving_wait_for_a_server_that_is_not_up_yet(first: str, tmp_path: Path) -> None:
     with served_later(ArithmeticService(tmp_path, with_rewards=True)) as port:
         client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port))
         done = client.train(to_train_on()) if first == "train" else client.save()

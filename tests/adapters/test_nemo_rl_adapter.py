@@ -164,7 +164,7 @@ def test_contents_in_parts_are_texts(url: str, service: EchoService) -> None:
         RewardEnvironment({"url": url, "send": "texts"}).step([[{"role": "user"}]], [None])
 
 
-def test_prompts_with_a_template_around_them_are_told_of_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_with_a_template_are_warned_of_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
     logs = [[{"role": "user", "content": "<|im_start|>user\nwhy?"}, {"role": "assistant", "content": "no"}]]
     RewardEnvironment({"url": url, "send": "texts"}).step(logs, [None])
     RewardEnvironment({"url": url}).step(LOGS, INFO)

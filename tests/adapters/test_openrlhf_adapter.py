@@ -62,11 +62,11 @@ async def test_each_rollout_gets_its_reward_and_its_components(tmp_path: Path, u
     assert function(QUERIES, PROMPTS, labels)["rewards"] == list(scores)  # older ones send batches
 
 
-def test_what_is_not_a_sum_has_no_components(url: str) -> None:
+def test_only_a_sum_has_components(url: str) -> None:
     assert reward_function(url, "flaky")(["12"], ["1"], [None]) == {"rewards": [2.0], "scores": [2.0], "extra_logs": {}}
 
 
-def test_what_is_raised_is_also_logged_for_openrlhf_swallows_it(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_are_logged_because_openrlhf_swallows_them(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SampleFailed):
         reward_function(url, "flaky")(["12", served.FAILS], ["1", "2"], [None, None])
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
@@ -79,7 +79,7 @@ def test_lists_that_are_empty(url: str) -> None:
     assert function(["12"], [], [])["rewards"] == [2.0]
 
 
-def test_what_cannot_be_written_is_told_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_cannot_be_encoded_raises_and_is_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
     for queries, prompts in ((["a"], ["\ud800"]), (["\ud800"], ["a"])):
         caplog.clear()
         with pytest.raises(InvalidRequest, match=r"(texts|prompts)\[0\] cannot be written as UTF-8"):

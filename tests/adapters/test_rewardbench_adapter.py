@@ -26,7 +26,7 @@ from guerdon.settings.config import ModelConfig, ServerConfig
 
 TEXTS = ["the answer", "<s>user: why?</s>\nassistant: the reason</s>\n", "x"]
 CALL = {"batch_size": 8, "truncation": False, "padding": True, "max_length": 512, "function_to_apply": "none"}
-"""What the command passes besides the texts."""
+"""The arguments that the command passes besides the texts."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_scores_are_those_of_rewardbenchs_own_ids(url: str, folder: Path, tokeni
     assert scores(pipeline(url, tokenizer)(TEXTS, **CALL, return_token_type_ids=False)) == wanted
 
 
-def test_truncation_only_where_it_is_asked_for(url: str, folder: Path, tokenizer: Any) -> None:
+def test_texts_are_truncated_only_on_request(url: str, folder: Path, tokenizer: Any) -> None:
     text = "abcdefghij" * 60
     with pytest.raises(SampleFailed, match=f"row 1: the sample has 601 tokens, .* at most {zoo.MAX_LENGTH}"):
         pipeline(url, tokenizer)(["x", text], **CALL)

@@ -64,7 +64,7 @@ def test_failed_sample_is_none_and_the_others_are_scored(make: Any, url: str, ca
 
 
 @pytest.mark.parametrize("make", [reward_function, async_reward_function])
-def test_components_of_a_sum_are_logged_and_labels_are_told(make: Any, url: str) -> None:
+def test_components_of_a_sum_are_logged_and_labels_are_sent(make: Any, url: str) -> None:
     metrics: dict[str, float] = {}
     extras: dict[str, list[Any]] = {}
     function = make(url, "total", name="judge", labels="answer")
@@ -95,7 +95,7 @@ def test_components_of_a_failed_sample_are_none_and_not_in_the_mean() -> None:
         assert extras == {"reward_model/flaky": [None], "reward_model/agreement": [None]}
 
 
-def test_trl_finds_the_name_and_what_is_awaited() -> None:
+def test_trl_finds_the_name_and_the_coroutine() -> None:
     pytest.importorskip("trl")
     from trl.trainer.utils import get_callable_name, is_async_callable
 

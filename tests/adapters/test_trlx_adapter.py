@@ -74,7 +74,7 @@ def by_numbers(host: str, **settings: Any) -> Any:
 
 
 def at_first_eos(folder: Path, samples: list[str]) -> list[float]:
-    """What trlX's own reward model makes of each sample and the EOS behind it."""
+    """Scores each sample with an EOS appended, as trlX's own reward model does."""
     rows = AutoTokenizer.from_pretrained(folder)([sample + "</s>" for sample in samples])["input_ids"]
     rows = [np.array(row[: row.index(EOS) + 1]) for row in rows]
     return [float(row[-1, 0]) for row in zoo.reference_tokens(folder, rows)]
@@ -213,7 +213,7 @@ def test_no_delta_mixes_two_weights(host: str, service: EchoService, monkeypatch
     service.scorer.info = info
 
 
-def test_long_originals_are_not_what_is_remembered(host: str) -> None:
+def test_the_cache_does_not_keep_long_originals(host: str) -> None:
     reward_fn = by_numbers(host, delta_reward=True)
     original = " ".join(["1"] * 2000)
     reward_fn(samples=["5"], prompts=[""], outputs=["5"], original_output=[original])
@@ -301,7 +301,7 @@ def sent_to(call: Any) -> list[bytes]:
     return sent
 
 
-def test_what_is_sent_is_what_trlx_sends(folder: Path) -> None:
+def test_requests_equal_those_of_trlx(folder: Path) -> None:
     samples = ["the longest of all " * 9, *(f"sample {'the ' * (i % 7)}{i}" for i in range(49))]
 
     def original(host: str) -> None:

@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(function: Any, response: str, extra_info: dict[str, Any], label: Any = None) -> dict[str, float]:
-    """What verl gets of a function with the config's `reward_kwargs`."""
+    """Calls the function as verl does, with the config's `reward_kwargs`."""
     extra_info |= {"num_turns": None, "rollout_reward_scores": {}, "index": 3}
     more = {"reward_router_address": "host:1", "reward_model_tokenizer": None}
     told = function(data_source="d", solution_str=response, ground_truth=label, extra_info=extra_info, **more)
@@ -74,12 +74,12 @@ def test_misspelt_settings_are_refused(function: Any, unknown: str, url: str) ->
 
 
 @pytest.mark.parametrize("prompt", [None, [], ["a"], 7])
-def test_what_is_no_prompt_is_refused(prompt: Any, url: str) -> None:
+def test_a_malformed_prompt_is_refused(prompt: Any, url: str) -> None:
     with pytest.raises(InvalidRequest, match="sample 0: the prompt is a"):
         ask(partial(compute_score, url=url, model="flaky"), "4.", {"prompt": prompt})
 
 
-def test_what_is_no_response_gets_no_score(url: str) -> None:
+def test_a_malformed_response_gets_no_score(url: str) -> None:
     with pytest.raises(InvalidRequest, match="sample 0: the completion is a NoneType"):
         ask(partial(compute_score, url=url, model="flaky"), None, {"prompt": "a"})  # type: ignore[arg-type]
     with pytest.raises(SampleFailed, match="row 0: message 3 needs a content"):

@@ -76,7 +76,7 @@ def test_prompts_and_labels_go_to_functions_that_read_them() -> None:
         build(make_request(texts=["a", "b"], prompts=["a", "\ud800"]), told)
 
 
-def test_what_matters_is_never_left_out() -> None:
+def test_inputs_that_matter_are_never_left_out() -> None:
     chat = make_request(messages=[[{"role": "user", "content": "hi"}]])
     assert build(chat, FULL).inputs["messages"].data == [b'[{"role":"user","content":"hi"}]']
     with pytest.raises(errors.InvalidRequest, match=r"takes no input 'messages'.*chat template"):
@@ -178,7 +178,7 @@ def test_rewards_of_several_columns_are_attributes_and_their_mean() -> None:
     np.testing.assert_array_equal(scores.attributes, np.array([[1, 2], [3, 5]], np.float32))
 
 
-def test_attributes_are_named_where_the_server_names_each() -> None:
+def test_attributes_are_named_if_the_server_names_each() -> None:
     rows, request = np.array([[1, 2]], np.float32), make_request(texts=["a"])
     named = reply(rewards=np.ones((1, 1), np.float32), attributes=rows)
     named.parameters["attribute_names"] = "helpful,brevity"

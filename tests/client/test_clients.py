@@ -29,7 +29,7 @@ from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, 
 from server.helpers import wait_until
 
 
-def test_httpcore_finds_out_cheaply_what_loop_it_is_in():
+def test_httpcore_detects_the_event_loop_cheaply():
     """It imports sniffio each time it asks, four times in an exchange; a missing module is looked for each time."""
     import sniffio  # noqa: F401 - httpcore does without, slowly
     from httpcore._synchronization import current_async_library
@@ -423,7 +423,7 @@ def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], argume
         assert {*inspect.signature(getattr(cls, call)).parameters} - {"self"} == arguments, call
 
 
-def test_an_unknown_argument_is_told_by_the_public_name(url: str) -> None:
+def test_an_unknown_argument_is_reported_by_the_public_name(url: str) -> None:
     with RewardClient(url) as client, pytest.raises(TypeError, match=r"RewardClient\.score\(\) .* 'text'"):
         client.score(text=["hi"])  # type: ignore[call-arg]
 
@@ -451,7 +451,7 @@ def test_a_client_is_shown_with_its_servers_and_without_its_key() -> None:
 @pytest.mark.parametrize(
     "bad", ["ftp://host:1", "http://", "grpc://host", "grpc://host:1/path", "http://host:port", []], ids=str
 )
-def test_a_malformed_url_says_what_is_wanted(bad: str) -> None:
+def test_a_malformed_url_is_refused_with_the_forms(bad: str) -> None:
     with pytest.raises(InvalidRequest, match="URL"):
         RewardClient(bad)
 

@@ -1,4 +1,4 @@
-"""Keys and certificates of the clients: over both transports, by threads and by asyncio; and where no key is shown."""
+"""Keys and certificates of the clients, over both transports, by threads and by asyncio; no text shows a key."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _check_refused(url: str, refused: list[Credentials]) -> None:
     assert time.monotonic() - started < 30
 
 
-def test_tls_where_there_is_none_is_said_at_once(running: RunningServer) -> None:
+def test_a_server_without_tls_is_reported_at_once(running: RunningServer) -> None:
     _check_refused(running.http_url.replace("http", "https"), [Credentials()])
 
 
@@ -182,7 +182,7 @@ def test_a_servers_certificate_for_another_name_is_said_at_once(tmp_path: Path) 
             _check_refused(url, [Credentials(SCORE, ca_file=files.ca)])
 
 
-def test_who_speaks_plainly_to_a_port_of_tls_is_told_of_the_scheme(tmp_path: Path) -> None:
+def test_plain_http_to_a_tls_port_raises_and_names_the_scheme(tmp_path: Path) -> None:
     files = certificates.made(tmp_path)
     config = keyed(tmp_path, tls_cert=files.cert, tls_key=files.key)
     with RunningServer(EchoService(config), config) as server:

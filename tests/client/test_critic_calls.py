@@ -137,7 +137,7 @@ def scores(rows: list[Any], info: ModelInfo, needs_rewards: bool | None = None, 
     return errand.parse(kserve.to_reply(ScoreReply(rows, lengths, "w+1"), sent, info), 0.25, 0.5)
 
 
-def test_values_come_without_their_padding_and_rewards_where_they_are_asked_for() -> None:
+def test_values_come_without_padding_and_rewards_on_request() -> None:
     rows = [Score(1.5, values=np.float32([1, 2, 3])), Score(-2, values=np.float32([4]))]
     for samples in ({"tokens": [[7, 8, 9], [7]]}, {"texts": ["abc", "d"]}):
         found = scores(rows, CRITIC, **samples)

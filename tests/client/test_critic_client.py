@@ -127,7 +127,7 @@ def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
     assert np.isnan(scores.values[1]).all()
 
 
-def test_rewards_come_with_the_values_where_they_are_asked_for() -> None:
+def test_rewards_come_with_the_values_if_requested() -> None:
     with RunningServer(ArithmeticService(with_rewards=True), ServerConfig(port=0, grpc_port=0)) as running:
         for url in (running.http_url, str(running.grpc_url)):
             with CriticClient(url) as client:
@@ -138,7 +138,7 @@ def test_rewards_come_with_the_values_where_they_are_asked_for() -> None:
                 assert both.rewards is not None and both.rewards.tolist() == [3, 7]
 
 
-def test_rewards_are_refused_where_there_is_none(url: str) -> None:
+def test_rewards_are_refused_without_a_reward_model(url: str) -> None:
     with CriticClient(url) as client:
         for _ in range(2):  # the second time the model is known
             with pytest.raises(InvalidRequest, match=r"critic_infer' gives no rewards; .*--reward-model"):
@@ -168,7 +168,7 @@ def test_training_is_reported_and_seen_by_the_next_values(url: str) -> None:
         assert np.isnan(report.explained_variance)
 
 
-def test_rows_of_several_lengths_are_padded_with_what_is_not_learnt(url: str) -> None:
+def test_padding_of_rows_is_not_learnt(url: str) -> None:
     tokens, target = [[1, 2, 3, 4], [5, 6]], [[9, 9, 3.0], [5.0]]
     with CriticClient(url) as client:
         report = client.train(tokens, target, target, [[0, 0, 1], [1]]).result()
@@ -176,7 +176,7 @@ def test_rows_of_several_lengths_are_padded_with_what_is_not_learnt(url: str) ->
         assert weight_of(client) == 0.5 + 8
 
 
-def test_what_is_changed_after_the_call_is_not_trained_on(url: str, service: ScriptedService) -> None:
+def test_arrays_changed_after_the_call_are_not_trained_on(url: str, service: ScriptedService) -> None:
     service.script["critic_train"] = [Unavailable("not yet")] * 3
     asked = request("", 4.0)
     with CriticClient(url, policy=QUICK) as client:
@@ -235,7 +235,7 @@ def test_validation_changes_nothing_and_goes_beside_values(url: str) -> None:
         assert weight_of(client) == 1.0
 
 
-def test_what_the_critic_refuses_names_row_and_column(url: str) -> None:
+def test_an_error_of_the_critic_names_row_and_column(url: str) -> None:
     asked = request("", 4.0, 2.0)
     asked.returns[1, 1] = np.nan
     with CriticClient(url) as client:
@@ -380,7 +380,7 @@ def test_a_killed_server_loses_nothing_and_trains_on_nothing_twice(kind: str, tm
         process.kill()
 
 
-def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
+def test_an_address_that_never_answered_fails_at_once() -> None:
     with CriticClient("127.0.0.1:9") as client:
         with pytest.raises(Unreachable, match="is the server running there"):
             client.infer(tokens=[[1]])
@@ -407,7 +407,7 @@ async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServ
 # --- the client itself ------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_call_is_not_sent_and_holds_up_nobody(url: str, service: ScriptedService) -> None:
+def test_a_cancelled_call_is_not_sent_and_delays_nobody(url: str, service: ScriptedService) -> None:
     with CriticClient(url) as client:
         first = client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)))
         wait_until(lambda: service.trainer.trained)
@@ -526,7 +526,7 @@ async def test_the_async_clients_other_operations(url: str) -> None:
 
 
 @pytest.mark.parametrize("look", ["await", "await later", "gather", "wait_for", "exception", "nobody", "cancelled"])
-async def test_an_async_error_is_raised_where_somebody_looks_or_by_the_next_call(
+async def test_an_async_error_is_raised_by_the_future_or_by_the_next_call(
     url: str, look: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncCriticClient(url) as client:
@@ -563,7 +563,7 @@ async def test_an_async_error_is_raised_where_somebody_looks_or_by_the_next_call
         assert (await client.state()).step == 0
 
 
-async def test_cancelled_async_calls_hold_up_nobody(url: str, service: ScriptedService) -> None:
+async def test_cancelled_async_calls_delay_nobody(url: str, service: ScriptedService) -> None:
     async with AsyncCriticClient(url) as client:
         first = client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)))
         while not service.trainer.trained:

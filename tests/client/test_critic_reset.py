@@ -73,7 +73,7 @@ def test_a_critic_that_comes_back_as_it_was_is(tmp_path: Path) -> None:
             assert client.validate(**A).step == 4
 
 
-def test_a_load_of_ones_own_is_no_reset_and_of_another_is(durable: RunningServer) -> None:
+def test_only_another_clients_load_is_a_reset(durable: RunningServer) -> None:
     with CriticClient(durable.http_url) as client, CriticClient(durable.http_url) as other:
         client.train(**A).result()
         name = client.save().name  # type: ignore[union-attr]
@@ -126,7 +126,7 @@ def test_futures_that_are_kept_hold_neither_requests_nor_the_client(
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_how_many_steps_of_a_failed_train_stand_is_told(durable: RunningServer, kind: str) -> None:
+def test_a_failed_train_reports_its_completed_steps(durable: RunningServer, kind: str) -> None:
     bad = rows(request("", 1, 2, 3))
     bad["tokens"][2, 0] = FAIL_TOKEN
     with CriticClient(durable.http_url if kind == "http" else str(durable.grpc_url)) as client:

@@ -60,7 +60,7 @@ def test_a_full_server_is_passed_over_while_another_has_room() -> None:
     assert b.num_failures == 0
 
 
-def test_where_all_are_down_the_next_to_be_probed_is_tried() -> None:
+def test_if_all_are_down_the_next_to_be_probed_is_tried() -> None:
     a, b = (endpoints := Endpoints(["a", "b"])).all
     assert not endpoints.is_none_known()
     endpoints.mark_lost(endpoints.take(1, 0.0), 1, 0.0)

@@ -99,7 +99,7 @@ def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
         assert broke.value.may_have_arrived
 
         def is_refused() -> bool:
-            """Not the first time, perhaps: gRPC may still write to the connection of which it does not know yet."""
+            """Perhaps not at the first call: gRPC may not have noticed yet that the connection is lost."""
             with pytest.raises(Unreachable) as refused:
                 client.score(texts=["a"])
             return not refused.value.may_have_arrived
@@ -154,7 +154,7 @@ def test_a_server_that_was_never_there_does_not_hold_up_the_other(server: EchoPr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_port_says_so_within_seconds(kind: str, free_port: int) -> None:
+def test_a_wrong_port_is_reported_within_seconds(kind: str, free_port: int) -> None:
     started = time.monotonic()
     with RewardClient(f"{kind}://127.0.0.1:{free_port}") as client:
         with pytest.raises(Unreachable, match=f"{free_port}.*[Rr]efused.*is the server running there.*port"):
@@ -165,14 +165,14 @@ def test_a_wrong_port_says_so_within_seconds(kind: str, free_port: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_wrong_port_says_so_to_the_async_client(kind: str, free_port: int) -> None:
+async def test_a_wrong_port_is_reported_to_the_async_client(kind: str, free_port: int) -> None:
     async with AsyncRewardClient(f"{kind}://127.0.0.1:{free_port}") as client:
         with pytest.raises(Unreachable, match="is the server running there"):
             await asyncio.wait_for(client.score(texts=["a"]), 20.0)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("http", "grpc"), ("grpc", "http")])
-def test_the_other_protocols_port_says_so(server: EchoProcess, kind: str, other: str) -> None:
+def test_the_other_protocols_port_is_reported(server: EchoProcess, kind: str, other: str) -> None:
     address = url_of(server, other).partition("://")[2]
     started = time.monotonic()
     with RewardClient(f"{kind}://{address}") as client, pytest.raises(Unreachable, match=f"{other}://host:port"):
@@ -181,7 +181,7 @@ def test_the_other_protocols_port_says_so(server: EchoProcess, kind: str, other:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_port_that_never_answers_says_so_after_the_connect_time_out(kind: str) -> None:
+def test_a_silent_port_is_reported_after_the_connect_time_out(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
         with RewardClient(url, policy=RetryPolicy(connect_timeout_s=0.5)) as client:
@@ -191,7 +191,7 @@ def test_a_port_that_never_answers_says_so_after_the_connect_time_out(kind: str)
             assert time.monotonic() - started < 20.0
 
 
-def test_a_host_that_drops_packets_says_so_after_the_connect_time_out() -> None:
+def test_a_host_that_drops_packets_is_reported_after_the_connect_time_out() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -305,7 +305,7 @@ assert list(client.score(texts=["abcd"])) == [4.0]
     assert done.returncode == 0, done.stderr
 
 
-def test_over_grpc_a_fork_works_while_nothing_is_under_way_and_says_so_otherwise() -> None:
+def test_over_grpc_a_fork_works_only_while_no_call_is_under_way() -> None:
     with EchoProcess(slow_s=120) as server:
         code = f"""
 import asyncio, os, re, signal, threading, time

@@ -160,7 +160,7 @@ def test_rows_come_out_in_order_and_failures_are_null(tmp_path: Path, client: Re
     assert "2 failed, the first: not finite" in str(summary)
 
 
-def test_attributes_stand_in_the_row_by_their_names_where_they_have_some(tmp_path: Path) -> None:
+def test_attributes_with_names_are_written_as_an_object(tmp_path: Path) -> None:
     class Named:
         names: tuple[str, ...] = ("helpful", "brevity")
 
@@ -347,7 +347,7 @@ def test_samples_on_their_way_are_bounded(tmp_path: Path, client: RewardClient) 
 
 
 @pytest.mark.parametrize("error", [ServerFault("a bug"), DeadlineExceeded("late")])
-def test_what_is_not_of_the_row_ends_the_run_and_is_not_written(
+def test_an_error_that_is_not_the_rows_ends_the_run_and_is_not_written(
     tmp_path: Path, service: Service, client: RewardClient, error: GuerdonError
 ) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}]), tmp_path / "out.jsonl"
@@ -412,7 +412,7 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> io.BytesIO:
     return out
 
 
-def test_other_weights_amid_stdout_are_told_without_a_file(
+def test_changed_weights_are_reported_without_a_file_on_stdout(
     service: Service, client: RewardClient, piped: io.BytesIO
 ) -> None:
     class Changing:
@@ -427,7 +427,7 @@ def test_other_weights_amid_stdout_are_told_without_a_file(
     assert raised.value.help == "score again"
 
 
-def test_a_full_disk_is_told_of_what_is_full(
+def test_a_full_disk_is_named(
     client: RewardClient, piped: io.BytesIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:

@@ -60,7 +60,7 @@ def inputs_of(library: ModuleType, given: dict[str, np.ndarray]) -> list[Any]:
 
 
 class RemoteCritic:
-    """What NeMo-Aligner's RemoteGPTRMCriticClient does with its connections: one futures client for each model."""
+    """Connects as NeMo-Aligner's RemoteGPTRMCriticClient does: one futures client for each model."""
 
     def __init__(self, url: str) -> None:
         # Its second and later threads forget the URL's scheme and speak HTTP to any port.

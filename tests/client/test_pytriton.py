@@ -56,7 +56,7 @@ def test_many_at_once_of_different_widths(url: str) -> None:
         assert [list(f.result(timeout=30.0)) for f in futures] == [[i % 7 + 1.0] * 2 for i in range(200)]
 
 
-def test_what_it_lacks_is_refused_by_the_client(url: str) -> None:
+def test_inputs_that_it_lacks_are_refused_by_the_client(url: str) -> None:
     with RewardClient(url) as client, pytest.raises(InvalidRequest, match="takes no input 'messages'; it takes sent"):
         client.score(messages=[[{"role": "user", "content": "hi"}]])
     with RewardClient(url, "critic") as client, pytest.raises(UnknownModel, match="critic"):

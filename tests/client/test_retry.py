@@ -122,7 +122,7 @@ def test_a_connection_that_breaks_moves_the_request_without_waiting() -> None:
 
 
 @pytest.mark.parametrize("last", [Unreachable("cut"), Unavailable("502 of a proxy")], ids=str)
-def test_what_the_server_would_not_know_again_is_sent_once(last: Unavailable) -> None:
+def test_a_request_without_an_id_is_sent_once(last: Unavailable) -> None:
     refused = Unreachable("refused", may_have_arrived=False)
     world = World(failing(Overloaded("full", 2.5), refused, last), ["a", "b"])
     errand = prepare_score("m", make_request(texts=["a"]))
@@ -135,7 +135,7 @@ def test_what_the_server_would_not_know_again_is_sent_once(last: Unavailable) ->
     assert world.outstanding() == [0, 0]
 
 
-def test_what_the_server_knows_by_its_id_is_sent_again_whatever_broke() -> None:
+def test_a_request_with_an_id_is_sent_again_after_any_break() -> None:
     world = World(failing(Unavailable("stopping"), Unreachable("cut")), ["a"])
     errand = dataclasses.replace(prepare_score("m", make_request(texts=["a"])), may_repeat=lambda _: True)
     assert world.run(world.caller.ask(errand)).rewards.tolist() == [1.0]
@@ -158,7 +158,7 @@ def test_an_overloaded_server_is_given_its_time_and_not_left_out() -> None:
 
 
 def full(*urls: str, retry_after_s: float = 2.5) -> Callable[[Any], Any]:
-    """Servers of which these are full for ever."""
+    """Several servers, some of them full for ever."""
 
     def server(step: Any) -> Any:
         if isinstance(step, Infer) and step.endpoint.url in urls:
@@ -204,7 +204,7 @@ def test_a_server_that_is_not_ready_is_tried_until_the_tries_are_spent() -> None
     assert world.outstanding() == [0]
 
 
-def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
+def test_an_address_that_never_answered_fails_at_once() -> None:
     def refuse(step: Step) -> Any:
         raise Unreachable(f"refused by {step.endpoint.url}")  # type: ignore[union-attr]
 
@@ -218,7 +218,7 @@ def test_an_address_where_nothing_ever_answered_fails_at_once() -> None:
     assert world.trace() == ["Describe a", "Describe b"]
 
 
-def test_servers_that_have_not_started_are_waited_for_where_that_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_servers_that_have_not_started_are_waited_for_if_requested(caplog: pytest.LogCaptureFixture) -> None:
     policy = dataclasses.replace(POLICY, tries=99, timeout_s=60.0, wait_for_start=True)
     starts_at = 20.0
 
@@ -260,7 +260,7 @@ def test_a_cancelled_call_gives_its_tokens_back() -> None:
     assert world.outstanding() == [0]
 
 
-def test_waiting_asks_every_server_and_tells_what_each_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_asks_every_server_and_reports_each_answer(caplog: pytest.LogCaptureFixture) -> None:
     def starting(step: Ready) -> Any:
         if step.endpoint.url == "b" and world.now > 5.0:
             return None
@@ -319,7 +319,7 @@ def test_weights_that_are_off_the_device_are_an_answer_and_no_loss() -> None:
     assert world.outstanding() == [0, 0]
 
 
-def test_a_long_wait_says_so_on_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = World(failing(*[Unavailable("starting")] * 30), ["a"], RetryPolicy(tries=99, backoff_s=1.0, jitter=0.0))
     world.score()
     assert [record.getMessage() for record in caplog.records] == [

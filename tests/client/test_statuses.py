@@ -42,7 +42,7 @@ def test_the_client_raises_the_class_that_the_server_raised(error: errors.Guerdo
 
 
 @pytest.mark.parametrize("error", BY_KIND, ids=lambda e: type(e).__name__)
-def test_the_kind_tells_apart_what_shares_a_status(error: errors.GuerdonError) -> None:
+def test_the_kind_distinguishes_errors_of_one_status(error: errors.GuerdonError) -> None:
     for status in (error.http, error.grpc):
         seen = error_of(status, "x", error.retry_after_s, type(error).__name__)
         assert type(seen) is type(error)
@@ -74,9 +74,7 @@ def test_statuses_that_others_send() -> None:
         (b"<html>500 Internal Server Error</html>", {}, errors.ServerFault),
     ],
 )
-def test_a_500_without_json_is_retried_where_it_is_rays_that_has_lost_a_replica(
-    body: bytes, headers: dict[str, str], raised: type
-) -> None:
+def test_a_500_without_json_is_retried_only_from_ray(body: bytes, headers: dict[str, str], raised: type) -> None:
     exchange = HttpExchange(Describe(Endpoint("http://proxy"), "m", 1.0))
     with pytest.raises(errors.GuerdonError) as told:
         exchange.result(HttpReply(500, headers, body))

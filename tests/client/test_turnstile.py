@@ -22,7 +22,7 @@ def test_those_that_go_together_go_at_once_and_one_alone_waits_for_them() -> Non
     assert line.leave("train 2") == ["infer 3", "infer 4"]
 
 
-def test_who_waits_no_longer_holds_up_nobody() -> None:
+def test_one_that_gives_up_delays_nobody() -> None:
     line: Turnstile[str] = Turnstile()
     line.arrive("infer 1", alone=False)
     line.arrive("train 1", alone=True)

@@ -1,4 +1,4 @@
-"""What stands in examples/deploy is what the command takes and the server has; the Slurm script runs."""
+"""The manifests in examples/deploy fit the command and the server; the Slurm script runs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MANIFESTS = ["kserve-reward-model.yaml", "kserve-critic.yaml"]
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the manifests and the script take from outside."""
+    """The environment that the manifests and the script need."""
     monkeypatch.setenv("GUERDON_API_KEYS", f"train trainer {KEY}")
 
 
 def settings(words: list[str]) -> ServerConfig:
-    """What the words behind `guerdon` set; exits where a flag does not exist."""
+    """Returns the settings of a `guerdon` command line; exits if a flag does not exist."""
     args = cli.make_parser().parse_args(words)
     return read_server_settings(args) if words[0] == "serve" else read_critic_settings(args)
 
@@ -134,7 +134,7 @@ exec {sys.executable} -m torch.distributed.run "$@"
 """
 
 
-def test_a_status_is_that_of_the_process_however_often_the_shell_is_told_something() -> None:
+def test_the_shell_returns_the_processs_status_after_any_number_of_signals() -> None:
     (function,) = re.findall(r"^status_of\(\) \{.*?^\}$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
     for ending, status in (("kill -TERM $BASHPID", 143), ("exit 7", 7), ("exit 0", 0)):
         text = f"""{function}

@@ -119,7 +119,7 @@ def running(app: str) -> list[int]:
 
 
 def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
-    """What `condition` returns once that is true."""
+    """Returns the first true result of `condition`."""
     end = time.monotonic() + within_s
     while not (result := condition()):
         assert time.monotonic() < end, "it has not come to pass"
@@ -213,7 +213,7 @@ def test_a_larger_body_than_is_allowed_is_refused_alike(two: str, plain: str) ->
     assert one.status_code == 413
 
 
-def test_health_and_metrics_are_told(two: str) -> None:
+def test_health_and_metrics_are_served(two: str) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/reward_model/ready", "/health", "/v2", "/metrics"):
         assert httpx.get(two + path).status_code == 200, path
 

@@ -1,4 +1,4 @@
-"""What may have replicas and who may ask them; Ray itself is a stand-in here (test_ray.py has the real one)."""
+"""Settings and keys of replicas; Ray itself is a stand-in here (test_ray.py has the real one)."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     ],
 )
-def test_what_cannot_have_replicas_is_refused(module: Any, given: dict[str, Any], match: str) -> None:
+def test_settings_that_do_not_allow_replicas_are_refused(module: Any, given: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         module.build(given)
 
 
 def asked(module: Any, config: ServerConfig, requests: list[httpx.Request]) -> list[httpx.Response]:
-    """What a replica of these settings answers."""
+    """Returns the answers of a replica with these settings."""
 
     async def ask() -> list[httpx.Response]:
         replica = module.Replica.__new__(module.Replica)

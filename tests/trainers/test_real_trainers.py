@@ -57,7 +57,7 @@ def rewards_of(running: RunningServer, model: str, samples: list[dict[str, Any]]
 
 
 def drive(name: str, script: str, *arguments: str, samples: list[dict[str, Any]] | None = None, tmp: Path) -> Any:
-    """What a driver prints; arguments as `run`'s."""
+    """Returns what a driver prints; takes the arguments of `run`."""
     done = run(name, script, *arguments, samples=samples, tmp=tmp)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -66,7 +66,7 @@ def drive(name: str, script: str, *arguments: str, samples: list[dict[str, Any]]
 def run(
     name: str, script: str, *arguments: str, samples: list[dict[str, Any]] | None = None, tmp: Path
 ) -> subprocess.CompletedProcess[str]:
-    """How a driver ended, run by its trainer's interpreter; skips the test where there is none.
+    """Runs a driver by its trainer's interpreter and returns its result; skips the test without that interpreter.
 
     `SAMPLES` among the arguments becomes the file of the samples.
     """
@@ -119,7 +119,7 @@ def test_openrlhf_gets_no_number_for_a_sample_that_failed(sums: RunningServer, t
     assert isinstance(told["rewards"][0], float) and told["rewards"][1] is None
 
 
-def test_openrlhf_gets_no_number_where_nothing_answers(tmp_path: Path) -> None:
+def test_openrlhf_gets_no_number_if_nothing_answers(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{served.free_port()}/get_reward"
     told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=SAMPLES[:2], tmp=tmp_path)
     assert told["rewards"] == [None, None]
@@ -243,7 +243,7 @@ def test_verl_ends_with_a_sample_that_failed(sums: RunningServer, tmp_path: Path
         assert done.returncode != 0 and "SampleFailed: 1 of 1 samples failed" in done.stderr
 
 
-def test_areal_and_nemo_rl_are_told_of_a_sample_that_failed(sums: RunningServer, tmp_path: Path) -> None:
+def test_a_failed_sample_raises_for_areal_and_nemo_rl(sums: RunningServer, tmp_path: Path) -> None:
     done = run("areal", "drive_areal.py", sums.http_url, "SAMPLES", "flaky", samples=FAILING, tmp=tmp_path)
     assert done.returncode != 0 and "SampleFailed: 1 of 1 samples failed" in done.stderr
     arguments = (str(environments.source_of("nemo_rl")), sums.http_url, "SAMPLES", "flaky")
