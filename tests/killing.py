@@ -32,6 +32,8 @@ PRELOADED = [
     "killed_critic",
     "guerdon.engine.checkpoint.reward_models",
     "transformers.models.llama.modeling_llama",
+    "torch.utils.tensorboard",
+    "uvloop",
     "frozen_imports",
 ]
 """What the children of FORKS have imported when they start, so that a restart takes a fraction of a second."""

@@ -17,9 +17,10 @@ import pytest
 import zoo
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts, tiny_policy
-from guerdon.actor import ppo, reinforce, run_checkpoints
+from guerdon.actor import ppo, preemption, reinforce, run_checkpoints
 from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.training_run import Run
+from guerdon.client import RetryPolicy
 from guerdon.errors import ConfigError, RewardsFailed, StorageFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (
@@ -75,25 +76,42 @@ def critic_of(folder: Path, tmp_path: Path) -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a run that waits see at once that it is asked to leave."""
+    monkeypatch.setattr(preemption, "_CHECK_EVERY_S", 0.01)
+
+
 class Leaves:
-    """Takes a server away before the n-th call of a function, and asks the run to leave a second later."""
+    """Takes a server away before the n-th call of a function, and asks the run to leave when it waits for that."""
 
     def __init__(self, patch: pytest.MonkeyPatch, where: Any, name: str, nth: int, server: RunningServer) -> None:
         original: Callable[..., Any] = getattr(where, name)
+        next_delay, wait = RetryPolicy.next_delay, preemption.wait
         calls = iter(range(1, 100))
+        is_away, is_missed = threading.Event(), threading.Event()
         self.asked = 0.0
 
         def wrapped(*args: Any, **kw: Any) -> Any:
             if next(calls) == nth:
                 server.close()
-                threading.Timer(1.0, self._ask).start()
+                is_away.set()
             return original(*args, **kw)
 
-        patch.setattr(where, name, wrapped)
+        def delayed(*args: Any) -> float | None:
+            if is_away.is_set():
+                is_missed.set()
+            return next_delay(*args)
 
-    def _ask(self) -> None:
-        self.asked = time.monotonic()
-        os.kill(os.getpid(), signal.SIGTERM)
+        def waiting(*args: Any) -> Any:
+            if is_missed.is_set() and not self.asked:
+                self.asked = time.monotonic()
+                os.kill(os.getpid(), signal.SIGTERM)
+            return wait(*args)
+
+        patch.setattr(where, name, wrapped)
+        patch.setattr(RetryPolicy, "next_delay", delayed)
+        patch.setattr(preemption, "wait", waiting)
 
     def assert_soon(self) -> None:
         assert self.asked and time.monotonic() - self.asked < SOON_S
@@ -172,7 +190,9 @@ def test_a_critic_that_is_only_slow_is_waited_for(
 
 
 def test_the_time_limit_counts_the_wait_for_the_server(folder: Path, tmp_path: Path) -> None:
-    config = reinforced(folder, tmp_path, "http://127.0.0.1:9", time_limit="00:00:00:03")
+    config = reinforced(
+        folder, tmp_path, "http://127.0.0.1:9", time_limit="0.02"
+    )  # of which a second is kept in reserve
     began = time.monotonic()
     with pytest.raises(Exception, match="is not ready"):
         reinforce.train(config)
@@ -200,10 +220,10 @@ def test_what_was_learnt_before_the_rewards_failed_is_saved(
 
     with serving(EVEN) as server:
         config = reinforced(folder, tmp_path, server.http_url)
-        monkeypatch.setattr(reinforce, "with_rewards", failing)
-        with pytest.raises(RewardsFailed, match="raise max_failed_fraction"):
-            reinforce.train(config)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(reinforce, "with_rewards", failing)
+            with pytest.raises(RewardsFailed, match="raise max_failed_fraction"):
+                reinforce.train(config)
         assert (tmp_path / "checkpoints/step-000002").is_dir()
         assert reinforce.train(config).step == 3
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
