@@ -52,9 +52,11 @@ class Worker:
 class SlowEnd(Group):
     """Tells what came of the third command, which is the end, late."""
 
-    def _tell(self, error: BaseException | None, part: Any) -> None:
-        time.sleep(3.0 if self._num_commands == 3 else 0.0)
-        super()._tell(error, part)
+    def _send_outcome(self, error: BaseException | None, part: Any) -> None:
+        if self._num_commands == 3:
+            time.sleep(3.0)
+            print("TOLD LATE", flush=True)
+        super()._send_outcome(error, part)
 
 
 def main(how: str) -> None:

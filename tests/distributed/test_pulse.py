@@ -66,6 +66,7 @@ def test_ranks_that_wait_or_end_slowly_are_not_lost(how: str) -> None:
     assert done.code == 0, done.output
     assert "LOST" not in done.output
     assert done.output.count("LEFT") == (3 if how == "ends" else 0)
+    assert done.output.count("TOLD LATE") == (how == "ends")
 
 
 def judge() -> _Judge:
