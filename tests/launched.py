@@ -120,11 +120,22 @@ def launched(
     options: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
 ) -> Launched:
-    """Runs `target` to its end as `launching` does; raises AssertionError with all output where it takes too long."""
+    """Runs `target` to its end as `launching` does; raises AssertionError with all output if it takes too long."""
     with launching(target, nproc, *args, options=options, env=env) as launch:
-        try:
-            code = launch.torchrun.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            launch.kill()
-            raise AssertionError(f"{target} did not end within {timeout_s:g} s:\n{launch.output()}") from None
-        return Launched(code, launch.output())
+        return _ended(launch, str(target), timeout_s)
+
+
+def forked(module: str, nproc: int, *args: object, timeout_s: float = 100.0) -> Launched:
+    """Runs a module as `launched` does, but by `forked_ranks`, for tests of ranks that are none of torchrun."""
+    command = [sys.executable, "-m", "forked_ranks", str(nproc), module, *map(str, args)]
+    with started(command, None, str(Path(guerdon.__file__).parents[1])) as launch:
+        return _ended(launch, module, timeout_s)
+
+
+def _ended(launch: Launch, target: str, timeout_s: float) -> Launched:
+    try:
+        code = launch.torchrun.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        launch.kill()
+        raise AssertionError(f"{target} did not end within {timeout_s:g} s:\n{launch.output()}") from None
+    return Launched(code, launch.output())

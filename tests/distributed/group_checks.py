@@ -1,4 +1,4 @@
-"""What every rank of a group does in `test_group`: run under torchrun, it ends with 0 where all holds."""
+"""What every rank of a group does in `test_group`; ends with 0 if all holds."""
 
 from __future__ import annotations
 

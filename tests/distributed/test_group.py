@@ -10,12 +10,12 @@ from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import Member, _check_layout
 from guerdon.errors import ConfigError, InvalidRequest
-from launched import launched
+from launched import forked
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_group_of_processes(nproc: int) -> None:
-    done = launched("distributed.group_checks", nproc)
+    done = forked("distributed.group_checks", nproc)
     assert done.code == 0, done.output
     assert all(f"RANK {rank} HOLDS" in done.output for rank in range(nproc)), done.output
 

@@ -1,4 +1,4 @@
-"""What a rank of `test_engine_ranks` does: compares a model in parts with what one process made of it; prints how.
+"""What a rank of `test_engine_ranks` does: compares a sharded model with what one process computes; prints how.
 
 Arguments: the folder that `test_engine_ranks` has prepared, the models, with commas between them, and layouts, each
 `<tensor_parallel>[f]`, f for FSDP.

@@ -1,4 +1,4 @@
-"""What a rank of `test_ranks` does that asks for models in parts that cannot be divided so.
+"""What a rank of `test_engine_ranks` does that loads models that cannot be sharded; prints each refusal.
 
 Arguments: the folder of the checkpoints, and their names.
 """

@@ -21,7 +21,7 @@ from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
-from launched import Launched, launched
+from launched import Launched, forked
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def reports(done: Launched) -> dict[str, dict[str, float]]:
 def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str) -> None:
     for model in models:
         prepare(folder, model)
-    done = launched("engine.rank_checks", num_ranks, folder, ",".join(models), *layouts, timeout_s=280)
+    done = forked("engine.rank_checks", num_ranks, folder, ",".join(models), *layouts, timeout_s=280)
     found = reports(done)
     print(json.dumps(found, indent=1))
     assert sorted(found) == sorted(f"{layout} {model}" for layout in layouts for model in models)
@@ -96,7 +96,7 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
         data[len(data) // 2] ^= rank
         (middle / "model.safetensors").write_bytes(data)
     names = ("gpt2", "bert", "narrow", "llamaRANK", "otherRANK", "middleRANK")
-    done = launched("engine.rank_refusals", 2, folder, *names, timeout_s=250)
+    done = forked("engine.rank_refusals", 2, folder, *names, timeout_s=250)
     assert done.code == 0, done.output
     for rank in (0, 1):
         # Each has one, of the same shapes, and together they would be neither.
@@ -149,7 +149,7 @@ def test_layers_tick(tmp_path: Path) -> None:
 def test_architectures_by_tensor_parallelism(tmp_path: Path) -> None:
     """What the self-check of a start cannot see: whether transformers' plan for the architecture is right."""
     names = ("mistral-sliding", "phi3", "gemma2", "mixtral", "gpt-oss")
-    done = launched("engine.rank_zoo", 2, tmp_path, *names, timeout_s=580)
+    done = forked("engine.rank_zoo", 2, tmp_path, *names, timeout_s=580)
     assert done.code == 0, done.output
     found = dict(json.loads(line.partition("REPORT")[2]) for line in done.output.splitlines() if "REPORT" in line)
     assert "no plan for tensor parallelism" in found.pop("gpt-oss")
