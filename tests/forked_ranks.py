@@ -1,6 +1,6 @@
 """Ranks without torchrun: imports a module once, forks a process for each rank and runs it there as `__main__`.
 
-python -m forked_ranks NPROC MODULE [ARGUMENT ...]
+python -m forked_ranks NPROC MODULE|FILE.py [ARGUMENT ...]
 
 For modules that take seconds to import. The ranks find each other as under torchrun, by a store of their parent's; it
 ends with 1 if one of them fails, and ends the others then.
@@ -14,12 +14,16 @@ import runpy
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 from torch import distributed
 
 
 def main() -> int:
     count, module = int(sys.argv[1]), sys.argv[2]
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
+        module = Path(module).stem
     importlib.import_module(module)
     pipes = [os.pipe() for _ in range(count)]
     children = []

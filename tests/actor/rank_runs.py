@@ -24,7 +24,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.training_run import Run
 from guerdon.errors import GuerdonError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
-from launched import launched
+from launched import forked
 
 Config = ReinforceRunConfig | PPORunConfig
 
@@ -78,7 +78,7 @@ def together(nproc: int, jobs: list[Job], folder: Path, timeout_s: float = 150.0
     """The runs in so many processes of one launch: of each job what every rank says."""
     folder.mkdir()
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    ended = launched("actor.rank_runs", nproc, folder / "jobs", folder, timeout_s=timeout_s)
+    ended = forked("actor.rank_runs", nproc, folder / "jobs", folder, timeout_s=timeout_s)
     assert ended.code == 0, ended.output
     by_rank = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(nproc)]  # noqa: S301 - of our own
     return [list(of_job) for of_job in zip(*by_rank, strict=True)]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import zoo
 from guerdon.core import Sequence
-from launched import launched
+from launched import forked
 
 CLOSE = 1e-5
 """Of a weight: the norm of the difference over the norm."""
@@ -81,9 +81,7 @@ def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str], 
     out = out.parent / f"{out.name}-{num_processes}-{len(kinds)}"
     out.mkdir()
     (out / "one").symlink_to(folders[2] / "one")
-    ended = launched(
-        Path(on_ranks.__file__), num_processes, critic, policy, out, ",".join(kinds), *names, timeout_s=600
-    )
+    ended = forked(Path(on_ranks.__file__), num_processes, critic, policy, out, ",".join(kinds), *names, timeout_s=600)
     print(ended.output)
     assert ended.code == 0 and ended.output.count("done") == num_processes, ended.output
     one = torch.load(out / "one" / "told.pt", weights_only=False)
