@@ -16,7 +16,7 @@ import pytest
 
 import zoo
 from guerdon.core import Command, Score, Scored, Sequence, Signal
-from guerdon.errors import ServerFault, Unavailable
+from guerdon.errors import Offloaded, ServerFault, Unavailable
 from guerdon.server.batching.budget import Budget
 from guerdon.server.batching.halving import is_out_of_memory
 from guerdon.server.batching.jobs import Job, Limits
@@ -164,8 +164,15 @@ def test_what_says_that_memory_ended(error: BaseException, expected: bool) -> No
     assert is_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize("error", [ServerFault("out of memory"), OutOfMemoryError("out of memory")])
-def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "answered"),
+    [
+        (ServerFault("out of memory"), ServerFault),
+        (OutOfMemoryError("out of memory"), ServerFault),
+        (Offloaded("no weights"), Offloaded),
+    ],
+)
+def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception, answered: type[Exception]) -> None:
     class Failing(SmallWorker):
         def execute(self, command: Command) -> Scored | None:
             if command.signal is Signal.EXIT:
@@ -175,7 +182,7 @@ def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception) -> None
 
     with Running(Failing(0)) as running:
         (answer,) = running.score(5)
-    assert isinstance(answer, ServerFault) and answer.__traceback__ is None
+    assert isinstance(answer, answered) and answer.__traceback__ is None
     assert error.__traceback__ is None
 
 

@@ -59,7 +59,7 @@ class Halving:
     def judge(self, batch: Batch, error: BaseException) -> GuerdonError:
         """Returns the answer to a sample that alone raises this error; raises as `check_device`."""
         if isinstance(error, Unavailable):
-            return error
+            return error.with_traceback(None)  # whose frames refer to the answer: that cycle would keep the batch
         is_alone = len(batch.entries) == 1
         if is_out_of_memory(error):
             self.num_out_of_memory += 1

@@ -63,12 +63,10 @@ class Room:
     `pace` tells refused clients when to retry.
     """
 
-    def __init__(
-        self, max_sequences: int, max_tokens: int, clients: Collection[str] = (), pace: Pace | None = None
-    ) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, clients: Collection[str] = ()) -> None:
         self.sequences = Shares(max_sequences, clients)
         self.tokens = Shares(max_tokens, clients)
-        self.pace = pace or Pace()
+        self.pace = Pace()
 
     def check(self, num_sequences: int, num_tokens: int, client: str) -> None:
         """Raises Overloaded if the client may not queue this much more.
