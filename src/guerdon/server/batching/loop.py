@@ -21,7 +21,8 @@ from guerdon.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_STOPPING = "the server is stopping; try another one, or again later"
+_STOPPING = "the server is stopping; try again later"
+_STOPPING_SCORES = "the server is stopping; try another one, or again later"
 _LATE = "too much waits to score this in the time that is left; try again later, or allow more time"
 _BREAKS_S = 2.0
 """How soon a command that waits for a lost rank fails by itself, unless the rank's host vanished silently."""
@@ -76,7 +77,7 @@ class Loop:
     def submit(self, model: str, job: Job) -> None:
         """Queues a job; raises Overloaded if the queue is full or the job would be late, Unavailable once stopping."""
         with self._wake:
-            self._check_accepting()
+            self._check_accepting(_STOPPING_SCORES)
             self._schedulers[model].add(job, time.monotonic())
             self._wake.notify()
 
@@ -86,7 +87,7 @@ class Loop:
         One that `finds_room` is accepted even if the queue is full.
         """
         with self._wake:
-            self._check_accepting()
+            self._check_accepting(_STOPPING)
             self._schedulers[model].orders.add(order, finds_room=finds_room)
             self._wake.notify()
 
@@ -136,9 +137,9 @@ class Loop:
                 counts[name] = (len(begun.union(jobs)) + len(orders) if is_running else len(begun), num_waiting)
         return counts
 
-    def _check_accepting(self) -> None:
+    def _check_accepting(self, else_say: str) -> None:
         if self._is_stopping:
-            raise Unavailable(_STOPPING)
+            raise Unavailable(else_say)
 
     # ----------------------------------------------------------------------------------------------------- shutdown
 
