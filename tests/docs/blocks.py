@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from forks import Forks
+
 from processes import environment
 from served import free_port
 
@@ -31,6 +33,7 @@ SHORTER = {
 SHORTER_PYTHON = {"GRPOConfig(": "GRPOConfig(max_steps=1, max_completion_length=8, report_to='none', "}
 """What stands in Python for a call that would take minutes."""
 START_S, COMMAND_S = 120.0, 200.0
+FORKS = Forks()
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Reader:
         self.last = ""
         self.bin = folder / ".bin"
         self.bin.mkdir()
-        self._put("guerdon", f"{sys.executable} -m guerdon")
+        self._put("guerdon", FORKS.wrapper("guerdon"))
         self.use(Path(sys.executable))
         env = environment()
         self.env = env | {"PATH": f"{self.bin}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -98,7 +101,8 @@ class Reader:
 
     def use(self, python: Path) -> None:
         """From now on this interpreter is `python`."""
-        self._put("python", str(python))
+        is_own = python == Path(sys.executable)
+        self._put("python", FORKS.wrapper("python") if is_own else f'#!/bin/sh\nexec {python} "$@"\n')
 
     def read(self, block: Block) -> None:
         """Does one block; raises AssertionError with its line where something of it fails."""
@@ -139,8 +143,8 @@ class Reader:
             got = json.loads(answer.read())
             assert (answer.status, _form(got)) == (int(status), _form(json.loads(form))), f"{where}: {got}"
 
-    def _put(self, name: str, command: str) -> None:
-        (self.bin / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    def _put(self, name: str, program: str) -> None:
+        (self.bin / name).write_text(program)
         (self.bin / name).chmod(0o755)
 
     def _serve(self, command: str, http: str, grpc: str, where: str) -> None:
