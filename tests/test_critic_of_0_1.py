@@ -100,7 +100,7 @@ async def test_a_journal_is_not_replayed_on_other_weights(tmp_path: Path) -> Non
     assert (data[:edge], data[-edge:], len(data)) == (whole[:edge], whole[-edge:], len(whole)) and data != whole
     with pytest.raises(StartError, match=r"the journal was written with weights .*; now: weights ") as refused:
         start(model, critic)
-    assert "put back the files" in refused.value.help and "--checkpoint-dir" in refused.value.help
+    assert "restore the old files" in refused.value.help and "--checkpoint-dir" in refused.value.help
     file.write_bytes(whole)
     service = start(model, critic)
     np.testing.assert_array_equal(await values(service), trained)

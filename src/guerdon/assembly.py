@@ -238,7 +238,7 @@ def _lead(
             raise
         except Exception as e:
             if service is not None and service.is_computing:
-                log.critical("this server ends amid a command", exc_info=e)
+                log.critical("this server ends during a command", exc_info=e)
                 _end_now()
             group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
             raise

@@ -39,7 +39,7 @@ class LocalRewardModel:
     def __init__(self, model: str | Path, **settings: Any) -> None:
         """Loads `model`, a folder, hub id or module:function; `settings` are `ModelConfig`'s, such as `device`.
 
-        Raises StartError where it cannot be served, ConfigError for a setting that is unknown or out of bounds.
+        Raises StartError if it cannot be served, ConfigError for a setting that is unknown or out of bounds.
         """
         config: ModelConfig = from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)})
         check_settings(config)

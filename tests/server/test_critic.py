@@ -180,7 +180,7 @@ async def test_only_so_many_answers_are_kept(tmp_path: Path, monkeypatch: pytest
         assert service.trainer.step == 6
 
 
-async def test_a_caller_that_leaves_does_not_stop_what_was_accepted() -> None:
+async def test_a_disconnect_does_not_stop_an_accepted_train() -> None:
     async with running() as service:
         leaves = asyncio.create_task(train(service, request("a", 1, first_token=WAIT_TOKEN)))
         queued = asyncio.create_task(train(service, request("b", 2)))
@@ -244,7 +244,7 @@ async def test_a_skipped_step_is_said_and_counted() -> None:
         assert 'guerdon_train_steps_total{critic="critic",outcome="skipped"} 1.0' in service.metrics.render().decode()
 
 
-async def test_after_a_bug_nothing_is_asked_of_weights_that_nobody_knows_until_a_restart(tmp_path: Path) -> None:
+async def test_after_a_bug_the_critic_refuses_everything_until_a_restart(tmp_path: Path) -> None:
     async with running(tmp_path, global_batch_size=1) as service:
         await train(service, request("good", 2))
         bug = request("bug", 3, 4, first_token=BUG_TOKEN)
@@ -317,7 +317,7 @@ async def test_a_full_queue_refuses_trains_and_their_ids_stay_free() -> None:
         assert (await train(service, request("refused", 1))).step == 3
 
 
-async def test_stopping_finishes_what_was_accepted_and_refuses_the_rest(tmp_path: Path) -> None:
+async def test_stopping_finishes_accepted_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         accepted = [
             asyncio.create_task(train(service, request("a", 1, first_token=WAIT_TOKEN))),

@@ -135,7 +135,7 @@ async def test_outcomes_have_their_own_names(tmp_path: Path) -> None:
         assert counted(service) == {"ok": 1, "known": 2, "InvalidRequest": 1, "TrainFailed": 1, "ServerFault": 1}
 
 
-def test_what_never_comes_whole_is_said_and_counted_too(said: list[str]) -> None:
+def test_a_request_that_never_arrives_completely_is_logged_and_counted(said: list[str]) -> None:
     service = ArithmeticService(None)
     with RunningServer(service, ServerConfig(port=0, grpc_port=0, max_body_mb=1)) as server:
         large = httpx.post(f"{server.http_url}/v2/models/critic_train/infer", content=b"x" * (2 << 20))
@@ -159,7 +159,7 @@ def test_what_never_comes_whole_is_said_and_counted_too(said: list[str]) -> None
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_came_first_is_done_first_however_long_it_takes_to_decode() -> None:
+async def test_requests_are_done_in_order_of_arrival_however_long_they_take_to_decode() -> None:
     async with running() as service:
         slow = Coming(request("slow", 4))
         first = asyncio.create_task(service.call("critic_train", slow))
@@ -175,7 +175,7 @@ async def test_what_came_first_is_done_first_however_long_it_takes_to_decode() -
 
 
 @pytest.mark.parametrize("how", ["malformed", "wrong", "left", "known", "bug"])
-async def test_a_place_that_is_not_used_holds_nobody_up(how: str) -> None:
+async def test_a_dropped_reservation_holds_nobody_up(how: str) -> None:
     async with running() as service:
         await train(service, request("known", 1))
         asked = request("known", 1) if how == "known" else request("wrong", float("inf"))
@@ -192,7 +192,7 @@ async def test_a_place_that_is_not_used_holds_nobody_up(how: str) -> None:
         assert isinstance(told, Exception | asyncio.CancelledError) or how == "known"
 
 
-async def test_stopping_does_not_wait_for_what_is_not_decoded() -> None:
+async def test_stopping_does_not_wait_for_requests_that_are_not_decoded() -> None:
     async with running() as service:
         coming = Coming(request("a", 1))
         first = asyncio.create_task(service.call("critic_train", coming))
@@ -254,7 +254,7 @@ def test_a_request_that_waits_already_gives_its_bytes_back(tmp_path: Path) -> No
         assert service.trainer.step == 1
 
 
-async def test_what_nobody_waits_for_any_more_is_dropped_before_it_begins(tmp_path: Path, said: list[str]) -> None:
+async def test_an_operation_whose_client_has_left_is_dropped_before_it_begins(tmp_path: Path, said: list[str]) -> None:
     async with running(tmp_path) as service:
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: bool(service.trainer.trained))
@@ -335,7 +335,7 @@ def test_a_fault_shows_in_readiness_and_metrics_and_does_not_grow(tmp_path: Path
                 OverHttp(server).call("critic_save", control_tensors())
 
 
-async def test_what_the_trainer_itself_calls_broken_is_a_fault(tmp_path: Path) -> None:
+async def test_a_trainer_that_reports_broken_weights_is_a_fault(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
 
         def breaks(*_: Any) -> None:
@@ -386,7 +386,7 @@ def test_a_long_text_is_cut_over_grpc(tmp_path: Path) -> None:
             assert told.startswith(f"no checkpoint {text[:500]}") and len(told.encode()) < 2100
 
 
-async def test_weights_of_two_starts_never_share_a_version_where_nothing_is_kept(tmp_path: Path) -> None:
+async def test_weights_of_two_starts_never_share_a_version_if_nothing_is_saved(tmp_path: Path) -> None:
     versions = []
     for folder in (None, None, tmp_path):
         async with running(folder) as service:
@@ -414,7 +414,7 @@ def test_an_outcome_after_the_end_of_the_event_loop_is_no_error(caplog: pytest.L
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_how_long_to_wait_counts_what_is_held_back() -> None:
+async def test_retry_after_counts_requests_held_back_behind_orders() -> None:
     async with running(max_queue_sequences=4) as service:
         await values(service, *range(100))
         scheduler = service._loop._schedulers["critic_infer"]

@@ -260,7 +260,7 @@ def refuse(path: Path | int, missing_ok: bool = False) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "refused", "broke down"])
-def test_nobody_is_told_that_nothing_was_done_before_its_record_is_gone(
+def test_a_failure_is_reported_only_after_its_record_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The server ends then, and the next start does what the record says."""

@@ -185,7 +185,7 @@ def test_a_client_alone_is_served_as_without_names(requests: list[tuple[str, lis
     assert named.take(0.0) is None
 
 
-def test_memory_that_ends_amid_a_choice_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_while_choosing_a_batch_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     s, a = scheduler(), job("a", 30, 30, 30, 30)
     s.add(a)
     head, calls = s._queue.head, []
@@ -259,7 +259,7 @@ def test_a_request_larger_than_its_client_could_have_gets_in_and_takes_nothing_o
         assert refused(s, job(client, *[100] * 6, start=500))
 
 
-def test_what_is_announced_is_refused_only_where_it_could_find_no_room() -> None:
+def test_a_request_not_yet_decoded_is_refused_only_if_it_could_find_no_room() -> None:
     s = scheduler(max_queue_tokens=100)
     s.add(job("", 40))
     for num_tokens in (60, 61, 100, 101, 4_000_000):  # much of them may be padding, and what is larger than all gets in

@@ -186,7 +186,7 @@ def fails_now(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("behind", [[], [B]])
-def test_what_may_have_been_answered_is_never_given_up(
+def test_a_record_that_may_have_been_answered_is_never_given_up(
     tmp_path: Path, behind: list[TrainRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Driver(tmp_path, global_batch_size=1) as critic:
@@ -376,7 +376,7 @@ def test_a_replay_that_spoils_the_weights_is_not_ready(tmp_path: Path, monkeypat
         assert status.is_ready(critic.service) and critic.trainer.weight == after([A, request("", 2)], 1)
 
 
-def test_what_was_never_answered_and_breaks_the_trainer_down_is_taken_out(
+def test_an_unanswered_record_that_breaks_the_trainer_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Driver(tmp_path, global_batch_size=1) as critic:
@@ -417,7 +417,7 @@ def test_going_back_to_a_checkpoint_is_a_branch_with_versions_of_its_own(tmp_pat
         assert again.weights_version == "1+1.6"
 
 
-def test_a_return_is_done_again_where_the_checkpoint_behind_it_is_damaged(tmp_path: Path) -> None:
+def test_a_return_is_replayed_if_the_checkpoint_after_it_is_damaged(tmp_path: Path) -> None:
     with Driver(tmp_path) as critic:
         critic.train(A)
         first = critic.ask(Operation.SAVE)

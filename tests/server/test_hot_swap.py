@@ -78,7 +78,7 @@ async def test_every_reply_is_of_one_version_and_names_it(root: Path, wanted: di
     assert {versions[reply.weights_version] for began, reply in replies[-3:] if began > since} <= {"new"}
 
 
-async def test_what_was_asked_before_is_scored_by_the_old_what_comes_after_by_the_new(root: Path) -> None:
+async def test_earlier_requests_are_scored_by_the_old_model_later_ones_by_the_new(root: Path) -> None:
     async with serving(root) as service:
         old = version(service)
         with held(service):
@@ -236,7 +236,7 @@ async def service(root: Path) -> Any:
         yield made
 
 
-async def test_what_cannot_take_the_place_leaves_it_as_it_was(
+async def test_a_checkpoint_that_cannot_replace_the_model_changes_nothing(
     root: Path, wanted: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     checkpoints(tmp_path / "outside")
@@ -291,7 +291,7 @@ async def test_a_model_for_which_there_is_no_memory_is_no_wrong_request(
             await service.repository.load("reward_model", "new")
 
 
-async def test_what_would_end_the_process_ends_the_load(root: Path) -> None:
+async def test_system_exit_while_loading_only_fails_the_load(root: Path) -> None:
     ends = False
 
     def scorer(*asked: Any) -> Any:
@@ -329,7 +329,7 @@ async def test_the_log_tells_how_a_change_went_and_who_asked(root: Path, caplog:
     assert any("on request of 'another'" in text for text in told)
 
 
-async def test_what_is_no_checkpoint_is_not_loaded(service: Service, tmp_path: Path) -> None:
+async def test_only_checkpoints_can_be_loaded_and_unloaded(service: Service, tmp_path: Path) -> None:
     for ask in (lambda name: service.repository.load(name, None), service.repository.unload):
         with pytest.raises(Unsupported, match="length is a function"):
             await ask("length")
@@ -407,7 +407,9 @@ async def test_a_sum_names_the_new_version_of_its_component(root: Path, wanted: 
             await service.repository.unload("reward_model")
 
 
-async def test_what_is_unloaded_is_told_so_and_comes_back(root: Path, wanted: dict[str, np.ndarray]) -> None:
+async def test_an_unloaded_model_refuses_requests_and_can_be_loaded_again(
+    root: Path, wanted: dict[str, np.ndarray]
+) -> None:
     async with serving(root) as service:
         service.catalog.sums.clear()
         trunk = weakref.ref(service.catalog.entries["reward_model"].loaded().trunk)  # type: ignore[attr-defined]

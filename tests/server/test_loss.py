@@ -78,7 +78,7 @@ async def lost_amid_a_train(tmp_path: Path) -> None:
     await asyncio.to_thread(service.stop, 5.0)
 
 
-def test_a_train_amid_which_a_rank_is_lost_is_not_done_and_may_be_asked_again(tmp_path: Path) -> None:
+def test_a_train_that_loses_a_rank_is_withdrawn_and_can_be_retried(tmp_path: Path) -> None:
     asyncio.run(lost_amid_a_train(tmp_path))
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A])
@@ -98,7 +98,7 @@ async def lost_behind_a_train(tmp_path: Path, is_done: threading.Event) -> None:
     await asyncio.to_thread(service.stop, 5.0)
 
 
-def test_a_train_that_was_done_before_is_answered(tmp_path: Path) -> None:
+def test_a_train_that_finished_before_the_loss_is_answered(tmp_path: Path) -> None:
     is_done, show = threading.Event(), Critic._show
 
     def slowly(critic: Critic) -> None:
@@ -141,7 +141,7 @@ async def lost_while_the_disk_is_slow(tmp_path: Path, disk: threading.Lock) -> N
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_what_waits_is_told_of_the_loss_before_the_journal_is(tmp_path: Path) -> None:
+def test_waiting_requests_fail_before_the_journal_is_written(tmp_path: Path) -> None:
     disk, give_up = threading.Lock(), Critic.give_up
 
     def slowly(critic: Critic, loss: RanksLost) -> None:
@@ -153,7 +153,7 @@ def test_what_waits_is_told_of_the_loss_before_the_journal_is(tmp_path: Path) ->
         asyncio.run(lost_while_the_disk_is_slow(tmp_path, disk))
 
 
-def test_a_loss_before_the_start_stays_one() -> None:
+def test_a_loss_before_the_start_is_not_forgotten() -> None:
     service = EchoService()
     service.end_after_loss(RanksLost(LOST))
 
@@ -193,7 +193,7 @@ async def late(service: ArithmeticService) -> None:
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_what_is_not_done_within_the_grace_is_taken_back_and_told(tmp_path: Path) -> None:
+def test_a_train_unfinished_at_shutdown_is_withdrawn_and_fails(tmp_path: Path) -> None:
     asyncio.run(late(ArithmeticService(tmp_path)))
     with Driver(tmp_path) as critic:
         assert critic.trainer.trained == []
@@ -219,7 +219,7 @@ async def lost_before_a_save(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_what_was_taken_back_gets_into_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_withdrawn_train_is_in_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(lost_before_a_save(tmp_path, monkeypatch))
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A])
@@ -242,14 +242,12 @@ async def lost_with_the_disk(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_a_train_that_the_disk_does_not_let_go_may_not_be_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_train_that_the_disk_keeps_must_not_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(lost_with_the_disk(tmp_path, monkeypatch))
     assert [path.name for path in (tmp_path / "journal").glob("*.safetensors")] == ["000000000001.safetensors"]
 
 
-def test_a_rank_that_is_told_to_stop_amid_a_replay_leaves_between_two_records(tmp_path: Path) -> None:
+def test_a_rank_told_to_stop_during_a_replay_leaves_between_two_records(tmp_path: Path) -> None:
     with Driver(tmp_path) as critic:
         for asked in (A, B, LATER):
             critic.train(asked)
@@ -270,7 +268,7 @@ def test_a_rank_that_is_told_to_stop_amid_a_replay_leaves_between_two_records(tm
         assert critic.trainer.weight == after([A, B, LATER])
 
 
-def test_all_transports_tell_who_is_lost_and_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_transports_name_the_lost_rank_and_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("guerdon.server.batching.loop._BREAKS_S", 20.0)
     service, told, begun, go = EchoService(), [], threading.Event(), threading.Event()
     score = service.scorer.score

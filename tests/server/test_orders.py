@@ -58,7 +58,7 @@ def test_an_order_waits_for_all_batches_of_the_scores_before_it_and_no_priority_
     assert take_all(s) == [{big}, {big}, {big}, train, {urgent}]
 
 
-def test_what_comes_while_an_order_runs_goes_behind_it_alone() -> None:
+def test_a_job_that_arrives_while_an_order_runs_waits_for_that_order_only() -> None:
     s, train, late = scheduler(), order(), job()
     enqueue(s, train)
     assert s.take(0.0) is train

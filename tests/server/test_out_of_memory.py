@@ -160,7 +160,7 @@ def test_an_error_that_is_not_memorys_leaves_the_budget() -> None:
         (Unavailable("the server is stopping"), False),
     ],
 )
-def test_what_says_that_memory_ended(error: BaseException, expected: bool) -> None:
+def test_errors_that_mean_out_of_memory(error: BaseException, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 

@@ -466,13 +466,13 @@ class Store:
             difference = f"the journal was written with {then}; now: {now}"
             if "weights" in differing:
                 raise StartError(
-                    f"{difference}: the model's files are others than they were",
-                    "put back the files of then and start again; or begin anew, with these, in another "
-                    "--checkpoint-dir (a checkpoint in the old one is a model that can be begun from, too)",
+                    f"{difference}: the model's files have changed",
+                    "restore the old files and start again; or begin anew with the new ones in another "
+                    "--checkpoint-dir (a checkpoint in the old one can be served as a model, too)",
                 )
             raise StartError(
                 difference,
-                "start once more with the settings of then and save a checkpoint; it can be gone on from with others",
+                "start once more with the old settings and save a checkpoint; from there you can resume with new ones",
             )
 
     @contextlib.contextmanager
