@@ -1,4 +1,4 @@
-"""An actor in a process of its own, which kills itself with SIGKILL where it is told to; and a server to kill."""
+"""An actor in its own process, which kills itself with SIGKILL at a given point; and a server to kill."""
 
 from __future__ import annotations
 

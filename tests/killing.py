@@ -41,7 +41,7 @@ PRELOADED = [
 
 @contextlib.contextmanager
 def forkserver() -> Iterator[None]:
-    """What the children need is imported once, in the process that they are forked from."""
+    """Imports what the children need once, in the process that they are forked from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{Path(__file__).parent}")
         FORKS.set_forkserver_preload(PRELOADED)
@@ -96,7 +96,7 @@ class Restarted:
         self._thread.join()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, when it ends by itself; None where it does not within the time."""
+        """Returns its exit status if it ends by itself within the time, else None."""
         self._thread.join(timeout_s)
         return self.exit_code
 

@@ -1,4 +1,4 @@
-"""Runs of these tests draw no curves, but where a fixture of a whole module runs them, as in test_run.py."""
+"""Keeps runs from drawing curves, except those of module fixtures, as in test_training_run.py."""
 
 import pytest
 

@@ -31,7 +31,7 @@ Config = ReinforceRunConfig | PPORunConfig
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and what of `policy_group`'s fails on rank 1 alone."""
+    """A run, and the name in `policy_group` that fails on rank 1 alone."""
 
     config: Config
     broken: str = ""

@@ -18,7 +18,7 @@ def favourite(tokens: list[np.ndarray]) -> list[float]:
 
 
 def nothing(tokens: list[np.ndarray]) -> list[float]:
-    """No reward for anybody."""
+    """Returns no reward for any sequence."""
     return [math.nan for _ in tokens]
 
 

@@ -118,7 +118,7 @@ def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) 
 def test_a_rank_that_cannot_start_while_others_wait_in_its_layers_ends_all(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
-    """FSDP gathers weights where it runs a layer, so that the others hear nothing of what befell it."""
+    """FSDP gathers weights when it runs a layer, so that the other ranks wait there and learn of no error."""
     layout = ParallelConfig(fsdp=True, rank_timeout_s=5.0)
     (tmp_path / "jobs").write_bytes(
         pickle.dumps([Job(config_of(folder, url, tmp_path / "none", parallel=layout), broken="PolicyTrainer")])
@@ -190,7 +190,7 @@ def test_ppo_on_two_processes_does_what_it_does_on_one(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_with_another_number_of_ranks(folder: Path, url: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(folder: Path, url: str, tmp_path: Path) -> None:
     total = {"total_steps": 100}  # of a schedule that is no longer where the run is
     assert alone(config_of(folder, url, tmp_path / "whole", steps=6, **total)).status == 0
 

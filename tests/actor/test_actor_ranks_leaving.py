@@ -81,7 +81,7 @@ def test_ranks_that_are_asked_to_stop_save_and_leave(folder: Path, url: str, tmp
     assert reinforce.train(config).step == step + 1
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_after_a_restart(
+def test_a_rank_that_dies_ends_the_others_and_the_run_resumes_after_a_restart(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

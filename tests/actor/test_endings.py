@@ -105,7 +105,7 @@ def test_the_actors_answer_ends_as_the_template_ends_it(
     assert [r.reward for r in rollouts] == pytest.approx([wanted, wanted], abs=1e-5)
 
 
-def test_adapters_score_it_alike(family: tuple[str, Path], server: RunningServer, wanted: float) -> None:
+def test_adapters_give_it_the_same_score(family: tuple[str, Path], server: RunningServer, wanted: float) -> None:
     name, folder = family
     tokenizer = AutoTokenizer.from_pretrained(folder)
     url, ending = server.http_url, chats.FAMILIES[name].ending
@@ -123,7 +123,7 @@ def test_adapters_score_it_alike(family: tuple[str, Path], server: RunningServer
     assert rewards == pytest.approx(dict.fromkeys(rewards, wanted), abs=1e-5)
 
 
-def test_a_critic_rewards_it_alike_and_values_the_policys_own_tokens(tmp_path: Path) -> None:
+def test_a_critic_gives_it_the_same_reward_and_values_the_policys_own_tokens(tmp_path: Path) -> None:
     folder = model_of("chatml", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rollouts = rollouts_of(prompts_of(tmp_path, tokenizer, [[ASKED]]), tokenizer)
@@ -205,7 +205,7 @@ def test_a_stop_text_that_begins_the_ending_does_not_stand_twice(tmp_path: Path)
     assert stopped.completed.tolist() == ended.completed.tolist() == cut.completed.tolist()
 
 
-def test_nor_in_a_text(tmp_path: Path) -> None:
+def test_a_stop_text_in_a_sent_text_does_not_stand_twice(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n--\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     folder = model_of("chatml", tmp_path, template)

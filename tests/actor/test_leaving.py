@@ -36,7 +36,7 @@ from guerdon.training.policy_trainer import PolicyTrainer
 
 EVEN = ModelConfig(model="actor.reward_functions:even")
 TIMEOUT_S = 300.0
-"""Of a request: whoever waits for a server that is away waits for so long, unless somebody calls."""
+"""Timeout of a request: so long a run waits for a server that is away, unless it is asked to leave."""
 SOON_S = 15.0
 
 

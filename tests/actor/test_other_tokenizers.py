@@ -68,7 +68,7 @@ def test_a_run_against_another_tokenizer_does_not_begin(tmp_path: Path) -> None:
         assert reinforce.train(config).step == 1
 
 
-def test_nor_against_a_critic_of_another(tmp_path: Path) -> None:
+def test_a_run_against_a_critic_of_another_tokenizer_does_not_begin(tmp_path: Path) -> None:
     folder, model = tiny_policy(tmp_path), reward_model(tmp_path / "rm", swap_words)
     critic = CriticConfig(model=str(model), reward_model=str(model), checkpoint_dir=str(tmp_path / "critic"))
     with serving(critic=critic) as server:
@@ -93,7 +93,9 @@ def test_a_critics_own_reward_server_is_compared_too(tmp_path: Path) -> None:
             remote.check_tokenizer(tokenizer, None)
 
 
-def test_one_that_is_not_told_is_said_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreported_tokenizer_is_logged_and_the_run_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path / "policy"))
     bare = zoo.checkpoint("llama", tmp_path / "bare")
     with (

@@ -85,7 +85,7 @@ def test_the_reward_rises_and_the_critic_learns(folder: Path, tmp_path: Path) ->
     assert rows[-1]["optimizer_steps"] == 320
 
 
-def test_a_pair_goes_on_bitwise_where_it_was_left(folder: Path, tmp_path: Path) -> None:
+def test_a_pair_resumes_bitwise(folder: Path, tmp_path: Path) -> None:
     policies, critics = [], []
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         kept = tmp_path / f"{name}-critic"

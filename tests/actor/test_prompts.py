@@ -121,7 +121,7 @@ def test_an_answer_that_is_begun_is_gone_on_with(tokenizer: Any, tmp_path: Path)
     assert prompt.text.endswith("Well")
 
 
-def test_text_goes_through_the_template_where_asked(tokenizer: Any, tmp_path: Path) -> None:
+def test_text_goes_through_the_template_if_configured(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"question": "why"}])
     (prompt,) = prompts_of(path, tokenizer, num_validation=0, template=True, field="question").training
     chat = [{"role": "user", "content": "why"}]
@@ -196,7 +196,7 @@ def test_long_prompts_are_reported_and_never_cut(
     assert not (tmp_path / SKIPPED).exists()
 
 
-def test_long_prompts_stop_the_run_where_asked(tokenizer: Any, tmp_path: Path) -> None:
+def test_long_prompts_stop_the_run_if_configured(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS])
     with pytest.raises(ConfigError, match="10 prompts are longer than 2 tokens"):
         prompts_of(path, tokenizer, max_prompt_length=2, long_prompts="error")

@@ -101,9 +101,7 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
     ],
     ids=["none", "mean", "grpo", "dr_grpo", "reinforce++", "kl in loss"],
 )
-def test_each_of_the_family_goes_on_bitwise_where_it_was_left(
-    algorithm: dict[str, Any], folder: Path, url: str, tmp_path: Path
-) -> None:
+def test_each_algorithm_resumes_bitwise(algorithm: dict[str, Any], folder: Path, url: str, tmp_path: Path) -> None:
     for out, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         made = config_of(folder, url, tmp_path / out, algorithm=algorithm, steps=steps)
         assert reinforce.train(made).step == steps
@@ -119,7 +117,7 @@ def test_each_of_the_family_goes_on_bitwise_where_it_was_left(
     assert ("reward_penalised" in rows[0]) == (algorithm.get("kl_placement") != "loss")
 
 
-def test_failed_samples_are_left_out_and_counted(folder: Path, url: str, tmp_path: Path) -> None:
+def test_failed_samples_are_dropped_and_counted(folder: Path, url: str, tmp_path: Path) -> None:
     reinforce.train(config_of(folder, url, tmp_path, steps=4, reward="flaky", algorithm={"max_failed_fraction": 0.9}))
     rows = metrics_of(tmp_path)
     assert 0 < sum(row["failed"] for row in rows) < 32

@@ -131,7 +131,7 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         check_settings_unchanged(found.state, SETTINGS | {"reinforce.kl_reduction": "mean"}, folder)
 
 
-def test_one_that_is_damaged_again_and_all_that_are(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_damaged_again_and_all_damaged_is_an_error(tmp_path: Path) -> None:
     def damaged(step: int) -> None:
         checkpoints.save(state(step), writes(b"weights"))
         (tmp_path / f"step-{step:06d}/policy/model.bin").unlink()

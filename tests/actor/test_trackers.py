@@ -206,7 +206,7 @@ def test_a_tracker_that_breaks_does_not_end_the_run(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
-def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())

@@ -146,7 +146,7 @@ def test_transformers_loads_the_policy_of_a_checkpoint(whole: Path) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items() if name in stored)
 
 
-def test_a_summary_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> None:
+def test_a_summary_says_where_things_are_and_how_to_resume(tmp_path: Path) -> None:
     done = RunSummary(tmp_path, 7, 7, None, {}, 0, tmp_path / "checkpoints/step-000007")
     assert (
         str(done)
@@ -161,7 +161,7 @@ def test_a_summary_says_where_things_are_and_how_to_go_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_amid_a_step_saves_leaves_and_the_run_goes_on(
+def test_a_signal_during_a_step_saves_and_stops_and_the_run_resumes(
     number: signal.Signals, status: int, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     config = config_of(folder, tmp_path)
@@ -200,7 +200,7 @@ class Clock:
         ((10, 10, 10, 10), STEPS),
     ],
 )
-def test_the_time_limit_saves_and_leaves_and_the_run_goes_on(
+def test_the_time_limit_saves_and_stops_and_the_run_resumes(
     seconds: tuple[int, ...], done: int, folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -287,7 +287,7 @@ def test_other_prompts_or_another_model_do_not_go_on(folder: Path, tmp_path: Pat
         train(config_of(other, tmp_path))
 
 
-def test_a_run_whose_weights_were_named_by_0_1_goes_on(
+def test_a_run_whose_weights_were_named_by_0_1_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: the weights that it is given, and where it and a GPU are there, what it makes of them."""
+"""Rollouts by vLLM: the weights that it gets, and its samples, if vLLM and a GPU are there."""
 
 from __future__ import annotations
 

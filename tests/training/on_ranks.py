@@ -1,4 +1,4 @@
-"""What `test_ranks.py` has every rank of a launch do, in one layout after another; one process does the same."""
+"""What every rank of `test_training_ranks.py` does, in one layout after another; one process does the same."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bo
 
 
 def digest(state: dict[str, dict[str, Tensor]]) -> str:
-    """Of every bit."""
+    """Returns a digest of every bit."""
     made = hashlib.sha256()
     for tensors in state.values():
         for tensor in tensors.values():
@@ -224,7 +224,7 @@ def fsdp_modules(engine: Engine) -> list[Any]:
 
 
 def swap(critic_folder: Path, ranks: Ranks) -> None:
-    """Where one rank cannot bring a model, or one alone has nothing for it, all go the same way."""
+    """If one rank cannot swap a model in, or has no rows for it, all ranks do the same."""
     load_reward = functools.partial(load_reward_model, ModelConfig(model=str(critic_folder)), ranks=ranks)
     both = CriticWithReward(critic(critic_folder, ranks), lambda: Engine(load_reward()), "swap", ranks)
     engines = {"critic": both._critic.engine, "reward model": both._reward}
@@ -263,7 +263,7 @@ def swap(critic_folder: Path, ranks: Ranks) -> None:
 
 
 def refuse(trainer: Any, folder: Path, ranks: Ranks) -> None:
-    """What only one rank cannot open, or write, is every rank's error, and changes nothing."""
+    """If one rank cannot read or write a checkpoint, every rank raises, and nothing changes."""
     before = state(trainer)
     place = folder if ranks.rank else folder / "absent"
     for attempt, wanted in ((trainer.load, CheckpointError), (trainer.save, StorageFailed)):

@@ -82,7 +82,7 @@ class PlainPolicy:
         return chosen, -(table.exp() * table).sum(-1), mask.to(self.dtype)
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of every parameter."""
+        """Returns the gradient of every parameter."""
         self.model.zero_grad()
         loss.backward()
         named = dict(self.model.named_parameters())

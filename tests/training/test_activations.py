@@ -1,4 +1,4 @@
-"""What a step of training holds at once goes by the token budget, and not by how many sequences it is given."""
+"""A training step's memory depends on the token budget, not on the number of sequences."""
 
 from __future__ import annotations
 

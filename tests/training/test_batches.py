@@ -26,7 +26,7 @@ def test_a_row_ends_with_its_last_token_that_counts() -> None:
     assert (batch.sum_mask, batch.num_tokens) == (3.5, 4)
 
 
-def test_with_the_action_behind_it_where_the_length_of_a_row_matters() -> None:
+def test_the_action_is_kept_if_the_length_of_a_row_matters() -> None:
     (batch,) = global_batches(request([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0.5]]), 3, with_action=True)
     assert [row.tolist() for row in batch.rows] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
     np.testing.assert_array_equal(batch.targets[0], [[NAN, -1, NAN, -3, 0], [NAN, 1, NAN, 3, 0], [0, 1, 0, 1, 0]])

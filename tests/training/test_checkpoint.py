@@ -208,7 +208,7 @@ def test_versions_name_the_step_and_after_going_back_the_load(tmp_path: Path) ->
     assert re.fullmatch(rf"{base}\+3\.[0-9a-f]{{12}}-load1", trainer.weights_version)
 
 
-def test_two_critics_share_a_version_exactly_where_they_share_their_weights(tmp_path: Path) -> None:
+def test_two_critics_share_a_version_only_if_they_share_their_weights(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path / "base")
     one, twin, other, faster = build(folder), build(folder), build(folder), build(folder, learning_rate=2e-3)
     for trainer, seed in ((one, 0), (twin, 0), (other, 1), (faster, 0)):

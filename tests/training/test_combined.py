@@ -139,7 +139,7 @@ def fills_up(engine: Any) -> list[bool]:
     return full
 
 
-def test_where_the_critic_does_not_fit_beside_others_the_request_fails_alone(tmp_path: Path) -> None:
+def test_if_the_critic_does_not_fit_only_the_request_fails(tmp_path: Path) -> None:
     both, critic, _, moves = make(tmp_path, "swap")
     alone = build(tmp_path / "critic")
     full = fills_up(critic.engine)
@@ -172,7 +172,7 @@ def test_nobody_is_taken_for_hung_while_models_change_places(tmp_path: Path) -> 
     assert len(waits) >= 5 and all(waits) and ALONE.doing.num_waits == 0
 
 
-def test_where_the_reward_model_does_not_fit_the_critic_still_learns(tmp_path: Path) -> None:
+def test_if_the_reward_model_does_not_fit_the_critic_still_learns(tmp_path: Path) -> None:
     both, _, folder, moves = make(tmp_path, "swap")
     both.train(request(ROWS))
     full = fills_up(both._reward)
@@ -210,7 +210,7 @@ def test_resident_none_moves(tmp_path: Path) -> None:
 
 
 @MEMORY
-def test_offloaded_both_leave_and_refuse(memory: Memory, tmp_path: Path) -> None:
+def test_offloading_moves_both_off_and_refuses_requests(memory: Memory, tmp_path: Path) -> None:
     both, critic, _, moves = make(tmp_path, memory)
     want = scored(both)
     both.offload()
@@ -243,7 +243,7 @@ def test_it_is_saved_and_loaded_wherever_the_critic_is(memory: Memory, tmp_path:
     assert "+3." in both.info.weights_version and both.info.weights_version.endswith("-load1")
 
 
-def test_a_sample_fails_where_either_fails_on_it(tmp_path: Path) -> None:
+def test_a_sample_fails_if_either_model_fails_on_it(tmp_path: Path) -> None:
     both, critic, _, _ = make(tmp_path, "resident")
     with torch.no_grad():
         critic.engine.trunk.embed_tokens.weight[7] = float("nan")

@@ -204,7 +204,7 @@ def failing(trainer: CriticTrainer, forward: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stand", [0, 1, 2])
-def test_what_breaks_off_leaves_the_steps_before_it(stand: int, folder: Path) -> None:
+def test_a_failed_request_keeps_the_steps_before_it(stand: int, folder: Path) -> None:
     trainer, asked = build(folder, max_batch_tokens=1), request(ROWS)
     forwards = []
     trainer.engine.trunk.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -287,7 +287,7 @@ def test_values_that_are_not_finite_fail_alone(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------- off the device
 
 
-def test_offloaded_it_refuses_and_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
+def test_an_offloaded_critic_refuses_and_comes_back_unchanged(folder: Path, tmp_path: Path) -> None:
     trainer, other, asked = build(folder), build(folder), request(ROWS)
     trainer.train(asked)
     trainer.offload()

@@ -58,14 +58,14 @@ def test_every_architecture_learns_what_plain_torch_does(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("groups", [SHARED, APART], ids=["shared", "apart"])
 @pytest.mark.parametrize("size", [1, 4, 100], ids=["each", "several", "one"])
-def test_whatever_the_size_of_the_global_batch(size: int, groups: Any, tmp_path: Path) -> None:
+def test_every_size_of_the_global_batch_learns_what_plain_torch_does(size: int, groups: Any, tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     rows = zoo.rows(1, groups, least=4)
     assert_trained_alike(build(folder, global_batch_size=size), folder, [request(rows)])
 
 
 @pytest.mark.parametrize("count", [4, 5, 6, 10])
-def test_fewer_as_many_and_more_rows_than_a_global_batch(count: int, tmp_path: Path) -> None:
+def test_any_number_of_rows_learns_what_plain_torch_does(count: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     rows = zoo.rows(2, SHARED)[:count]
     trainer = build(folder)
@@ -74,7 +74,7 @@ def test_fewer_as_many_and_more_rows_than_a_global_batch(count: int, tmp_path: P
 
 
 @pytest.mark.parametrize("path", ["packed+shared", "packed", "padded", "single"])
-def test_by_every_path(path: str, tmp_path: Path) -> None:
+def test_every_path_learns_what_plain_torch_does(path: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint("qwen3", tmp_path)
     trainer = build(folder)
     trainer.engine.path = path
@@ -87,7 +87,7 @@ def test_by_every_path(path: str, tmp_path: Path) -> None:
     [{"loss_clip_val": 0.0}, {"loss_clip_val": 5.0}, {"gradient_clip_val": 0.0}, {"gradient_clip_val": 0.1}],
     ids=str,
 )
-def test_by_every_setting_of_the_loss(settings: dict[str, float], tmp_path: Path) -> None:
+def test_every_setting_of_the_loss_learns_what_plain_torch_does(settings: dict[str, float], tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     plain = {name: value or float("inf") for name, value in settings.items()}
     assert_trained_alike(build(folder, **settings), folder, [request(zoo.rows(0, SHARED))], **plain)
@@ -134,7 +134,7 @@ def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path:
 def test_rope_that_depends_on_the_length_has_in_training_the_length_of_serving(
     kind: str, length: int, tmp_path: Path
 ) -> None:
-    """With a full mask, as PPO has it for a prompt and its response, each row is as long as the model was asked for."""
+    """With a full mask, as PPO sends it, each row is as long in training as in serving."""
     folder = changing_rope(kind, tmp_path)
     random = np.random.default_rng(0)
     shape = (5, length - 1)

@@ -54,9 +54,7 @@ def test_it_begins_the_same_at_every_start_and_leaves_other_random_numbers_alone
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_of_gpus_that_are_there_none_is_taken_for_a_trunk_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_gpu_is_used_for_a_trunk_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: asked.append(device) or torch.get_rng_state())  # type: ignore[func-returns-value]

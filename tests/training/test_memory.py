@@ -1,4 +1,4 @@
-"""What a critic needs of memory is known before it is loaded, and where it runs out that is one clear error."""
+"""A critic's memory is estimated before it is loaded; too little memory is one clear error."""
 
 from __future__ import annotations
 

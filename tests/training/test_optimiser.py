@@ -53,7 +53,7 @@ def test_float32_steps_are_bitwise_those_of_torch(largest: float) -> None:
     assert optimiser.step == 3
 
 
-def test_gradients_are_collected_where_a_move_has_lost_the_hooks() -> None:
+def test_gradients_are_collected_after_a_move_has_lost_the_hooks() -> None:
     """As `Module.to` moves sharded parameters: by another tensor, whose hooks are its own."""
     own, plain = ({"half": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))} for _ in range(2))
     optimisers = [Optimiser(some, CriticConfig(learning_rate=0.1)) for some in (own, plain)]
@@ -201,7 +201,7 @@ def test_8_bits_without_the_library_say_what_to_install(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_restored_it_goes_on_bitwise(kind: Any, dtype: torch.dtype) -> None:
+def test_a_restored_one_continues_bitwise(kind: Any, dtype: torch.dtype) -> None:
     if kind == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     config = CriticConfig(learning_rate=1e-2, optimizer=kind, warmup_steps=3)
@@ -223,7 +223,7 @@ def test_restored_it_goes_on_bitwise(kind: Any, dtype: torch.dtype) -> None:
 
 
 class Moves(TorchFunctionMode):
-    """Where the tensors lie that `Tensor.to` is called on: a machine without a GPU has nowhere to send them."""
+    """Records the devices of the tensors that `Tensor.to` is called on, for machines without a GPU."""
 
     moved: set[int]
 

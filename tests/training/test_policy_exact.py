@@ -25,7 +25,7 @@ REWARDS = NOISE.standard_normal(len(ROWS)).astype(np.float32)
 WIDTH = max(len(row) - start for row, start in zip(ROWS, PROMPTS, strict=True))
 TOKEN_ADVANTAGES = NOISE.standard_normal((len(ROWS), WIDTH)).astype(np.float32)
 DRIFT = (0.3 * NOISE.standard_normal((len(ROWS), WIDTH))).astype(np.float32)
-"""By how much the policy's log-probs are beyond the old ones: some ratios are clipped, some are not."""
+"""The policy's log-probs minus the old ones: some ratios are clipped, some are not."""
 
 
 # ------------------------------------------------------------------------------------------- the formulas, by hand
@@ -102,7 +102,7 @@ def assert_same_gradients(trainer: PolicyTrainer, folder: Path, name: str, tempe
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """To 1e-5 of each tensor's norm."""
+    """Asserts equality within 1e-5 of each tensor's norm."""
     assert got.keys() == want.keys()
     # A key's bias moves all logits of a query alike: its true gradient is 0, and what is there is rounding.
     least = 1e-2 * max(gradient.norm().item() for gradient in want.values())
@@ -137,7 +137,7 @@ def test_gradients_equal_those_of_plain_padded_transformers(name: str, loss: str
 
 
 @pytest.mark.parametrize("name", [*zoo.LANGUAGE_MODELS, "phi3", "gpt-neox", "gemma3", "llama4", "gpt-oss"])
-def test_so_are_those_of_other_heads_and_attentions(name: str, tmp_path: Path) -> None:
+def test_gradients_of_other_heads_and_attentions_equal_those_of_plain_transformers(name: str, tmp_path: Path) -> None:
     folder = zoo.language_model(name, tmp_path)
     assert_same_gradients(build(folder, keeps_reference=False), folder, "rloo", 1.0)
 
@@ -198,7 +198,7 @@ def test_activations_computed_twice_are_computed_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_length_has_that_of_the_whole_row(kind: str, tmp_path: Path) -> None:
-    """Rows of which some are just one token beyond where the frequencies change, their last."""
+    """The last token of some rows is the first beyond the length at which the frequencies change."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
     if kind == "longrope":
         rope |= {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 48}

@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
     assert not step(trainer, 1).skipped
 
 
-def test_what_breaks_off_leaves_weights_and_no_gradients(folder: Path) -> None:
+def test_a_failed_step_leaves_weights_and_no_gradients(folder: Path) -> None:
     trainer = build(folder)
     before = weights(trainer)
 
@@ -144,7 +144,7 @@ def test_what_breaks_off_leaves_weights_and_no_gradients(folder: Path) -> None:
     assert same(weights(trainer), before) and no_gradients(trainer) and trainer.step_count == 0
 
 
-def test_what_breaks_off_within_a_step_is_not_used_again(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_a_step_that_failed_inside_the_optimiser_are_refused(folder: Path, tmp_path: Path) -> None:
     trainer = build(folder, keeps_reference=False)
     rows, starts, _ = rollouts()
     trainer.save(tmp_path)
@@ -187,7 +187,7 @@ def test_versions_count_the_steps(folder: Path) -> None:
     assert trainer.weights_version == f"{begun}+1"
 
 
-def test_offloaded_and_back_it_goes_on_as_it_was(folder: Path) -> None:
+def test_an_offloaded_policy_comes_back_unchanged(folder: Path) -> None:
     one, other = build(folder, dtype="bfloat16"), build(folder, dtype="bfloat16")
     for trainer in (one, other):
         step(trainer)

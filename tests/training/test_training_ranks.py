@@ -15,12 +15,12 @@ from guerdon.core import Sequence
 from launched import forked
 
 CLOSE = 1e-5
-"""Of a weight: the norm of the difference over the norm."""
+"""Largest difference of a weight: the norm of the difference over the norm."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A critic's and a policy's checkpoint, and where one process has learnt."""
+    """A critic's and a policy's checkpoint, and the folder in which one process has trained both."""
     folder = tmp_path_factory.mktemp("ranks")
     # Qwen3 has norms within the heads, whose gradients tensor parallelism has in parts.
     critic, policy = zoo.checkpoint("qwen3", folder / "critic"), zoo.language_model("qwen3", folder / "policy")

@@ -1,4 +1,4 @@
-"""What of many ranks can be seen in one process."""
+"""Parts of training on many ranks that one process can test."""
 
 from __future__ import annotations
 

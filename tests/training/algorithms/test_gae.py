@@ -60,7 +60,7 @@ def test_nothing_carries_a_gradient() -> None:
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_equals_the_sum_over_each_sequence_alone(seed: int, gamma: float, lam: float, poison: float) -> None:
-    """Also with holes in the mask: what is left out is as if it had never been between its neighbours."""
+    """Also with holes in the mask: a masked token changes nothing for its neighbours."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(3, 6, generator=generator) for _ in range(2))
     mask = (torch.rand(3, 6, generator=generator) < 0.6).float()

@@ -104,7 +104,7 @@ def test_explained_variance() -> None:
     assert explained(t(1, 3), t(1, 5), t(3, 1)) == pytest.approx(0.75)
 
 
-def test_explained_variance_is_nan_where_the_returns_do_not_vary() -> None:
+def test_explained_variance_is_nan_if_the_returns_do_not_vary() -> None:
     for number in (0.0, 0.1, 1e4 / 3):
         assert math.isnan(explained(torch.zeros(999), torch.full((999,), number), torch.ones(999)))
     assert not math.isnan(explained(torch.zeros(2), t(1e4, 1e4 + 0.01), torch.ones(2)))
