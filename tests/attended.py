@@ -52,7 +52,7 @@ CASES = {
 
 
 def tree(seed: int, *, share: bool = True, longest: int = 30) -> PackedBatch:
-    """Three levels of sharing, rows that begin others, single tokens behind a prompt and by themselves."""
+    """Packs three levels of sharing, rows that are prefixes of others, and single tokens after a prompt and alone."""
     random = np.random.default_rng(seed)
 
     def some(n: int) -> np.ndarray:

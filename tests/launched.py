@@ -1,4 +1,4 @@
-"""Scripts under torchrun: real processes that know each other, none of which outlives its test."""
+"""Runs scripts as real ranks, by torchrun or forked; no process outlives its test."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Launch:
         return found
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of that rank; LookupError where it does not live."""
+        """Returns the process of that rank; raises LookupError if there is none."""
         for process in self.processes():
             try:
                 if process.environ().get("RANK") == str(number) and process.ppid() == self.torchrun.pid:

@@ -163,7 +163,7 @@ def two_models(tmp_path: Path, folder: Path) -> tuple[str, ...]:
     return "serve", "--config", str(tmp_path / "two.yaml"), "--port", "0", "--no-grpc"
 
 
-def test_where_one_rank_cannot_start_none_does(folder: Path, tmp_path: Path) -> None:
+def test_no_rank_starts_if_one_cannot(folder: Path, tmp_path: Path) -> None:
     done = launched("guerdon", 2, *two_models(tmp_path, folder), env={"FAILING_RANK": "1"})
     assert done.code == 1
     assert re.search(r"guerdon: rank 1 on .*: cannot import rank_functions:length: .*no such function", done.output)
@@ -195,7 +195,7 @@ def test_a_rank_that_is_told_to_stop_while_it_loads_leaves_with_all_others(rank:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("seconds", ["0", "1"])
 def test_ranks_that_are_told_to_stop_again_and_again_end_in_good_order(rank: int, seconds: str, tmp_path: Path) -> None:
-    """As from a launcher on each host, each of which tells all of its own: when they serve, or from the start on."""
+    """Signals both ranks as launchers on several hosts do, when they serve or from the start on."""
     slow, port = tmp_path / "slow", free_port()
     env = {"SLOW_IMPORT": seconds, "SLOW_FILE": str(slow)}
     with launching("guerdon", 2, "serve", "rank_functions:length", "--port", port, "--no-grpc", env=env) as launch:
@@ -213,7 +213,7 @@ def test_ranks_that_are_told_to_stop_again_and_again_end_in_good_order(rank: int
 
 
 @pytest.mark.slow
-def test_what_outlasts_the_grace_is_told_so_and_the_launcher_starts_anew(tmp_path: Path) -> None:
+def test_requests_that_outlast_the_grace_period_get_an_error_and_the_launcher_restarts(tmp_path: Path) -> None:
     slow, told = tmp_path / "slow", []
     with serving("rank_functions:length", "--no-grpc", SLOW_FILE=str(slow), SLOW_SECONDS="60") as (launch, url):
 
@@ -286,7 +286,7 @@ def test_nemo_aligners_servers_split_batches_over_data_parallel_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_torchrun_is_told_all_ranks_do_and_what_was_accepted_is_answered(number: int, tmp_path: Path) -> None:
+def test_a_signal_to_torchrun_stops_all_ranks_after_accepted_requests_are_answered(number: int, tmp_path: Path) -> None:
     slow, answers = tmp_path / "slow", []
     with serving("rank_functions:length", "--no-grpc", SLOW_FILE=str(slow)) as (launch, url):
 

@@ -46,7 +46,7 @@ def test_many_compute_and_one_builds() -> None:
     assert max(each["computing"] for each in told) > 1
 
 
-def test_what_only_a_cycle_holds_is_given_back_but_for_what_lies_outside_the_collections() -> None:
+def test_release_collects_cycles_except_frozen_ones() -> None:
     outside = Cycle()
     stays = weakref.ref(outside)
     gc.freeze()

@@ -102,7 +102,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_what_ranks_tell_comes_back_as_it_was(value: Any) -> None:
+def test_values_survive_the_round_trip(value: Any) -> None:
     assert same(portable.loads(portable.dumps(value)), value)
 
 
@@ -180,12 +180,12 @@ def test_nothing_else_is_read(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("value", [np.array([None, "x"]), np.zeros(1, "i4,i4"), np.datetime64("2026-01-01")], ids=str)
-def test_what_is_neither_numbers_nor_text_is_not_told(value: Any) -> None:
+def test_arrays_that_are_neither_numbers_nor_text_are_refused(value: Any) -> None:
     with pytest.raises(pickle.PicklingError, match="is nothing that ranks tell each other"):
         portable.dumps([value])
 
 
-def test_what_is_told_can_be_written_to() -> None:
+def test_received_arrays_are_writable() -> None:
     portable.loads(portable.dumps(np.zeros(3)))[0] = 1.0
 
 

@@ -73,7 +73,7 @@ def judge() -> _Judge:
     return _Judge(patience_s=27.0, break_s=1.0)
 
 
-def test_of_ranks_that_do_not_come_on_the_first_is_named() -> None:
+def test_the_first_rank_that_makes_no_progress_is_named() -> None:
     one = judge()
     one.look({0: (1, True, 0), 1: (1, True, 0), 2: (1, True, 0)}, 0, 0.0)
     one.look({0: (2, True, 0), 1: (2, True, 0), 2: (1, True, 0)}, 0, 20.0)

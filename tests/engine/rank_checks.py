@@ -106,7 +106,7 @@ def _logprobs(loaded: LoadedPolicy, rows: list[np.ndarray]) -> tuple[list[np.nda
 
 
 def generated(folder: Path, prompts: list[np.ndarray], ranks: Ranks = ALONE) -> list[list[int]]:
-    """The likeliest tokens behind each prompt, one prompt after another."""
+    """Returns the likeliest tokens after each prompt, one prompt after another."""
     loaded = load_policy(LanguageModelConfig(model=str(folder)), ranks=ranks)
     engine = LanguageEngine(loaded)
     choice = DecoderChoice(loaded, engine)

@@ -1,8 +1,8 @@
 """Every form of attention over packed trees against attention written out over all pairs, in float64.
 
-The kernels of `varlen` run on GPUs only: a written-out one stands in for them here, to which the parts, their merging
-and their gradients are the same. That the real operators take these arguments is tried on tensors without data.
-`test_attention_gpu.py` has the same cases with the real kernels.
+The kernels of `varlen` run on GPUs only; here one in plain torch replaces them, with the same parts, merging and
+gradients. Fake tensors show that the real operators accept the same arguments. `test_attention_gpu.py` has the same
+cases with the real kernels.
 """
 
 from __future__ import annotations

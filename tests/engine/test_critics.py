@@ -34,7 +34,8 @@ def served(engine: Engine, rows: list[np.ndarray]) -> list[np.ndarray]:
 
 def outputs(folder: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Raw outputs `[T, A]` of every token by plain transformers: those at the end of every beginning of a row."""
-    return [zoo.reference_outputs(folder, [row[: t + 1] for t in range(len(row))]) for row in rows]
+    table = zoo.reference_outputs(folder, [row[: t + 1] for row in rows for t in range(len(row))])
+    return np.split(table, np.cumsum([len(row) for row in rows])[:-1])
 
 
 def assert_close(got: list[np.ndarray], want: list[np.ndarray]) -> None:
@@ -69,7 +70,7 @@ def test_weights_that_are_not_one_scale_a_single_output_too(tmp_path: Path) -> N
     assert_close(served(make(folder, attribute_weights=[-3.0]), ROWS), [-3.0 * o[:, 0] for o in outputs(folder, ROWS)])
 
 
-def test_what_has_no_value_before_its_end_is_refused(tmp_path: Path) -> None:
+def test_models_without_a_value_for_each_token_are_refused(tmp_path: Path) -> None:
     for folder, reason in (
         (zoo.checkpoint("bert", tmp_path / "bert"), "is an encoder"),
         (zoo.checkpoint("bert", tmp_path / "tokens", "tokcls"), "is an encoder"),

@@ -190,6 +190,8 @@ def set_pre_tokenizer(step: pre_tokenizers.PreTokenizer) -> Callable[[Tokenizer]
         ("bert", set_pre_tokenizer(pre_tokenizers.Digits())),
     ],
 )
-def test_what_is_not_known_to_be_local_is_not_cut(kind: str, change: Callable[[Tokenizer], None]) -> None:
+def test_texts_are_not_cut_for_tokenizers_that_are_not_known_to_be_local(
+    kind: str, change: Callable[[Tokenizer], None]
+) -> None:
     assert Cuts.of(KINDS[kind]()) is not None
     assert Cuts.of(unlike(change, kind)) is None

@@ -29,7 +29,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files of which a chunk was hashed."""
+    """Names the files that a chunk was hashed of."""
     names: list[str] = []
     hash_chunk = digests._hash_chunk
 
@@ -94,7 +94,7 @@ def test_a_file_that_was_changed_with_its_size_and_time_kept_is_hashed_again(
     assert digest(path) != before
 
 
-def test_what_was_changed_only_just_now_is_not_remembered(
+def test_the_digest_of_a_file_that_has_just_changed_is_not_cached(
     tmp_path: Path, cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "SETTLED_S", 1e9)

@@ -217,7 +217,7 @@ def test_identical_sequences_are_computed_once(tmp_path: Path) -> None:
     assert sum(seen) == len(row) and len(set(got.tolist())) == 1
 
 
-def test_what_cannot_be_packed_says_why_and_is_refused_where_packing_is_required(tmp_path: Path) -> None:
+def test_a_model_that_cannot_run_packed_says_why_and_is_refused_if_packing_is_required(tmp_path: Path) -> None:
     folder = zoo.checkpoint("mamba", tmp_path / "mamba")
     assert "packed" in build(folder).info.why
     with pytest.raises(CheckpointError, match="cannot run packed"):

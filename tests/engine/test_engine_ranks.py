@@ -82,8 +82,8 @@ def test_four_ranks(folder: Path, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_cannot_be_divided(tmp_path: Path) -> None:
-    """Each rank is told in one line what is wrong and what to do, also where only one of them cannot load."""
+def test_models_that_cannot_be_sharded_are_refused_on_every_rank(tmp_path: Path) -> None:
+    """Each rank says in one line what is wrong and what to do, even if only one of them cannot load."""
     folder = tmp_path
     for name in ("gpt2", "bert", "llama"):
         zoo.checkpoint(name, folder / name)

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and feed-forwards in fewer passes: the same as transformers', and only where they are."""
+"""Norms, rotary embeddings and feed-forwards in fewer passes: used only if they equal transformers' own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_lengths_in_tokens_are_for_functions_of_tokens_alone(name: str) -> None:
     FunctionScorer(ModelConfig(model="scorers:score", **settings))
 
 
-def test_what_a_function_can_have_it_may_be_given() -> None:
+def test_settings_that_apply_to_functions_are_accepted() -> None:
     settings: dict[str, Any] = {
         "device": "cpu",
         "max_batch_tokens": 100,

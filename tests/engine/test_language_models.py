@@ -47,7 +47,7 @@ def test_it_is_transformers_own_model_and_its_trunk_the_same_modules(name: str, 
         assert torch.equal(policy.head(hidden), plain(input_ids=tokens).logits[0])
 
 
-def test_what_it_knows(tmp_path: Path) -> None:
+def test_a_loaded_policy_knows_its_limits_and_tokens(tmp_path: Path) -> None:
     policy = build(zoo.tokenizer(zoo.language_model("llama", tmp_path)))
     assert (policy.eos_token_ids, policy.pad_token_id) == ((zoo.EOS,), zoo.PAD)
     assert (policy.vocab_size, policy.max_length) == (zoo.VOCAB_SIZE, zoo.MAX_LENGTH)

@@ -98,7 +98,7 @@ ARCHITECTURES = ("llama", "gemma2", "gpt2", "opt", "mixtral", "mamba")
 
 
 def in_another_thread(loss: torch.Tensor) -> None:
-    """As on a GPU, where autograd runs the backward, and with it the second forward, in a thread of its own."""
+    """Runs backward in another thread, as autograd does on a GPU, and with it the second forward."""
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()

@@ -63,7 +63,7 @@ def test_a_decoder_without_memory_is_not_left_out(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Tells of a GPU of which so many bytes are free, and as many kept by PyTorch for later."""
+    """Fakes a GPU with so many bytes free, and so many in PyTorch's cache."""
 
     def tell(free_bytes: int, kept_bytes: int) -> None:
         free = [free_bytes]
@@ -74,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return tell
 
 
-def test_what_pytorch_keeps_for_later_is_free(tmp_path: Path, gpu: Callable[[int, int], None]) -> None:
+def test_memory_that_pytorch_caches_counts_as_free(tmp_path: Path, gpu: Callable[[int, int], None]) -> None:
     checkpoint = open_checkpoint(str(zoo.checkpoint("llama", tmp_path)))
     own_bytes = 2 * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     gpu(own_bytes - 8, 8)

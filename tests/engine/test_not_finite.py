@@ -117,7 +117,7 @@ def test_a_reward_beyond_float32_is_none(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, None])
-def test_what_a_function_returns_is_finite_or_fails(value: Any) -> None:
+def test_a_function_fails_the_sample_if_its_number_is_not_finite(value: Any) -> None:
     scorer = FunctionScorer(ModelConfig(model="scorers:score"))
     scorer._function = lambda tokens: [1.0, value]
     first, second = scorer.score([Sequence(np.array([1])), Sequence(np.array([2]))])

@@ -38,7 +38,7 @@ COPIES = ("_to_copy", "copy_")
 
 
 class OneDevice(TorchDispatchMode):
-    """Raises where CUDA would for tensors of two devices, or would have the host wait for a copy.
+    """Raises if tensors are on two devices, as CUDA does, or if the host would wait for a copy.
 
     The host never waits for what `to_device` copies, and a number by itself may come from the host.
     """

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class NothingRead(TorchDispatchMode):
-    """Raises where an operator's result has to be known to the host: on a GPU it would wait there."""
+    """Raises if the host needs an operator's result, for which it would wait on a GPU."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim", "equal")
 
@@ -114,7 +114,7 @@ def test_states_that_were_read_are_gone_when_the_next_are_computed(tmp_path: Pat
     assert len(seen) > 2
 
 
-def test_what_attention_has_derived_is_gone_when_the_states_are_read(tmp_path: Path) -> None:
+def test_the_cache_of_a_batch_is_freed_before_its_states_are_read(tmp_path: Path) -> None:
     engine = build(zoo.checkpoint("llama", tmp_path / "llama"))
     derived: list[weakref.ref] = []
     run = engine.run_trunk

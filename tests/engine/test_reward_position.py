@@ -155,7 +155,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ({"pad_token_id": None}, "auto", False),
     ],
 )
-def test_where_pad_is_eos_the_start_says_so(
+def test_the_start_warns_if_pad_is_an_eos(
     settings: dict[str, Any], pooling: Any, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = zoo.checkpoint("llama", tmp_path, **settings)

@@ -148,7 +148,7 @@ def test_a_bos_that_the_text_has_is_not_doubled(encoder: TextEncoder) -> None:
 
 
 @pytest.mark.parametrize("ends_with_bos", [False, True])
-def test_what_the_text_has_stays_where_no_bos_is_added_before_it(tmp_path: Path, ends_with_bos: bool) -> None:
+def test_a_bos_in_the_text_stays_if_the_tokenizer_adds_none(tmp_path: Path, ends_with_bos: bool) -> None:
     made = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path))
     behind = processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", zoo.BOS)])
     made.backend_tokenizer.post_processor = behind if ends_with_bos else processors.ByteLevel()
@@ -212,7 +212,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def around(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
-    """An encoder that puts a BOS before a text and an EOS behind it."""
+    """An encoder that adds a BOS before a text and an EOS after it."""
     made = zoo.tokenizer(tmp_path_factory.mktemp("around"))
     tokenizer = AutoTokenizer.from_pretrained(made)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -262,7 +262,7 @@ def finish(steps: Steps) -> tuple[int, list[np.ndarray | InvalidRequest]]:
 
 
 @pytest.mark.parametrize("side", ["left", "right", None])
-def test_of_a_text_that_is_too_long_only_what_matters_is_tokenised(
+def test_a_text_that_is_too_long_is_tokenised_only_as_far_as_needed(
     encoder: TextEncoder, side: Side | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = read_characters(encoder, monkeypatch)
