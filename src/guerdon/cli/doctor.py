@@ -76,8 +76,8 @@ def format_finding(finding: Finding, stream: TextIO) -> str:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `guerdon doctor`."""
-    parser.add_argument("URL", nargs="*", help="http:// or grpc:// URLs of servers to examine as well")
-    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+    parser.add_argument("URL", nargs="*", help="URLs of servers to check as well, http:// or grpc://.")
+    parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,52 +66,58 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `guerdon bench`."""
-    parser.add_argument("URL", nargs="+", help="http:// or grpc:// URL; several share the load")
+    parser.add_argument("URL", nargs="+", help="URL of a server, http:// or grpc://; several share the load.")
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--model", default="reward_model", metavar="NAME", help="name of the served model (default: %(default)s)"
+        "--model", default="reward_model", metavar="NAME", help="Name of the served model. (default: %(default)s)"
     )
     server.add_argument(
-        "--timeout-s", type=_duration, default=60.0, metavar="X", help="timeout of a request (default: %(default)g)"
+        "--timeout-s",
+        type=_duration,
+        default=60.0,
+        metavar="X",
+        help="Timeout of a request, in seconds. (default: %(default)g)",
     )
     server.add_argument(
         "--wait-s",
         type=_wait,
         default=5.0,
         metavar="X",
-        help="timeout until the model is ready (default: %(default)g)",
+        help="Timeout until the model is ready, in seconds. (default: %(default)g)",
     )
 
     load = parser.add_argument_group("load")
     load.add_argument(
         "--responses", type=_places, metavar="N",
-        help=f"responses per prompt, sent in one request (default: {_SHAPE['responses']})",
+        help=f"Responses per prompt, sent in one request. (default: {_SHAPE['responses']})",
     )  # fmt: skip
     load.add_argument(
         "--prompt-tokens", type=_length, metavar="X",
-        help=f"mean of a log-normal distribution (default: {_SHAPE['prompt_tokens']:g})",
+        help=f"Mean length; lengths are log-normal. (default: {_SHAPE['prompt_tokens']:g})",
     )  # fmt: skip
     load.add_argument(
         "--response-tokens",
         type=_length,
         metavar="X",
-        help=f"mean of a log-normal distribution (default: {_SHAPE['response_tokens']:g})",
+        help=f"Mean length; lengths are log-normal. (default: {_SHAPE['response_tokens']:g})",
     )
     load.add_argument(
         "--spread", type=_spread, metavar="X",
-        help=f"standard deviation of the log lengths; 0: equal lengths (default: {_SHAPE['spread']:g})",
+        help=f"Standard deviation of the log lengths; 0: equal lengths. (default: {_SHAPE['spread']:g})",
     )  # fmt: skip
     load.add_argument(
         "--max-length", type=_count, metavar="N",
-        help=f"maximum tokens of a sequence (default: {_TIMES_MEAN} times both means, or the model's limit)",
+        help=f"Maximum tokens of a sequence. (default: {_TIMES_MEAN} times both means, or the model's limit)",
     )  # fmt: skip
-    load.add_argument("--vocab-size", type=_count, metavar="N", help="token ids are smaller (default: found by trial)")
-    load.add_argument("--seed", type=_seed, metavar="N", help=f"seeds texts, lengths and send times (default: {_SEED})")
+    load.add_argument("--vocab-size", type=_count, metavar="N", help="Token ids are below N. (default: found by trial)")
     load.add_argument(
-        "--data", metavar="FILE", help="JSONL or .jsonl.gz file, one row per request, instead of the random load"
+        "--seed", type=_seed, metavar="N", help=f"Seed of texts, lengths and send times. (default: {_SEED})"
     )
     load.add_argument(
-        "--template", action="store_true", help="apply the chat template to prompts and responses of FILE"
+        "--data", metavar="FILE", help="JSONL or .jsonl.gz file, one row per request, instead of the random load."
+    )
+    load.add_argument(
+        "--template", action="store_true", help="Apply the chat template to prompts and responses of FILE."
     )
 
     extent = parser.add_argument_group("how much")
@@ -121,28 +127,30 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=_places,
         default=_CONCURRENCY,
         metavar="N",
-        help="requests in flight (default: %(default)s)",
+        help="Requests in flight. (default: %(default)s)",
     )
     pace.add_argument(
         "--rate",
         type=_duration,
         metavar="X",
-        help="send X requests per second at random times, without waiting for answers",
+        help="Send X requests per second at random times, without waiting for answers.",
     )
     extent.add_argument(
-        "--seconds", type=_duration, metavar="X", help=f"duration (default: {_SECONDS:g} unless --requests)"
+        "--seconds", type=_duration, metavar="X", help=f"Duration in seconds. (default: {_SECONDS:g} unless --requests)"
     )
-    extent.add_argument("--requests", type=_requests, metavar="N", help="maximum number of requests")
+    extent.add_argument("--requests", type=_requests, metavar="N", help="Maximum number of requests.")
     extent.add_argument(
-        "--warmup", type=_natural, metavar="N", help="requests before the measurement (default: --concurrency)"
+        "--warmup", type=_natural, metavar="N", help="Requests before the measurement. (default: --concurrency)"
     )
 
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write the results as JSON; - prints it instead of the table")
-    output.add_argument("--plot", metavar="FILE.png", help="draw latencies and throughput")
-    output.add_argument("--no-progress", action="store_true", help="hide the progress bar")
-    output.add_argument("--fail-p99-ms", type=_positive, metavar="X", help="exit 1 if the p99 latency is above X")
-    output.add_argument("--fail-below", type=_positive, metavar="X", help="exit 1 below X sequences per second")
+    output.add_argument("--json", metavar="FILE", help="Write the results as JSON; - prints it instead of the table.")
+    output.add_argument("--plot", metavar="FILE.png", help="Draw latencies and throughput.")
+    output.add_argument("--no-progress", action="store_true", help="Hide the progress bar.")
+    output.add_argument("--fail-p99-ms", type=_positive, metavar="X", help="Exit 1 if the p99 latency is above X.")
+    output.add_argument(
+        "--fail-below", type=_positive, metavar="X", help="Exit 1 if there are fewer than X sequences per second."
+    )
 
 
 def _number_type(kind: Callable[[str], Any], least: float, most: float, wanted: str) -> Callable[[str], Any]:
