@@ -316,7 +316,7 @@ def test_the_scripts_are_valid(shell: str, scripts: Path) -> None:
     completed(shell, [shell, "-n", f"guerdon.{shell}"], scripts)
 
 
-def test_what_takes_a_path_is_there() -> None:
+def test_arguments_that_take_a_path_exist() -> None:
     dests = set()
     for parser in parsers().values():
         parser.fill()

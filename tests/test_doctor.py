@@ -49,7 +49,7 @@ def by_subject(found: Iterator[Finding]) -> dict[str, Finding]:
 
 
 def in_a_process(*argv: str, path: Path | None = None, **variables: str) -> tuple[int, dict[str, Finding]]:
-    """The exit status and the findings of the command in a process, with `path` before all that is installed."""
+    """Returns the exit status and the findings of the command in a process, with `path` first on the module path."""
     env = environment() | variables
     if path is not None:
         env["PYTHONPATH"] = f"{path}:{env['PYTHONPATH']}"
@@ -71,7 +71,7 @@ def run(*argv: str) -> int:
 
 
 def distribution(folder: Path, name: str, version: str) -> None:
-    """An installed distribution as pip leaves it, of that version."""
+    """Makes an installed distribution of that version, as pip does."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -93,7 +93,7 @@ def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypat
     assert out.splitlines()[-1].startswith("no problem, ")
 
 
-def test_a_variable_in_which_is_no_key_is_a_problem(monkeypatch):
+def test_a_keys_variable_without_keys_is_a_problem(monkeypatch):
     for text, level in ((",", "problem"), ("# score me key", "problem"), (" ", "ok"), (f",score me {SCORE}", "ok")):
         monkeypatch.setenv("GUERDON_API_KEYS", text)
         found = by_subject(doctor.examine_machine())["GUERDON_API_KEYS"]
@@ -101,7 +101,7 @@ def test_a_variable_in_which_is_no_key_is_a_problem(monkeypatch):
         assert ("servers started here require a key" in found.text) == (SCORE in text)
 
 
-def test_the_ports_are_those_that_are_listened_on():
+def test_the_ports_are_the_servers_defaults():
     assert set(doctor.PORTS) == {ServerConfig.port, ServerConfig.grpc_port, *CRITIC_PORTS.values()}
 
 
@@ -167,11 +167,11 @@ def test_our_requirements_are_read_as_pip_reads_them():
         ('(sys_platform == "linux" and python_version < "99") and extra == "x"', sys.platform == "linux"),
     ],
 )
-def test_what_is_for_other_platforms_is_not_required(marker, holds):
+def test_requirements_of_other_platforms_are_skipped(marker, holds):
     assert bool(parse_requirements([f"name<2,>=1; {marker}"], ["x"])) == holds
 
 
-def test_a_version_that_is_not_tested_is_a_problem_and_what_is_missing_a_note(tmp_path, monkeypatch):
+def test_an_untested_version_is_a_problem_and_a_missing_package_a_note(tmp_path, monkeypatch):
     distribution(tmp_path, "transformers", "4.40.0")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -198,7 +198,7 @@ def test_without_torch_this_is_the_client(monkeypatch):
     assert found.level == "note" and found.help == "pip install '.[server]' in a clone of guerdon, to serve models"
 
 
-def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(monkeypatch):
+def test_a_slower_path_is_noted_and_a_failing_model_is_a_problem(monkeypatch):
     from transformers import AttentionInterface
 
     from guerdon.engine.attention import registry
@@ -214,7 +214,7 @@ def test_a_path_that_is_slower_is_noted_and_a_model_that_does_not_run_a_problem(
     assert doctor._check_attention("meta").level == "problem"
 
 
-def test_a_server_is_looked_at_over_both_transports(running):
+def test_a_server_is_examined_over_both_transports(running):
     for url in (running.http_url, running.grpc_url):
         found = list(doctor.examine_server(url))
         assert [finding.level for finding in found] == ["ok"] * 3
@@ -237,7 +237,7 @@ def test_an_unloaded_model_is_noted(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_server_that_is_not_there_is_a_problem(scheme, capsys, no_devices):
+def test_an_unreachable_server_is_a_problem(scheme, capsys, no_devices):
     assert run(f"{scheme}://127.0.0.1:{free_port()}") == 1
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("problem ") and told[1].lstrip().startswith("help: ")
@@ -259,7 +259,7 @@ def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def answering(status: int, body: bytes, **bodies: bytes) -> Iterator[int]:
-    """The port of a server of something else, that answers everything with this; `bodies` by the path's last part."""
+    """Yields the port of another kind of server, which always answers this; `bodies` by the path's last part."""
 
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -317,7 +317,7 @@ def test_an_answer_of_another_protocol_is_a_problem_and_no_traceback(body, bodie
     assert any(finding.subject == f"port {port}" for finding in found)
 
 
-def test_of_models_that_have_no_name_none_is_told():
+def test_models_without_a_name_are_skipped():
     index = b'[7, {"name": "m", "state": "READY"}, {"name": ["x"], "state": null}]'
     with answering(200, b"", v2=NAMED, index=index) as port:
         texts = [finding.text for finding in doctor.examine_server(f"http://127.0.0.1:{port}")]
@@ -325,12 +325,12 @@ def test_of_models_that_have_no_name_none_is_told():
 
 
 @pytest.mark.parametrize("host", ["x..y", "a" * 300, "a\x00b", "h\ud800", "-\xfc.\xe4"])
-def test_a_url_of_no_host_is_a_problem_and_no_traceback(host):
+def test_an_invalid_host_is_a_problem_and_no_traceback(host):
     (found,) = doctor.examine_server(f"http://{host}:80")
     assert found.level == "problem" and found.help
 
 
-def test_a_key_that_lacks_is_a_problem_and_one_in_the_url_is_not_told(tmp_path, monkeypatch):
+def test_a_missing_key_is_a_problem_and_one_in_the_url_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.delenv("GUERDON_API_KEY", raising=False)
     config = keyed(tmp_path, models=MODELS)
     with RunningServer(build_service(config), config) as started:

@@ -37,14 +37,14 @@ def test_a_sum_counts_what_all_its_models_do() -> None:
     assert work_between(Counter(), one + other, "safe") == Work("safe", 50, 40, 1, 6)
 
 
-def test_nothing_is_told_of_a_server_that_was_started_again_or_counts_nothing() -> None:
+def test_no_work_is_reported_for_a_restarted_server_or_one_without_counters() -> None:
     more, less = (parse_counters(counters("m", n, n).render().decode()) for n in (100, 50))
     assert work_between(more, less, "m") is None
     assert work_between(None, more, "m") is None and work_between(more, None, "m") is None
     assert work_between(more, more, "m") is None
 
 
-def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
+def test_failed_samples_count_towards_neither_throughput_nor_latency() -> None:
     lost = Answer(0.0, 9.0, 8, 80, 8, error="Overloaded", text="the queue is full")
     partly = dataclasses.replace(GOOD, num_failed=2, error="SampleFailed", text="not finite")
     summary = summarise([GOOD, partly, lost], None, 0.5)
@@ -55,7 +55,7 @@ def test_failed_samples_are_in_no_throughput_and_no_latency() -> None:
     assert {failure.kind: failure.count for failure in summary.failures} == {"Overloaded": 1, "SampleFailed": 1}
 
 
-def test_where_nothing_was_answered_no_bound_holds_and_no_number_is_made_up() -> None:
+def test_without_answers_no_bound_holds_and_no_number_is_made_up() -> None:
     summary = summarise([Answer(0.0, 1.0, 8, None, 8, error="Unreachable", text="gone")], None, 0.0)
     summary.checks = check_bounds(summary, 100, 0.1)
     assert summary.latency is None and summary.received_tokens is None
@@ -64,7 +64,7 @@ def test_where_nothing_was_answered_no_bound_holds_and_no_number_is_made_up() ->
     assert "Unreachable 1 times, first: gone" in told and "is nothing" in told and "\x1b" not in told
 
 
-def test_times_that_a_server_does_not_tell_are_absent() -> None:
+def test_times_that_a_server_does_not_report_are_absent() -> None:
     summary = summarise([dataclasses.replace(GOOD, queue_s=0.0, compute_s=0.0)], None, 0.0)
     assert summary.queue is None and summary.compute is None
     assert "server's queue" not in table(summary, "", "", io.StringIO())
@@ -83,7 +83,7 @@ def sent(late_s: float, seconds: float, count: int = 11) -> list[Answer]:
     ]
 
 
-def test_the_clients_own_delay_is_told_apart_from_the_servers_latency() -> None:
+def test_the_clients_delay_is_reported_apart_from_the_servers_latency() -> None:
     summary = summarise(sent(late_s=1.0, seconds=1.5), None, 0.3, rate=10.0)
     assert summary.late is not None and summary.late.max == 1000
     assert summary.sent_per_s == pytest.approx(10 / 2), "ten more in two seconds, which should have been one"
@@ -95,7 +95,7 @@ def test_the_clients_own_delay_is_told_apart_from_the_servers_latency() -> None:
 
 
 @pytest.mark.parametrize(("late_s", "seconds"), [(0.005, 0.006), (0.05, 1.0), (0.0, 1.0)])
-def test_a_delay_that_changes_nothing_is_no_note(late_s: float, seconds: float) -> None:
+def test_a_negligible_delay_is_not_noted(late_s: float, seconds: float) -> None:
     assert not list(notes(summarise(sent(late_s, seconds), None, 0.3, rate=10.0)))
 
 
@@ -105,7 +105,7 @@ def test_without_a_rate_nothing_is_due_and_nothing_late() -> None:
     assert "delay" not in table(summary, "", "", io.StringIO())
 
 
-def test_what_was_not_sent_is_in_no_rate_and_no_delay() -> None:
+def test_unsent_requests_count_towards_neither_rate_nor_delay() -> None:
     left_out = [Answer(9.0, 0.0, 1, None, 1, error=NOT_SENT, text="")]
     summary = summarise(sent(late_s=0.0, seconds=0.5) + left_out, None, 0.3, rate=10.0)
     assert summary.sent_per_s == pytest.approx(10) and summary.requests == 12

@@ -69,7 +69,7 @@ def told(tmp_path: Path, *argv: str) -> tuple[int, dict[str, Any]]:
     return bench(*argv, "--json", str(file)), json.loads(file.read_bytes())
 
 
-def test_a_run_tells_what_was_asked_answered_and_computed(server, tmp_path, capsys):
+def test_a_run_reports_what_was_sent_answered_and_computed(server, tmp_path, capsys):
     plot = tmp_path / "out.png"
     status, out = told(tmp_path, server.http_url, *SHORT, "--requests", "24", "--warmup", "2", "--plot", str(plot))
     assert status == 0 and not out["failures"]
@@ -132,7 +132,7 @@ def test_seconds_end_a_run(server, tmp_path):
     pytest.fail("no request was sent after the first ones")
 
 
-def test_failed_samples_fail_the_run_and_are_told(server, tmp_path, capsys):
+def test_failed_samples_fail_the_run_and_are_reported(server, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "p ", "responses": ["a", "unscorable"]}\n{"prompt": "p ", "responses": ["a", "b"]}\n')
     status, out = told(tmp_path, server.http_url, "--model", "flaky", "--data", str(rows), "--requests", "10")
@@ -155,7 +155,7 @@ def test_bounds_decide_the_exit_status(server, capsys, bounds, status):
     assert ("does not hold" in capsys.readouterr().out) == bool(status)
 
 
-def test_what_cannot_start_says_what_to_do(server, tmp_path):
+def test_errors_at_the_start_say_what_to_do(server, tmp_path):
     missing = str(tmp_path / "none" / "x.png")
     for argv, what in (
         ((f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),

@@ -1,4 +1,4 @@
-"""A page's fenced blocks, done in their order as a reader would do them: commands, servers, files and Python."""
+"""Runs a page's fenced blocks in order, as a reader would: commands, servers, files and Python."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from served import free_port
 
 ROOT = Path(__file__).parents[2]
 PORTS = {"serve": ("5555", "5557"), "serve-critic": ("5556", "5558")}
-"""HTTP and gRPC ports by command, as the pages have them."""
+"""HTTP and gRPC ports by command, as on the pages."""
 SHORTER = {
     "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
     "python -m guerdon.adapters.rewardbench": "--dataset pairs.json --load_json --not_quantized --torch_dtype float32",
 }
-"""Flags behind commands that would take minutes, or would fetch a data set."""
+"""Flags appended to commands that would take minutes or download a data set."""
 SHORTER_PYTHON = {"GRPOConfig(": "GRPOConfig(max_steps=1, max_completion_length=8, report_to='none', "}
-"""What stands in Python for a call that would take minutes."""
+"""Replaces calls in Python that would take minutes."""
 START_S, COMMAND_S = 120.0, 200.0
 FORKS = Forks()
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block, and the line on which it begins."""
+    """A fenced block, and the line on which it begins."""
 
     language: str
     text: str
@@ -46,14 +46,14 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The fenced blocks of a page, as they follow each other."""
+    """Returns the fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(match[1], match[2], text.count("\n", 0, match.start()) + 1) for match in found]
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a shell block: a line each, with what a backslash or a here-document joins to it."""
+    """Returns the commands of a shell block: one per line, unless a backslash or a here-document joins lines."""
     found: list[str] = []
     end = None  # of the here-document that is open
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def commands(text: str) -> list[str]:
 
 
 class Reader:
-    """Does a page's blocks in a folder; other ports stand for the page's own, so that pages can be read side by side.
+    """Runs a page's blocks in a folder, on free ports in place of the page's, so that pages can run in parallel.
 
     `not_run` has patterns of commands that are only checked, each with its check, which raises AssertionError. A block
     whose first line is `# NAME.py` or `# NAME.yaml` is that file, `POST /PATH BODY` and a line with a status and an
@@ -100,12 +100,12 @@ class Reader:
             self._stop(port)
 
     def use(self, python: Path) -> None:
-        """From now on this interpreter is `python`."""
+        """Makes this interpreter `python` from now on."""
         is_own = python == Path(sys.executable)
         self._put("python", FORKS.wrapper("python") if is_own else f'#!/bin/sh\nexec {python} "$@"\n')
 
     def read(self, block: Block) -> None:
-        """Does one block; raises AssertionError with its line where something of it fails."""
+        """Runs one block; raises AssertionError with its line if it fails."""
         where = f"the block at line {block.line}"
         named = re.match(r"# (\w+\.(?:py|yaml))\b", block.text.splitlines()[0])
         if block.text.startswith("POST /"):
@@ -135,7 +135,7 @@ class Reader:
         self._run(["bash", "-euo", "pipefail", "-c", self._with_ports(f"{command} {more}".rstrip())], where)
 
     def _exchange(self, text: str, where: str) -> None:
-        """Sends the request, and finds the answer in the form that the block has it."""
+        """Sends the request, and checks that the answer has the form of the block's."""
         asked, answered = text.splitlines()
         (_, path, body), (status, form) = asked.split(None, 2), answered.split(None, 1)
         request = urllib.request.Request(f"http://127.0.0.1:{self.last}{path}", body.encode(), method="POST")
@@ -187,7 +187,7 @@ class Reader:
 
 
 def _form(value: Any) -> Any:
-    """What of an answer a page can promise: names and types, and no numbers."""
+    """Returns what a page can promise of an answer: names and types, but no numbers."""
     if isinstance(value, dict):
         return {name: _form(part) for name, part in value.items()}
     return [_form(part) for part in value] if isinstance(value, list) else type(value).__name__

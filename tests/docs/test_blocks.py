@@ -1,4 +1,4 @@
-"""The commands and the Python of the README and of the quick start, done as they stand there, on tiny checkpoints."""
+"""Runs the commands and the Python of the README and the quick start unchanged, on tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]
 
 
 def is_target(command: str) -> None:
-    """`make X`: the Makefile has it. It would install an environment; CI itself runs `make test`."""
+    """`make X`: the Makefile has it. It would install an environment; CI runs `make test`."""
     assert re.search(rf"^{command.split()[1]}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE), command
 
 
@@ -34,7 +34,7 @@ def has_extras(command: str) -> None:
 
 
 def is_the_makefiles(command: str) -> None:
-    """`source .venv/bin/activate`: that is where make has its environment."""
+    """`source .venv/bin/activate`: make's environment is there."""
     assert re.search(r"^VENV +:= \.venv$", (ROOT / "Makefile").read_text(), re.MULTILINE), command
 
 
@@ -43,7 +43,7 @@ NOT_RUN = {
     r"pip install '\.\[[\w,-]+\]'": has_extras,
     r"source \.venv/bin/activate": is_the_makefiles,
 }
-"""What is checked in place of being run: what makes the environment in which the rest runs."""
+"""Commands that are only checked, because they make the environment in which the rest runs."""
 
 
 def policy(folder: Path) -> None:
@@ -60,7 +60,7 @@ def read(page: Path, reader: Reader) -> None:
 
 
 def check_what_is_left(reader: Reader) -> None:
-    """A scored file, a page in the browser, a policy."""
+    """Checks the scored file, the page in the browser and the policy."""
     rows = [json.loads(line) for line in (reader.folder / "scored.jsonl").read_text().splitlines()]
     assert rows and all(len(row["rewards"]) == 2 and all(map(math.isfinite, row["rewards"])) for row in rows)
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.ports['5555']}/", timeout=10) as answer:
@@ -116,7 +116,7 @@ def test_a_shell_block_is_split_into_commands() -> None:
     ],
     ids=["command", "guerdon", "python", "server", "yaml", "make", "pip"],
 )
-def test_a_block_that_fails_is_told(text: str, reason: str, tmp_path: Path) -> None:
+def test_a_failing_block_is_reported(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(text)
     with Reader(tmp_path, NOT_RUN) as reader, pytest.raises(AssertionError, match=re.escape(reason)):
         read(tmp_path / "page.md", reader)

@@ -1,4 +1,4 @@
-"""Pages and pictures that scripts make are as these make them now."""
+"""Checks that generated pages and pictures are up to date."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_site_and_the_page_have_one_mark() -> None:
     assert (ROOT / "docs/images/mark.svg").read_bytes() == of_the_page.read_bytes()
 
 
-def test_the_rooms_of_the_house_are_all_told() -> None:
+def test_the_architecture_page_lists_every_room() -> None:
     tree = (ROOT / "docs/house.md").read_text(encoding="utf-8").split("```")[1]
     told = set(re.findall(r"\b([a-z_]+)(?:\.py|/)", tree))
     package = ROOT / "src/guerdon"
@@ -82,7 +82,7 @@ def test_the_benchmarks_tables_are_those_of_the_results() -> None:
         assert row in RESULTS, row
 
 
-def test_what_the_benchmarks_say_of_a_table_stands_in_the_results() -> None:
+def test_dates_and_commits_on_the_benchmarks_page_stand_in_the_results() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     commits = re.findall(r"^(\d{4}-\d\d-\d\d), (?:commit|on) (\w+)", text, re.MULTILINE)
     assert len(commits) == 5

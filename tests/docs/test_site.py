@@ -1,4 +1,4 @@
-"""The documentation as a site: it is built without a warning, needs nobody else's host, and a broken link fails it."""
+"""The documentation's site builds without warnings, needs no other host, and fails on broken links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from blocks import ROOT
 
 ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
-"""What the site has beside docs/, whoever links to it."""
+"""The site's pages outside docs/."""
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:

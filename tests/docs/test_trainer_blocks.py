@@ -1,6 +1,6 @@
-"""The blocks of the trainers' pages, done as they stand there; a trainer's own by its Python, where it is installed.
+"""Runs the blocks of the trainers' pages unchanged; a trainer's own with its Python, if it is installed.
 
-A trainer's own command needs GPUs: it is not run, and its flags and files are looked up in the trainer's sources.
+A trainer's own command needs GPUs: it is not run, but its flags and files are looked up in the trainer's sources.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
     "verl": (r"(?s)python -m verl\.trainer\.main_ppo .*", "verl/trainer/config/reward/*.yaml"),
 }
 NEEDS_NO_LIBRARY = ("guerdon serve", "curl ", "POST /", "# gpt_", "# grpo.yaml", "# my_reward.py")
-"""How blocks begin that are done wherever guerdon is installed."""
+"""How blocks begin that need only guerdon."""
 
 
 def sources_of(name: str) -> list[Path]:
-    """Where a trainer's sources may lie: a checkout, or the packages of its environment."""
+    """Returns where a trainer's sources may be: a checkout, or the packages of its environment."""
     return [environments.source_of(name), *environments.python_of(name).parents[1].glob("lib/python*/site-packages")]
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter that has the trainer; None if there is none."""
+    """Returns the interpreter that has the trainer; None if there is none."""
     if name == "servers" or find_spec(name) is not None:
         return Path(sys.executable)
     python = environments.python_of(name)
@@ -78,7 +78,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 def for_an_older_library(model: Path) -> None:
-    """Adds what RewardBench's transformers wants in the tokenizer's own file, and a pair for it to compare."""
+    """Adds what RewardBench's transformers needs in the tokenizer's file, and a pair to compare."""
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": zoo.CHAT_TEMPLATE}
     tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     (model / "tokenizer_config.json").write_text(json.dumps(named | tokens))
@@ -113,7 +113,7 @@ def test_a_trainers_page_does_what_it_says(page: str, reader: Reader) -> None:
 
 
 def asked_by_nemo_aligners_sections(folder: Path) -> None:
-    """The YAML files of the page name servers that answer."""
+    """Checks that the servers in the page's YAML files answer."""
     rows = {"response_tokens": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]]), "response_lengths": torch.tensor([4, 3])}
     sections = {name: yaml.safe_load((folder / f"gpt_{name}_actor.yaml").read_text()) for name in ("reinforce", "ppo")}
     reward = RemoteGPTRMClient(sections["reinforce"]["remote_rm"])
