@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from queue import SimpleQueue
 
 import pytest
 
@@ -15,15 +15,20 @@ from guerdon.client.addresses import addresses
 from guerdon.client.calls import make_request, prepare_score
 from guerdon.client.driver import Session
 from guerdon.client.grpc_transport import GrpcExchange
-from guerdon.errors import Cancelled, GuerdonError, Unreachable
+from guerdon.errors import Cancelled, Unreachable
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0), grace_s=0.1) as running:
+def service() -> EchoService:
+    return EchoService()
+
+
+@pytest.fixture(scope="module")
+def server(service: EchoService) -> Iterator[RunningServer]:
+    with RunningServer(service, ServerConfig(port=0, grpc_port=0), grace_s=0.1) as running:
         yield running
 
 
@@ -102,16 +107,22 @@ def test_a_call_works_after_one_for_which_no_thread_could_start(
         assert list(client.submit(texts=["abc"]).result(10.0)) == [3.0]
 
 
-def test_a_blocking_call_in_a_futures_callback_raises_instead_of_waiting_for_itself(server: RunningServer) -> None:
-    raised: Future[GuerdonError] = Future()
-    with RewardClient(server.http_url) as client:
+def test_a_futures_callbacks_may_make_blocking_calls_and_run_in_order(
+    server: RunningServer, service: EchoService
+) -> None:
+    seen: SimpleQueue[object] = SimpleQueue()
+    with RewardClient(server.http_url) as client, service.scorer.held() as go:
+        future = client.submit(texts=["<slow>"])
+        future.add_done_callback(lambda done: seen.put([*done.result(), *client.score(texts=["ab"])]))
+        future.add_done_callback(lambda _: seen.put("second"))
+        go.set()
+        assert [seen.get(timeout=10.0), seen.get(timeout=10.0)] == [[6.0, 2.0], "second"]
 
-        def call(_: Future) -> None:
-            try:
-                client.score(texts=["a"])
-            except GuerdonError as e:
-                raised.set_result(e)
 
-        client.submit(texts=["a"]).add_done_callback(call)
-        assert "submit it instead" in str(raised.result(10.0))
+def test_a_callback_that_blocks_holds_up_no_other_call(server: RunningServer, service: EchoService) -> None:
+    is_free = threading.Event()
+    with RewardClient(server.http_url) as client, service.scorer.held() as go:
+        client.submit(texts=["<slow>"]).add_done_callback(lambda _: is_free.wait(60.0))
+        go.set()
         assert list(client.score(texts=["ab"])) == [2.0]
+        is_free.set()

@@ -20,7 +20,7 @@ from guerdon.client.critic_calls import (
     prepare_train,
     prepare_train_loss,
 )
-from guerdon.client.faces import AsyncClient, BlockingClient
+from guerdon.client.faces import AsyncClient, BlockingClient, CallFuture
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
 from guerdon.core import ScoreRequest
@@ -154,10 +154,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         timeout_s: float | None = None,
         pad_to_length: int | None = None,
     ) -> Future[CriticScores]:
-        """Returns a future of `infer`'s result, at once; thousands may be under way.
-
-        The future's callbacks run in the client's thread, where a blocking call raises GuerdonError.
-        """
+        """Returns a future of `infer`'s result, at once; thousands may be under way."""
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
         )
@@ -191,7 +188,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         """
         request = make_train_request(tokens, returns, prev_values, mask, train_id)
         session = self._here().session
-        future: TrainFuture[TrainReport] = TrainFuture(request.id, session.failures)
+        future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, train_id), future, alone=True)
 
     def train_loss(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainFuture[float]:
@@ -201,14 +198,14 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         """
         request = make_train_request(tokens, returns, prev_values, mask)
         session = self._here().session
-        future: TrainFuture[float] = TrainFuture(request.id, session.failures)
+        future: TrainFuture[float] = TrainFuture(self._here(), request.id)
         steps = session.caller.ask(prepare_train_loss(self._model(Operation.TRAIN), request))
         return self._start(steps, future, alone=True)
 
     def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks."""
         request = make_train_request(tokens, returns, prev_values, mask)
-        return self._wait(self._start(self._validate_steps(self._here().session, request), Future()))
+        return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
@@ -251,11 +248,11 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
             endpoint.seen = before.seen  # waits for a server that is away, instead of failing at once
 
     def _infer(self, request: ScoreRequest, *, needs_rewards: bool = False) -> Future[CriticScores]:
-        return self._start(self._infer_steps(self._here().session, request, needs_rewards), Future())
+        return self._start(self._infer_steps(self._here().session, request, needs_rewards), CallFuture(self._here()))
 
     def _control(self, request: ControlRequest) -> Future[Any]:
         steps, alone = self._control_steps(self._here().session, request)
-        return self._start(steps, Future(), alone=alone)
+        return self._start(steps, CallFuture(self._here()), alone=alone)
 
     def _start(self, steps: Steps[T], future: F, *, alone: bool = False) -> F:
         thread = self._here()

@@ -17,7 +17,7 @@ from guerdon.client.addresses import Credentials
 from guerdon.client.calls import ModelSignature
 from guerdon.client.driver import Session
 from guerdon.client.retry import Caller, RetryPolicy, Step, Steps
-from guerdon.errors import Cancelled, GuerdonError
+from guerdon.errors import Cancelled
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Session)
@@ -29,8 +29,47 @@ Arguments = tuple[Any, Any, RetryPolicy, int, Credentials | None]
 Without credentials, a copy reads the environment where it arrives, so that no pickle holds a key from there.
 """
 
+_CALLBACKS_S = 5.0
 _STOP_S = 2.0
 """Closing a client waits this long for its thread."""
+
+
+class CallFuture(Future[T]):
+    """The future of a call: cancelling it cancels the call, and its callbacks may make blocking calls.
+
+    Callbacks run in a thread of their own, in order: in the loop's thread they would hold up all calls.
+    """
+
+    def __init__(self, thread: LoopThread[Any]) -> None:
+        super().__init__()
+        self._thread = thread
+        self._caller_back: threading.Thread | None = None
+        self._has_called_back = threading.Event()
+
+    def cancel(self) -> bool:
+        """Cancels the call unless it has ended; returns whether it is cancelled."""
+        is_cancelled = super().cancel()
+        if is_cancelled:
+            self._thread.abandon(self)
+        return is_cancelled
+
+    def wait_for_callbacks(self) -> None:
+        """Blocks until the callbacks have run, but for 5 s at most, and not in one of them."""
+        if threading.current_thread() is not self._caller_back:
+            self._has_called_back.wait(_CALLBACKS_S)
+
+    def _invoke_callbacks(self) -> None:
+        if self._done_callbacks and self._thread.is_current:  # type: ignore[attr-defined]
+            self._caller_back = threading.Thread(target=self._call_back, name="guerdon-callback", daemon=True)
+            self._caller_back.start()
+        else:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        try:
+            super()._invoke_callbacks()  # type: ignore[misc]
+        finally:
+            self._has_called_back.set()
 
 
 class LoopThread(Generic[S]):
@@ -70,7 +109,7 @@ class LoopThread(Generic[S]):
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread, as the callbacks of futures do."""
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
     def abandon(self, future: Future[Any]) -> None:
@@ -102,11 +141,6 @@ class LoopThread(Generic[S]):
         task = make_task(functools.partial(self._mark_running, future))
         self._tasks[future] = task, owner
         task.add_done_callback(functools.partial(self._finish, future))
-        future.add_done_callback(self._on_done)
-
-    def _on_done(self, future: Future[Any]) -> None:
-        if future.cancelled():
-            self.abandon(future)
 
     def _cancel(self, future: Future[Any]) -> None:
         if future in self._tasks:
@@ -209,7 +243,8 @@ class BlockingClient(Generic[S]):
         return self._thread
 
     def _submit(self, steps: Steps[T], priority: int = 0, step: Step | None = None) -> Future[T]:
-        thread, future = self._here(), Future[T]()
+        thread = self._here()
+        future = CallFuture[T](thread)
         run = thread.session.run
         thread.start(lambda is_wanted: asyncio.create_task(run(steps, priority, is_wanted, step)), future, self)
         return future
@@ -219,9 +254,6 @@ class BlockingClient(Generic[S]):
         return outcome if is_done else self._wait(self._submit(steps, priority, outcome))
 
     def _wait(self, future: Future[T]) -> T:
-        if self._thread.is_current:
-            future.cancel()
-            raise GuerdonError("a blocking call in a future's callback would wait for itself: submit it instead")
         try:
             return future.result()
         except BaseException:

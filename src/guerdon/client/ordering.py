@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import Call
 from guerdon.client.driver import Session
+from guerdon.client.faces import CallFuture, LoopThread
 from guerdon.client.retry import Caller, RetryPolicy, Steps
 from guerdon.critic_core import CriticState, TrainReport
 from guerdon.errors import Cancelled, CriticReset
@@ -152,18 +152,20 @@ class Failures:
                 raise error
 
 
-class TrainFuture(Future[T], Generic[T]):
+class TrainFuture(CallFuture[T]):
     """The outcome of one train request; the server knows it as `train_id`."""
 
-    def __init__(self, train_id: str, failures: Failures) -> None:
-        super().__init__()
+    def __init__(self, thread: LoopThread[OrderedSession], train_id: str) -> None:
+        super().__init__(thread)
         self.train_id = train_id
-        self._failures = failures
+        self._failures = thread.session.failures
         self._looks: list[None] = []
 
     @property
     def was_seen(self) -> bool:
-        """Whether somebody has asked for the outcome, or waits for it."""
+        """Whether somebody has asked for the outcome, or waits for it; lets a failed future's callbacks ask first."""
+        if not self._looks:
+            self.wait_for_callbacks()
         return bool(self._looks)
 
     def result(self, timeout: float | None = None) -> T:

@@ -101,10 +101,7 @@ class RewardClient(BlockingClient[Session]):
         timeout_s: float | None = None,
         pad_to_length: int | None = None,
     ) -> Future[Scores]:
-        """Returns a future of `score`'s result, at once; thousands may be under way.
-
-        The future's callbacks run in the client's thread, where a blocking call raises GuerdonError.
-        """
+        """Returns a future of `score`'s result, at once; thousands may be under way."""
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
         )
