@@ -8,9 +8,9 @@ DATA   ?=
 LIMIT  ?=
 OUT    ?= out/demo
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 4
 
-# Files of tests run side by side, each with one thread for torch.
+# Files of tests run side by side, each with one thread for torch: more than there are cores, for many wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 # Tests whose bounds a processor's arithmetic could break.
@@ -27,7 +27,7 @@ help:  ## this list
 demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (DATA=FILE.jsonl[.gz]: score your own file)
 	PYTHONPATH=examples $(BIN)/python -m demo --out $(OUT) $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
 
-test: $(VENV)/.dev  ## the quick tests, JOBS=2 files at a time
+test: $(VENV)/.dev  ## the quick tests, JOBS=4 files at a time
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev  ## every test
