@@ -327,7 +327,7 @@ def test_a_port_that_is_taken_and_settings_that_do_not_fit_are_told_once() -> No
             ("serve", "rank_functions:length", "--tensor-parallel", 3),
             "2 processes cannot be parts of 3 tensor-parallel",
         ),
-        (("serve", "rank_functions:length", "--fsdp"), "fsdp is on, and there is no critic"),
+        (("serve", "rank_functions:length", "--fsdp"), "fsdp is on, but there is no critic"),
         (("score", "--model", "rank_functions:length", "in.jsonl", "-o", "out.jsonl"), "guerdon score is one process"),
     ):
         done = launched("guerdon", 2, *arguments)

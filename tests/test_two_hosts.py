@@ -58,7 +58,7 @@ class TwoHosts:
         ]  # fmt: skip
         server = [
             *("serve-critic", self.model, "--checkpoint-dir", self.folder / "critic", "--host", host.address),
-            *("--port", PORT, "--no-grpc", "--device", "cpu", "--rank-timeout-s", RANK_TIMEOUT_S),
+            *("--port", PORT, "--no-grpc", "--allow-anonymous", "--device", "cpu", "--rank-timeout-s", RANK_TIMEOUT_S),
             *("--global-batch-size", GBS, "--learning-rate", LEARNING_RATE, *self.flags),
         ]  # fmt: skip
         command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "guerdon", *server]

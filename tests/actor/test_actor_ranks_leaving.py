@@ -71,7 +71,7 @@ def test_ranks_that_are_asked_to_stop_save_and_leave(folder: Path, url: str, tmp
         launch.torchrun.wait(60)
         output = launch.output()
         assert not launch.processes(), output
-    assert "SIGTERM: left after step" in output and "lost" not in output, output
+    assert "SIGTERM: stopped after step" in output and "lost" not in output, output
     if asked == "a follower":
         assert "exitcode  : 143" in output, output  # rank 0's, and the only one that is not 0
     step = len(metrics_of(out))

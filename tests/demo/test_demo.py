@@ -217,6 +217,7 @@ def test_the_demo_on_own_data_takes_the_first_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_demo_that_is_told_to_stop_leaves_no_server(tmp_path: Path) -> None:
     process = subprocess.Popen(**command("--out", tmp_path / "demo", "--steps", 4), stdout=subprocess.PIPE)
     assert process.stdout is not None
