@@ -1,7 +1,8 @@
-"""Norms, rotary embeddings and gated feed-forwards in fewer passes over memory; for CPUs.
+"""Replaces a trunk's modules by faster ones, for CPUs: norms, rotary embeddings and feed-forwards in fewer passes.
 
 transformers writes them as chains of operators, each of which reads and writes all of a batch's states. The functions
-here need about half as many passes, in place if no gradients are taken, with the same rounding in both cases.
+here need about half as many passes, in place if no gradients are taken, with the same rounding in both cases. Linear
+layers are replaced as `linear` says.
 
 Modules are recognised by their code: many architectures have Llama's, word for word. A check on Llama's own modules
 shows whether the replacements still compute the same; if not, and for all other code, transformers' own stays in use.
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as known
+
+from guerdon.engine import linear
 
 _ROTARY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-5
@@ -86,10 +89,12 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield module, gated
         elif _rotates_as_known(own) and _rotations_agree():
             yield module, _with_rotated(own)
+        elif own is type(module).forward and linear.replacement(module) is not None and linear.is_faster():
+            yield module, linear.replacement(module)  # tensor parallelism gives layers a forward of their own
 
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
-_OURS: set[Any] = {norm, gated}
+_OURS: set[Any] = {norm, gated, *linear.REPLACEMENTS.values()}
 
 
 @functools.cache

@@ -1,0 +1,107 @@
+"""Linear layers by oneDNN, on processors whose widest units MKL leaves unused.
+
+PyTorch computes float32 products by MKL, which uses AVX-512 on Intel's processors only. On AMD's, oneDNN, which PyTorch
+brings as well, is more than twice as fast with the same plain weights; `benchmarks/RESULTS.md` has the figures.
+
+The rule depends on the processor, not on a measurement: a critic that restarts must compute the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+_FEWEST_ROWS = 4
+"""For fewer rows both libraries wait for memory."""
+_TOLERANCE = 1e-5
+"""Largest accepted difference from PyTorch's own product, relative to the largest output."""
+
+
+@functools.cache
+def is_faster() -> bool:
+    """Whether oneDNN's float32 products are the faster ones on this processor, and right."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel() and _agrees()
+
+
+def replacement(module: nn.Module) -> Any:
+    """Returns a function that computes the module's forward by oneDNN; None if the module is no linear layer."""
+    return REPLACEMENTS.get(type(module))
+
+
+def _linear(self: Any, x: Tensor) -> Tensor:
+    return product(x, self.weight, self.bias)
+
+
+def _conv1d(self: Any, x: Tensor) -> Tensor:
+    """GPT-2's linear layer, whose weight is transposed."""
+    return product(x, self.weight.t(), self.bias)
+
+
+REPLACEMENTS: dict[type[nn.Module], Any] = {nn.Linear: _linear, Conv1D: _conv1d}
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `F.linear(x, weight, bias)`, by oneDNN if it can; differentiable."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and x.dtype == weight.dtype == torch.float32
+    if not is_plain or x.numel() < _FEWEST_ROWS * x.shape[-1]:
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        return _Product.apply(x, weight, bias)
+    return _onednn(x, weight, bias)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            _onednn(rows, weight.t()).view(x.shape) if of_x else None,
+            _onednn(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+def _is_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True  # not Linux: nothing is known, and MKL stays
+
+
+def _agrees() -> bool:
+    """Whether oneDNN computes what PyTorch does, gradients too: the operator is not part of PyTorch's public API."""
+    numbers = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=numbers) for shape in ((2, 8, 48), (32, 48), (32,)))
+    try:
+        found = _with_gradients(_Product.apply, x, weight, bias)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    wanted = _with_gradients(F.linear, x, weight, bias)
+    pairs = zip(found, wanted, strict=True)
+    return all((a - b).abs().max().item() <= _TOLERANCE * b.abs().max().item() for a, b in pairs)
+
+
+def _with_gradients(function: Any, *inputs: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]

@@ -1,0 +1,104 @@
+"""Linear layers by oneDNN: PyTorch's own results and gradients, on any processor that has the operator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import zoo
+from guerdon.assembly import build_scorer
+from guerdon.core import Sequence
+from guerdon.engine import linear
+from guerdon.settings.config import ModelConfig
+
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
+    """Equal but for the rounding of sums of that many products of numbers of about one."""
+    assert got.shape == want.shape
+    assert (got - want).abs().max().item() <= 4 * terms * EPSILON
+
+
+def used_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each product that oneDNN computes from now on."""
+    seen, own = [], linear._onednn
+    monkeypatch.setattr(linear, "_onednn", lambda x, *more: (seen.append(x.shape[0]), own(x, *more))[1])
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (1, 7, 48), (2, 9, 48), (3, 48)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_and_its_gradients(shape: tuple[int, ...], has_bias: bool) -> None:
+    inputs = [numbers(*shape), numbers(32, 48), numbers(32) if has_bias else None]
+    results = []
+    for function in (linear.product, F.linear):
+        leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        out.square().sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves if leaf is not None)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got / want.abs().max(), want / want.abs().max(), terms=48)
+
+
+def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = used_onednn(monkeypatch)
+    x, weight = numbers(6, 48).requires_grad_(), numbers(32, 48)
+    linear.product(x, weight, None).sum().backward()
+    assert len(seen) == 2  # the product, and the gradient of x
+    assert_close(x.grad, torch.ones(6, 32) @ weight, terms=32)
+
+
+def test_few_rows_and_other_dtypes_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = used_onednn(monkeypatch)
+    linear.product(numbers(2, 48), numbers(32, 48), None)
+    linear.product(numbers(9, 48).bfloat16(), numbers(32, 48).bfloat16(), None)
+    linear.product(numbers(0, 48), numbers(32, 48), None)
+    assert not seen
+
+
+def test_modules_that_have_a_replacement() -> None:
+    dense, conv = nn.Linear(48, 32), Conv1D(32, 48)
+    x = numbers(7, 48)
+    for module in (dense, conv):
+        assert_close(linear.replacement(module)(module, x), module(x), terms=48)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    assert linear.replacement(Scaled(48, 32)) is None
+    assert linear.replacement(nn.LayerNorm(48)) is None
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
+def test_a_served_model_gives_the_plain_models_scores(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "is_faster", lambda: True)  # on this processor, whichever it is
+    folder = zoo.checkpoint(arch, tmp_path / arch)
+    scorer = build_scorer(ModelConfig(model=str(folder)))
+    seen = used_onednn(monkeypatch)
+    rows = zoo.rows(6)
+    found = [result.reward for result in scorer.score([Sequence(row) for row in rows])]
+    assert seen
+    np.testing.assert_allclose(found, zoo.reference(folder, rows), atol=1e-5)
+
+
+def test_processors_without_avx512_keep_mkl() -> None:
+    command = [sys.executable, "-c", "from guerdon.engine import linear; print(linear.is_faster())"]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "False\n"
