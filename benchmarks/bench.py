@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -33,11 +32,11 @@ import claims
 import contest
 import load
 from bench_report import report
-from forms import FORMS, HERE, NULL_FORMS, NULL_ROW, ON_CUDA, Form
+from forms import FORMS, HERE, NULL_FORMS, NULL_ROW, Form
 from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, SORTED
 from report import machine
 from servers import Server, is_here, set_up
-from workload import DEMO_PROMPTS, MOST_RESPONSE, PROMPTS, make_cell, make_models, read_chats
+from workload import DEMO_PROMPTS, MOST_RESPONSE, PROMPTS, SHAPES, SHARES, make_cell, make_models, read_chats
 
 RESPONSES = (1, 4, 8, 16, 32)
 PARTS = ("peers", "null", "rates", "growth")
@@ -45,6 +44,7 @@ QUICK = [
     "guerdon, one request per prompt", "guerdon, one request per sequence",
     "PyTriton, one request per prompt, padded to its longest", "PyTriton, one request per sequence",
     "LitServe, one request per sequence, one at a time", "infinity, one request per prompt",
+    "vLLM, one request per prompt", "vLLM, one request per sequence",
     ENGINE.name, SORTED.name, ONE_BY_ONE.name,
 ]  # fmt: skip
 """The forms that may be the best of their kind."""
@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of models, results and pictures")
     parser.add_argument("--environments", type=Path, default=Path(".bench"), help="folder of the peers' environments")
     parser.add_argument("--setup", action="store_true", help="first install the missing environments of the peers")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the model (default: small, 384 x 6)")
     parser.add_argument("--quick", action="store_true", help="only 8 responses, short and long, the best forms")
     parser.add_argument("--parts", type=listed(PARTS), default=None, help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--loads", type=listed(PROMPTS), default=None,
@@ -116,18 +117,22 @@ def measure_peers(args: argparse.Namespace) -> dict:
     """Measures every form in every cell."""
     chats = read_chats(args.data)
     sample = [f"Human: {c['prompt']}\n\nAssistant: {r}" for c in chats[:100] for r in c["responses"]]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(make_models(args.out, [sample]))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(make_models(args.out, [sample], args.shape))
     cells = [
-        make_cell(chats, tokenizer, name, int(responses), args.response_tokens)
+        make_cell(chats, tokenizer, name, int(responses), args.response_tokens, SHARES[args.shape])
         for name in args.loads
         for responses in args.responses
     ]
     known = QUICK if args.quick else [f.name for f in (*FORMS, *IN_PROCESS)]
-    without = {} if torch.cuda.is_available() else {f.name: "no GPU" for f in FORMS if f.server in ON_CUDA}
-    names = [name for name in known if wanted(name, args.only) and name not in without]
+    names = [name for name in known if wanted(name, args.only)]
     found = contest.measure(cells, names, args.environments, args.out, rounds=args.rounds, end=args.end)
-    found["missing"] |= {name: why for name, why in without.items() if name in known}
-    return {"data": args.data.name, "rounds": args.rounds, "response_tokens": args.response_tokens, **found}
+    return {
+        "data": args.data.name,
+        "shape": args.shape,
+        "rounds": args.rounds,
+        "response_tokens": args.response_tokens,
+        **found,
+    }
 
 
 def wanted(name: str, only: str) -> bool:

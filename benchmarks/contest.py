@@ -119,6 +119,7 @@ def _served(form: Form, server: Server) -> Entrant:
     def run(groups: list[Group]) -> tuple[float, dict[int, float], list[float]]:
         asked = list(form.requests(groups))
         server.resume()
+        server.forget()
         result = load.run(server.port, [body for body, _ in asked], form.in_flight, count=len(asked))
         server.pause()
         wrong = [(a.status, a.body[:200]) for a in result.answers if a.status != 200]

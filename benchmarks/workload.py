@@ -16,6 +16,14 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTra
 DEMO_PROMPTS = Path(__file__).resolve().parents[1] / "examples/demo/heldout.jsonl"
 VOCAB_SIZE, MAX_LENGTH = 8192, 2048
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024}
+SMOLLM2 = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49_152,
+}  # fmt: skip
+SHAPES = {"small": SHAPE, "smollm2": SMOLLM2}
+"""Llamas: a small one, and SmolLM2-135M's shape."""
+SHARES = {"small": 1, "smollm2": 3}
+"""How many times smaller a cell is, since the model takes longer."""
 
 
 Chat = dict
@@ -114,8 +122,12 @@ def make_cell(
     load: str,
     responses: int,
     most_response: int = MOST_RESPONSE,
+    share: int = 1,
 ) -> Cell:
-    """Makes the groups of a cell, at most one per chat; responses are cut at `most_response` tokens."""
+    """Makes the groups of a cell, at most one per chat; responses are cut at `most_response` tokens.
+
+    The cell is `share` times smaller than by default.
+    """
 
     def group(number: int) -> Group:
         prompt = prompt_of(chats, number, PROMPTS[load], tokenizer)
@@ -125,7 +137,7 @@ def make_cell(
 
     groups = [group(number) for number in range(min(FIRST, len(chats)))]
     mean = sum(g.num_tokens for g in groups) / len(groups)
-    count = max(round(TOKENS / mean), -(-SEQUENCES // responses))
+    count = max(round(TOKENS / share / mean), -(-SEQUENCES // share // responses), 1)
     groups += [group(number) for number in range(len(groups), min(count, len(chats)))]
     return Cell(load, responses, groups[:count])
 
@@ -136,14 +148,16 @@ def read_groups(data: Path, count: int, seed: int = 0) -> list[list[str]]:
     return [[f"Human: {chat['prompt']}\n\nAssistant: {x}" for x in chat["responses"]] for chat in chats]
 
 
-def make_models(folder: Path, groups: list[list[str]]) -> Path:
-    """Saves the random model as `folder/model`, with a tokenizer trained on the text itself.
+def make_models(folder: Path, groups: list[list[str]], shape: str = "small") -> Path:
+    """Saves a random model of the shape as `folder/model`, with a tokenizer trained on the text itself.
 
     `folder/model2` is the same with a second label, the first's negative, for servers that refuse one label.
     """
     tokenizer = make_tokenizer([text for group in groups for text in group])
     torch.manual_seed(0)
-    config = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "pad_token_id": 0, **SHAPE}
+    config = {
+        "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "pad_token_id": 0, **SHAPES[shape]
+    }  # fmt: skip
     one = AutoModelForSequenceClassification.from_config(LlamaConfig(**config, num_labels=1))
     two = AutoModelForSequenceClassification.from_config(LlamaConfig(**config, num_labels=2))
     state = dict(one.state_dict())
