@@ -24,7 +24,7 @@ from packaging.requirements import Requirement as Packaged
 from guerdon import __version__
 from guerdon.assembly import build_service
 from guerdon.cli import doctor
-from guerdon.cli.doctor import Finding, format_finding
+from guerdon.cli.findings import Finding, format_finding
 from guerdon.cli.installed import of_extra, parse_requirements
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig

@@ -1,4 +1,4 @@
-"""`guerdon doctor`: examines servers, the installation, this machine and its devices; says what to do."""
+"""`guerdon doctor`: examines servers, models, the installation, this machine and its devices; says what to do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any
 
-import orjson
 from packaging.specifiers import SpecifierSet
 
-from guerdon.cli.console import Style, coloured
+from guerdon.cli.doctor_model import examine_model, is_model
+from guerdon.cli.findings import Finding, note, ok, problem, report
 from guerdon.cli.installed import (
     Requirement,
     describe_versions,
@@ -36,72 +35,29 @@ from guerdon.client.http_transport import fetch, fetch_json
 from guerdon.errors import ConfigError, Exit, Forbidden, GuerdonError, Unauthenticated, install_command
 from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, split_keys_variable
 
-Level = Literal["ok", "note", "problem"]
-
-_STYLES: dict[Level, Style] = {"ok": "green", "note": "yellow", "problem": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check; `help` says what to do unless it is ok."""
-
-    level: Level
-    subject: str
-    text: str
-    help: str = ""
-
-
-def ok(subject: str, text: str) -> Finding:
-    return Finding("ok", subject, text)
-
-
-def note(subject: str, text: str, help: str) -> Finding:  # noqa: A002 - the word that errors use
-    """Something that may be intended."""
-    return Finding("note", subject, text, help)
-
-
-def problem(subject: str, text: str, help: str) -> Finding:  # noqa: A002
-    """Something does not work."""
-    return Finding("problem", subject, text, help)
-
-
-def format_finding(finding: Finding, stream: TextIO) -> str:
-    """Formats the finding for the stream."""
-    level = coloured(f"{finding.level:<7}", _STYLES[finding.level], stream)
-    text = f"{level}  {finding.subject}: {finding.text}\n"
-    if finding.help:
-        text += f"         {coloured('help:', 'cyan', stream)} {finding.help}\n"
-    return text
-
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `guerdon doctor`."""
-    parser.add_argument("URL", nargs="*", help="URLs of servers to check as well, http:// or grpc://.")
+    parser.add_argument(
+        "TARGET",
+        nargs="*",
+        metavar="URL|MODEL",
+        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
+    )
     parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
-    found = []
-    for finding in _examine(args.URL):
-        found.append(finding)
-        if not args.json:
-            sys.stdout.write(format_finding(finding, sys.stdout))
-            sys.stdout.flush()
-    problems = sum(finding.level == "problem" for finding in found)
-    if args.json:
-        results = {"problems": problems, "findings": [asdict(finding) for finding in found]}
-        sys.stdout.write(orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
-    else:
-        count = {0: "no problem", 1: "1 problem"}.get(problems, f"{problems} problems")
-        notes = sum(finding.level == "note" for finding in found)
-        sys.stdout.write(f"\n{count}, {notes} {'note' if notes == 1 else 'notes'}\n")
-    return Exit.FAILED if problems else Exit.DONE
+    return Exit.FAILED if report(_examine(args.TARGET), as_json=args.json) else Exit.DONE
 
 
-def _examine(urls: list[str]) -> Iterator[Finding]:
-    for url in urls:
-        yield from examine_server(url)
+def _examine(targets: list[str]) -> Iterator[Finding]:
+    for target in targets:
+        if is_model(target):
+            yield from examine_model(target)
+        else:
+            yield from examine_server(target)
     yield from examine_installation()
     yield from examine_machine()
     yield from examine_devices()
@@ -231,6 +187,7 @@ _PURPOSES = {
     "otel": "serve --traces",
     "lora": "low-rank adapters",
     "8bit": "the optimiser adamw_8bit",
+    "gguf": "convert",
     "data": "prompts from Parquet files and data sets",
     "wandb": "Weights & Biases",
     "mlflow": "MLflow",
@@ -417,6 +374,7 @@ def examine_devices() -> Iterator[Finding]:
     yield ok("torch", f"{torch.__version__}, {build}, threads: {torch.get_num_threads()}")
     yield from _check_gpus(torch)
     yield _check_memory()
+    yield _check_products(torch)
     if find_spec("transformers") is None:
         yield note("attention", "transformers is not installed", install_command("server"))
         return
@@ -462,6 +420,16 @@ def _check_memory() -> Finding:
 
     free = placement._host_bytes()
     return ok("memory", "unknown on this platform" if free is None else f"{free / 2**30:.1f} GiB free for models")
+
+
+def _check_products(torch: Any) -> Finding:
+    """Measures products in every dtype that `--dtype` takes: processors without units for half precision are slow."""
+    from guerdon.engine.products import flops_per_second
+
+    rates = {str(d).removeprefix("torch."): flops_per_second(d) for d in (torch.float32, torch.bfloat16, torch.float16)}
+    base = rates["float32"]
+    shares = (f"{name} {rate / base:.1f} times as fast" for name, rate in rates.items() if name != "float32")
+    return ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s, {', '.join(shares)}")
 
 
 def _check_attention(device: str) -> Finding:

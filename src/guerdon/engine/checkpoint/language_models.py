@@ -22,6 +22,7 @@ from guerdon.engine.checkpoint.weights import LoadedTrunk, build_model
 from guerdon.engine.fsdp import fsdp_of
 from guerdon.engine.heads import OutputHead
 from guerdon.engine.host import keep_freed
+from guerdon.engine.products import warn_if_slow
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig
 
@@ -75,6 +76,8 @@ def load_policy(
         device = device or ranks.device or pick_device(config.device)
         keep_freed(device)
         dtype = pick_dtype(config.dtype, device)
+        if ranks.is_leader:
+            warn_if_slow(dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision)
         model_config = read_config(checkpoint)
         if model_config.model_type in SEQUENCE_HEADS:

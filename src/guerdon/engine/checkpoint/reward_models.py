@@ -26,6 +26,7 @@ from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts
 from guerdon.engine.fsdp import fsdp_of
 from guerdon.engine.heads import Head, StepRule
 from guerdon.engine.host import keep_freed
+from guerdon.engine.products import warn_if_slow
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
@@ -91,6 +92,8 @@ def _load(
     device = device or ranks.device or pick_device(config.device)
     keep_freed(device)
     dtype = pick_dtype(config.dtype, device)
+    if ranks.is_leader:
+        warn_if_slow(dtype, device)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = read_config(checkpoint)
     check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)

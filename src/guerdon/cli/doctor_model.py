@@ -1,0 +1,148 @@
+"""`guerdon doctor MODEL`: loads a model as a server or an actor would, and says what it is, reads and needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from guerdon.cli.findings import Finding, note, ok, problem
+from guerdon.errors import CheckpointError, GuerdonError, InvalidRequest
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from guerdon.engine.checkpoint.language_models import LoadedPolicy
+    from guerdon.engine.checkpoint.reward_models import LoadedModel
+
+_GIB = 2**30
+_ADAMW_BYTES = 4 + 4 + 8
+"""For each trained float32 weight: itself, its gradient, AdamW's two moments."""
+
+
+def examine_model(model: str) -> Iterator[Finding]:
+    """Loads the model, a reward model or else a language model; reports its text side, head, path and memory."""
+    logging.getLogger("guerdon").setLevel(logging.ERROR)  # the findings say it
+    try:
+        yield from _examine(model)
+    except GuerdonError as e:
+        yield problem(model, str(e), getattr(e, "help", "") or "docs/exactness.md lists the architectures")
+
+
+def _examine(model: str) -> Iterator[Finding]:
+    from guerdon.engine.checkpoint.reward_models import load_reward_model
+    from guerdon.engine.forward import Forward
+    from guerdon.engine.self_check import choose_path
+
+    try:
+        loaded = load_reward_model(ModelConfig(model=model))
+    except CheckpointError as no_reward_model:
+        policy = _load_policy(model, no_reward_model)
+        yield ok(model, f"a causal language model ({policy.trunk.config.model_type}): a policy or a reference")
+        yield note(f"{model}, reward", str(no_reward_model), no_reward_model.help or "train a reward head for it")
+        yield from _examine_policy(model, policy)
+        return
+    forward = Forward(loaded)
+    choose_path(forward, loaded)
+    info = forward.info
+    kind = "decoder" if loaded.causal else "encoder"
+    yield ok(model, f"a {info.kind}, {kind} ({loaded.trunk.config.model_type}), outputs {', '.join(info.outputs)}")
+    if info.path == "packed+shared" or (info.path == "packed" and not loaded.causal):
+        yield ok(f"{model}, path", f"{info.path}: {info.why}")
+    else:
+        yield note(f"{model}, path", f"{info.path}: {info.why}", "it is exact but slower")
+    yield from _examine_text(model, loaded)
+    yield from _examine_memory(model, loaded.trunk, loaded.causal)
+
+
+def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
+    from guerdon.engine.checkpoint.language_models import load_policy
+
+    try:
+        return load_policy(LanguageModelConfig(model=model))
+    except CheckpointError:
+        raise no_reward_model from None  # what is wrong with the checkpoint itself
+
+
+def _examine_text(model: str, loaded: LoadedModel) -> Iterator[Finding]:
+    head, encoder = loaded.head, loaded.encoder
+    own = loaded.trunk.config.get_text_config().eos_token_id
+    named = [head.eos_token_id, *(own if isinstance(own, list) else [own])]
+    eos = sorted({token for token in named if token is not None})
+    specials = f"EOS {_list(eos)}, pad {'none' if head.pad_token_id is None else head.pad_token_id}"
+    if encoder is None:
+        yield note(f"{model}, tokenizer", f"none; {specials}", "clients must send token ids; copy a tokenizer for text")
+    else:
+        yield _tokenizer_finding(model, encoder.takes_messages, specials)
+    if head.rule:
+        subject, text = f"{model}, reward", f"read from: {head.rule}"
+        if head.pooling == "last_non_pad" and head.pad_token_id in eos:
+            yield note(
+                subject,
+                f"{text}; pad is an EOS, so the reward of a sequence that ends in it is read before it",
+                "nothing, if transformers trained it; --pooling last reads the reward at the EOS",
+            )
+        else:
+            yield ok(subject, text)
+    elif head.steps is not None:
+        yield ok(f"{model}, reward", f"of steps: {head.steps}")
+
+
+def _tokenizer_finding(model: str, takes_messages: bool, specials: str) -> Finding:
+    subject = f"{model}, tokenizer"
+    if takes_messages:
+        return ok(subject, f"with a chat template; {specials}")
+    return note(subject, f"without a chat template; {specials}", "clients send text or token ids, not messages")
+
+
+def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
+    from guerdon.actor.prompts import find_ending
+    from guerdon.engine.checkpoint.text import TextEncoder
+
+    pad = policy.trunk.config.get_text_config().pad_token_id
+    specials = f"EOS {_list(policy.eos_token_ids)}, pad {'none' if pad is None else pad}"
+    if pad in policy.eos_token_ids:
+        specials += ", which is an EOS"
+    if policy.tokenizer is None:
+        yield note(f"{model}, tokenizer", f"none; {specials}", "copy the checkpoint's tokenizer: actors need one")
+    else:
+        yield _tokenizer_finding(model, policy.info.takes_messages, specials)
+    if policy.info.takes_messages:
+        conversation = [{"role": "user", "content": "Hello"}]
+        encoder = TextEncoder(policy.tokenizer)
+        prompt = policy.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        ending = find_ending(encoder, policy.tokenizer, conversation, prompt)
+        subject = f"{model}, endings"
+        if isinstance(ending, InvalidRequest):
+            yield note(subject, str(ending), "an actor sends answers as they are: set remote_rm.suffix")
+        else:
+            yield ok(
+                subject,
+                f"an answer ends with {ending.text!r} if an actor sends messages or text, and with its tokens "
+                f"{ending.tokens.tolist()} if it sends tokens",
+            )
+            if ending.differs:
+                yield note(
+                    f"{subject}, differences", ending.differs, "send: messages lets the reward model's template decide"
+                )
+    yield from _examine_memory(model, policy.trunk, True)
+
+
+def _examine_memory(model: str, trunk: Any, is_causal: bool) -> Iterator[Finding]:
+    count = sum(parameter.numel() for parameter in trunk.parameters())
+    text = (
+        f"{count / 1e6:,.0f} million parameters: weights {4 * count / _GIB:.2f} GiB in float32, "
+        f"{2 * count / _GIB:.2f} in bfloat16"
+    )
+    if is_causal:
+        text += f"; {_ADAMW_BYTES * count / _GIB:.2f} GiB to train all of them with AdamW; activations come on top"
+    yield ok(f"{model}, memory", text)
+
+
+def _list(ids: Any) -> str:
+    return " and ".join(map(str, ids)) or "none"
+
+
+def is_model(argument: str) -> bool:
+    """Whether an argument of `guerdon doctor` names a model: it is a path, or no URL."""
+    return Path(argument).exists() or not ("://" in argument or argument.rpartition(":")[2].isdigit())

@@ -1,0 +1,42 @@
+"""Half precision on processors without units for it: oneDNN is told to do without them, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zoo
+from guerdon.engine.products import flops_per_second
+
+LOADS = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+from guerdon.engine.checkpoint.reward_models import load_reward_model
+from guerdon.settings.config import ModelConfig
+load_reward_model(ModelConfig(model=sys.argv[1], dtype=sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limits are those of x86-64")
+def test_slow_half_precision_is_warned_of_with_its_factor(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "model")
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
+    logs = {
+        dtype: subprocess.run(
+            [sys.executable, "-c", LOADS, folder, dtype], env=environment, capture_output=True, text=True, check=True
+        ).stderr
+        for dtype in ("bfloat16", "auto")
+    }
+    assert "bfloat16 takes" in logs["bfloat16"] and "times as long as float32" in logs["bfloat16"]
+    assert "times as long" not in logs["auto"]
+
+
+def test_the_rate_is_that_of_real_products() -> None:
+    # More than an abacus, less than any processor of the next decade has.
+    assert 1e7 < flops_per_second(torch.float32) < 1e15

@@ -1,0 +1,89 @@
+"""`guerdon doctor MODEL` on small checkpoints: what it says of head, endings, tokens and memory, and of bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zoo
+from guerdon.cli.doctor_model import examine_model, is_model
+from guerdon.cli.findings import Finding
+
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+
+
+def findings(folder: Path) -> dict[str, Finding]:
+    """The findings by the last words of their subject, empty for the model itself."""
+    found = list(examine_model(str(folder)))
+    return {finding.subject.removeprefix(str(folder)).removeprefix(", "): finding for finding in found}
+
+
+def with_config(folder: Path, **settings: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    found = findings(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model")))
+    assert {subject: finding.level for subject, finding in found.items()} == dict.fromkeys(
+        ["", "path", "tokenizer", "reward", "memory"], "ok"
+    )
+    assert "decoder (llama), outputs rewards" in found[""].text
+    assert found["path"].text.startswith("packed+shared")
+    assert found["tokenizer"].text == f"with a chat template; EOS {zoo.EOS}, pad {zoo.PAD}"
+    assert f"last_non_pad (pad {zoo.PAD})" in found["reward"].text
+
+
+def test_a_reward_model_whose_pad_is_its_eos(tmp_path: Path) -> None:
+    folder = with_config(zoo.checkpoint("llama", tmp_path / "model"), pad_token_id=zoo.EOS)
+    found = findings(folder)
+    assert found["reward"].level == "note" and "read before it" in found["reward"].text
+    assert found["tokenizer"].level == "note" and found["tokenizer"].text.startswith("none")
+
+
+def test_an_encoder_is_not_said_to_share_prompts(tmp_path: Path) -> None:
+    found = findings(zoo.checkpoint("bert", tmp_path / "model"))
+    assert "encoder (bert)" in found[""].text
+    assert found["path"].level == "ok" and found["path"].text.startswith("packed:")
+    assert "to train" not in found["memory"].text
+
+
+def test_a_language_model_says_how_its_answers_end(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.language_model("llama", tmp_path / "model"), chat_template=CHATML)
+    found = findings(folder)
+    assert "causal language model (llama)" in found[""].text
+    assert found["reward"].level == "note" and "without a reward head" in found["reward"].text
+    assert found["endings"].level == "ok" and repr("</s>\n") in found["endings"].text
+    assert f"[{zoo.EOS}, " in found["endings"].text
+    assert "to train all of them" in found["memory"].text
+
+
+def test_memory_is_counted_by_parameters(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "model")
+    count = sum(tensor.numel() for name, tensor in zoo.tensors(folder).items() if not name.startswith("score"))
+    assert findings(folder)["memory"].text.startswith(f"{count / 1e6:,.0f} million parameters")
+
+
+@pytest.mark.parametrize(
+    ("name", "essence"), [("nowhere/at/all", "no folder"), ("model.gguf", "guerdon convert"), ("empty", "config.json")]
+)
+def test_what_cannot_be_loaded_is_one_problem_with_help(tmp_path: Path, name: str, essence: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (found,) = examine_model(str(tmp_path / name))
+    assert found.level == "problem"
+    assert essence in f"{found.text} {found.help}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [("./model", True), ("some-org/model", True), ("model.gguf", True), ("http://a:1", False), ("grpc://a:1", False),
+     ("localhost:5555", False)],
+)  # fmt: skip
+def test_an_argument_names_a_model_or_a_server(argument: str, expected: bool) -> None:
+    assert is_model(argument) is expected
