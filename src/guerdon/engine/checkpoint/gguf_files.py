@@ -1,0 +1,95 @@
+"""Converts a GGUF file, llama.cpp's format, to a folder that transformers and guerdon load."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from guerdon.durable import ASIDE, storing
+from guerdon.errors import CheckpointError, StartError, install_command
+
+_PLAIN = ("F32", "F16", "BF16", "F64")
+"""Types of tensors that are not quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a GGUF file says of itself: its architecture and number of parameters, and the types of its matrices."""
+
+    path: Path
+    architecture: str
+    num_parameters: int
+    types: dict[str, int]
+
+    @property
+    def quantised_as(self) -> str:
+        """The most frequent types of quantised tensors, such as "Q4_1 and Q8_0"; empty if there are none."""
+        return " and ".join(name for name in self.types if name not in _PLAIN)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads the file's header; raises CheckpointError if it is no GGUF file, StartError if a package is missing."""
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise StartError(f"{' and '.join(missing)} is not installed", install_command("gguf"))
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path}", "check the path")
+    import numpy as np
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        architecture = reader.fields["general.architecture"].contents()
+    except (ValueError, KeyError, IndexError, OSError, np.exceptions.AxisError) as e:
+        raise CheckpointError(f"{path} is no whole GGUF file: {e}", "download it again") from e
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    num_parameters = sum(prod(map(int, tensor.shape)) for tensor in reader.tensors)
+    return GgufFile(path, architecture, num_parameters, dict(types.most_common()))
+
+
+def convert_gguf(file: GgufFile, folder: Path, dtype: str = "float32") -> None:
+    """Writes the file's model and tokenizer to `folder`, whole or not at all.
+
+    Quantised weights become what their blocks stand for, in `dtype`: the quantisation's rounding stays in them. Raises
+    CheckpointError if the folder holds files or transformers cannot read the model, StorageFailed if the disk is full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already", "give another folder, or remove it")
+    model, tokenizer = _load(file, dtype)
+    aside = folder.with_name(ASIDE + folder.name)
+    with storing(f"cannot write {folder}"):
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+            if folder.exists():
+                folder.rmdir()
+            aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _load(file: GgufFile, dtype: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": file.path.parent, "gguf_file": file.path.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (ValueError, KeyError, NotImplementedError, RuntimeError) as e:
+        raise CheckpointError(
+            f"transformers cannot read {file.path} (architecture {file.architecture}): {e}",
+            "upgrade transformers, or give the checkpoint that the file was made from",
+        ) from e
+    # The saved model is dense. Some versions of transformers leave the entry, and would look for quantised blocks.
+    vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
