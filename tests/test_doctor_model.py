@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ CHATML = (
 
 def findings(folder: Path) -> dict[str, Finding]:
     """The findings by the last words of their subject, empty for the model itself."""
+    level = logging.getLogger("guerdon").level
     found = list(examine_model(str(folder)))
+    assert logging.getLogger("guerdon").level == level
     return {finding.subject.removeprefix(str(folder)).removeprefix(", "): finding for finding in found}
 
 

@@ -22,11 +22,15 @@ _ADAMW_BYTES = 4 + 4 + 8
 
 def examine_model(model: str) -> Iterator[Finding]:
     """Loads the model, a reward model or else a language model; reports its text side, head, path and memory."""
-    logging.getLogger("guerdon").setLevel(logging.ERROR)  # the findings say it
+    logger = logging.getLogger("guerdon")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the findings say it
     try:
         yield from _examine(model)
     except GuerdonError as e:
         yield problem(model, str(e), getattr(e, "help", "") or "docs/exactness.md lists the architectures")
+    finally:
+        logger.setLevel(level)
 
 
 def _examine(model: str) -> Iterator[Finding]:
