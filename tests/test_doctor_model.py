@@ -67,6 +67,22 @@ def test_a_language_model_says_how_its_answers_end(tmp_path: Path) -> None:
     assert "to train all of them" in found["memory"].text
 
 
+def test_a_template_that_refuses_a_conversation_is_a_note(tmp_path: Path) -> None:
+    refusing = "{{ raise_exception('only tools') }}"
+    folder = zoo.tokenizer(zoo.language_model("llama", tmp_path / "model"), chat_template=refusing)
+    found = findings(folder)["endings"]
+    assert found.level == "note" and "only tools" in found.text and "suffix" in found.help
+
+
+def test_an_output_layer_of_its_own_counts(tmp_path: Path) -> None:
+    tied, own = (
+        findings(zoo.language_model("llama", tmp_path / str(tied), vocab_size=90_000, tie_word_embeddings=tied))
+        for tied in (True, False)
+    )
+    millions = [int(found["memory"].text.partition(" ")[0]) for found in (tied, own)]
+    assert millions[1] - millions[0] == round(90_000 * zoo.HIDDEN / 1e6)
+
+
 def test_memory_is_counted_by_parameters(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path / "model")
     count = sum(tensor.numel() for name, tensor in zoo.tensors(folder).items() if not name.startswith("score"))

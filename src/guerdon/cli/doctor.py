@@ -449,8 +449,7 @@ def _try_small_model(device: str) -> tuple[str, str]:
     import transformers
 
     from guerdon.engine.checkpoint.reward_models import load_reward_model
-    from guerdon.engine.forward import Forward
-    from guerdon.engine.self_check import choose_path
+    from guerdon.engine.engine import Engine
     from guerdon.settings.config import ModelConfig
 
     transformers.logging.set_verbosity_error()
@@ -462,10 +461,7 @@ def _try_small_model(device: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-        loaded = load_reward_model(ModelConfig(model=folder, device=device))
-        forward = Forward(loaded)
-        choose_path(forward, loaded)
-    info = forward.info
+        info = Engine(load_reward_model(ModelConfig(model=folder, device=device))).info
     return info.path, f"a small Llama in {info.dtype} {info.why}"
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guerdon.cli.findings import Finding, note, ok, problem
-from guerdon.errors import CheckpointError, GuerdonError, InvalidRequest
+from guerdon.errors import CheckpointError, InvalidRequest, StartError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 if TYPE_CHECKING:
     from guerdon.engine.checkpoint.language_models import LoadedPolicy
-    from guerdon.engine.checkpoint.reward_models import LoadedModel
+    from guerdon.engine.engine import Engine
 
 _GIB = 2**30
 _ADAMW_BYTES = 4 + 4 + 8
@@ -27,16 +27,15 @@ def examine_model(model: str) -> Iterator[Finding]:
     logger.setLevel(logging.ERROR)  # the findings say it
     try:
         yield from _examine(model)
-    except GuerdonError as e:
-        yield problem(model, str(e), getattr(e, "help", "") or "docs/exactness.md lists the architectures")
+    except StartError as e:
+        yield problem(model, str(e), e.help or "docs/exactness.md lists the architectures")
     finally:
         logger.setLevel(level)
 
 
 def _examine(model: str) -> Iterator[Finding]:
     from guerdon.engine.checkpoint.reward_models import load_reward_model
-    from guerdon.engine.forward import Forward
-    from guerdon.engine.self_check import choose_path
+    from guerdon.engine.engine import Engine
 
     try:
         loaded = load_reward_model(ModelConfig(model=model))
@@ -46,17 +45,16 @@ def _examine(model: str) -> Iterator[Finding]:
         yield note(f"{model}, reward", str(no_reward_model), no_reward_model.help or "train a reward head for it")
         yield from _examine_policy(model, policy)
         return
-    forward = Forward(loaded)
-    choose_path(forward, loaded)
-    info = forward.info
-    kind = "decoder" if loaded.causal else "encoder"
-    yield ok(model, f"a {info.kind}, {kind} ({loaded.trunk.config.model_type}), outputs {', '.join(info.outputs)}")
-    if info.path == "packed+shared" or (info.path == "packed" and not loaded.causal):
+    engine = Engine(loaded)
+    info = engine.info
+    kind = "decoder" if engine.causal else "encoder"
+    yield ok(model, f"a {info.kind}, {kind} ({engine.trunk.config.model_type}), outputs {', '.join(info.outputs)}")
+    if info.path == "packed+shared" or (info.path == "packed" and not engine.causal):
         yield ok(f"{model}, path", f"{info.path}: {info.why}")
     else:
         yield note(f"{model}, path", f"{info.path}: {info.why}", "it is exact but slower")
-    yield from _examine_text(model, loaded)
-    yield from _examine_memory(model, loaded.trunk, loaded.causal)
+    yield from _examine_text(model, engine)
+    yield from _examine_memory(model, engine.trunk, engine.causal)
 
 
 def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
@@ -68,9 +66,9 @@ def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
         raise no_reward_model from None  # what is wrong with the checkpoint itself
 
 
-def _examine_text(model: str, loaded: LoadedModel) -> Iterator[Finding]:
-    head, encoder = loaded.head, loaded.encoder
-    own = loaded.trunk.config.get_text_config().eos_token_id
+def _examine_text(model: str, engine: Engine) -> Iterator[Finding]:
+    head, encoder = engine.head, engine.encoder
+    own = engine.trunk.config.get_text_config().eos_token_id
     named = [head.eos_token_id, *(own if isinstance(own, list) else [own])]
     eos = sorted({token for token in named if token is not None})
     specials = f"EOS {_list(eos)}, pad {'none' if head.pad_token_id is None else head.pad_token_id}"
@@ -100,9 +98,6 @@ def _tokenizer_finding(model: str, takes_messages: bool, specials: str) -> Findi
 
 
 def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
-    from guerdon.actor.prompts import find_ending
-    from guerdon.engine.checkpoint.text import TextEncoder
-
     pad = policy.trunk.config.get_text_config().pad_token_id
     specials = f"EOS {_list(policy.eos_token_ids)}, pad {'none' if pad is None else pad}"
     if pad in policy.eos_token_ids:
@@ -112,28 +107,32 @@ def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
     else:
         yield _tokenizer_finding(model, policy.info.takes_messages, specials)
     if policy.info.takes_messages:
-        conversation = [{"role": "user", "content": "Hello"}]
-        encoder = TextEncoder(policy.tokenizer)
-        prompt = policy.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        ending = find_ending(encoder, policy.tokenizer, conversation, prompt)
-        subject = f"{model}, endings"
-        if isinstance(ending, InvalidRequest):
-            yield note(subject, str(ending), "an actor sends answers as they are: set remote_rm.suffix")
-        else:
-            yield ok(
-                subject,
-                f"an answer ends with {ending.text!r} if an actor sends messages or text, and with its tokens "
-                f"{ending.tokens.tolist()} if it sends tokens",
-            )
-            if ending.differs:
-                yield note(
-                    f"{subject}, differences", ending.differs, "send: messages lets the reward model's template decide"
-                )
-    yield from _examine_memory(model, policy.trunk, True)
+        yield from _examine_ending(model, policy.tokenizer)
+    yield from _examine_memory(model, policy.model, True)
 
 
-def _examine_memory(model: str, trunk: Any, is_causal: bool) -> Iterator[Finding]:
-    count = sum(parameter.numel() for parameter in trunk.parameters())
+def _examine_ending(model: str, tokenizer: Any) -> Iterator[Finding]:
+    from guerdon.actor.prompts import find_ending
+    from guerdon.engine.checkpoint.text import TextEncoder
+
+    subject, conversation = f"{model}, endings", [{"role": "user", "content": "Hello"}]
+    encoder = TextEncoder(tokenizer)
+    (prompt,) = encoder.render_prompts([conversation])
+    found = prompt if isinstance(prompt, InvalidRequest) else find_ending(encoder, tokenizer, conversation, prompt)
+    if isinstance(found, InvalidRequest):
+        yield note(subject, str(found), "an actor sends answers as they are: set the suffix of its remote reward model")
+        return
+    yield ok(
+        subject,
+        f"an answer ends with {found.text!r} if an actor sends text, with {found.tokens.tolist()} if it sends tokens, "
+        "and as the reward model's template has it if it sends messages",
+    )
+    if found.differs:
+        yield note(f"{subject}, differences", found.differs, "send: messages lets the reward model's template decide")
+
+
+def _examine_memory(model: str, module: Any, is_causal: bool) -> Iterator[Finding]:
+    count = sum(parameter.numel() for parameter in module.parameters())
     text = (
         f"{count / 1e6:,.0f} million parameters: weights {4 * count / _GIB:.2f} GiB in float32, "
         f"{2 * count / _GIB:.2f} in bfloat16"
