@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN, on processors whose widest units MKL leaves unused.
+"""Computes linear layers by oneDNN on processors whose widest units MKL leaves unused.
 
 PyTorch computes float32 products by MKL, which uses AVX-512 on Intel's processors only. On AMD's, oneDNN, which PyTorch
 brings as well, is more than twice as fast with the same plain weights; `benchmarks/RESULTS.md` has the figures.

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from guerdon.durable import ASIDE, storing
+from guerdon.durable import ASIDE, place, storing
 from guerdon.errors import CheckpointError, StartError, install_command
 
 _PLAIN = ("F32", "F16", "BF16", "F64")
@@ -39,13 +39,12 @@ def read_gguf(path: Path) -> GgufFile:
         raise StartError(f"{' and '.join(missing)} is not installed", install_command("gguf"))
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}", "check the path")
-    import numpy as np
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
-    except (ValueError, KeyError, IndexError, OSError, np.exceptions.AxisError) as e:
+    except (ValueError, KeyError, IndexError, OSError) as e:
         raise CheckpointError(f"{path} is no whole GGUF file: {e}", "download it again") from e
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     num_parameters = sum(prod(map(int, tensor.shape)) for tensor in reader.tensors)
@@ -70,7 +69,7 @@ def convert_gguf(file: GgufFile, folder: Path, dtype: str = "float32") -> None:
             tokenizer.save_pretrained(aside)
             if folder.exists():
                 folder.rmdir()
-            aside.rename(folder)
+            place(aside, folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
