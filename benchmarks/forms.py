@@ -127,7 +127,7 @@ FORMS = [
     Form("vLLM, one request per prompt, blocks of 128", "vllm-128", pooled, read_pooled, True, False),
     Form("vLLM, one request per sequence, blocks of 128", "vllm-128", pooled, read_pooled, False, False),
 ]
-"""vLLM's cache shares whole blocks of tokens: 128 on a CPU by default, 32 the fewest that it takes there."""
+"""vLLM's cache of prefixes shares whole blocks of tokens: 128 on a CPU by default, and here 32, too."""
 NULL_FORMS = [f for f in FORMS if not f.by_prompt and f.server not in ("infinity", "vllm-32", "vllm-128")]
 """infinity and vLLM cannot serve a function; their own overhead is not measured."""
 
