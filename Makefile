@@ -10,8 +10,11 @@ OUT    ?= out/demo
 ARGS   ?=
 JOBS   ?= 3
 
+# Tests start hundreds of processes: without cached bytecode each would compile all of guerdon.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Files of tests run side by side, each with one thread for torch: more than there are cores, for many wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Tests whose bounds a processor's arithmetic could break.
 NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix .py,engine engine_ranks fewer_passes gradients \

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import ssl
+from pathlib import Path
 from typing import Any
 
 import httpx._transports.default as httpx_transports
@@ -22,6 +23,21 @@ for _number in (signal.SIGINT, signal.SIGTERM):
     # then cannot interrupt. A handler is reset to the default by exec; this process goes on ignoring the signal.
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
+
+LONGEST = [
+    "training/test_training_ranks.py", "actor/test_training_run.py", "test_examples.py", "browser/test_page_content.py",
+    "test_ranks_served.py", "test_actor_killed.py", "engine/test_engine_ranks.py", "browser/test_page_states.py",
+    "engine/test_host.py", "test_critic_killed.py", "server/test_flood.py", "docs/test_blocks.py",
+    "actor/test_actor_ranks.py", "client/test_failures.py", "engine/test_products.py", "distributed/test_pulse.py",
+    "docs/test_trainer_blocks.py", "server/test_critic_stopped.py", "actor/test_reinforce.py",
+]  # fmt: skip
+"""Files with few, long tests: they run first, lest one of them runs on alone when all others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")

@@ -369,6 +369,10 @@ def test_what_the_pointer_and_the_arrow_keys_read(url: str, visit: Visit) -> Non
     page.keyboard.press("End")
     read_out = page.locator("#rewards .readout").first
     assert "rewards" in read_out.inner_text()
+    for _ in range(12):  # the rewards may be some columns back: the time since then depends on the machine
+        if "median" in read_out.inner_text():
+            break
+        page.keyboard.press("ArrowLeft")
     assert "median" in read_out.inner_text()
     page.keyboard.press("Escape")
     assert not read_out.is_visible()
