@@ -6,6 +6,8 @@ The reference never touches guerdon: one sequence at a time, unpadded, float32, 
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +207,41 @@ written as OpenRLHF would."""
 
 def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, **overrides: Any) -> Path:
     """Writes a random checkpoint of that name, `overrides` into its config, and returns its folder."""
+    return _write(folder, _checkpoint, name, kind, seed=seed, **overrides)
+
+
+def language_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random causal language model of that name, `overrides` into its config, and returns its folder."""
+    return _write(folder, _language_model, name, seed=seed, **overrides)
+
+
+_written: dict[str, tuple[dict[str, bytes], torch.Tensor]] = {}
+_MOST_BYTES = 1 << 20
+"""Of a checkpoint that is kept in memory."""
+
+
+def _write(folder: Path, make: Callable[..., None], *args: Any, **settings: Any) -> Path:
+    """Calls `make` to write a model's files; if the same call was made before, writes the same files without a model.
+
+    torch's random numbers go on as after the first call.
+    """
+    key = repr((make.__name__, args, settings))
     folder.mkdir(parents=True, exist_ok=True)
+    if key in _written:
+        files, state = _written[key]
+        torch.set_rng_state(state)
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            make(Path(place), *args, **settings)
+            files = {path.name: path.read_bytes() for path in Path(place).iterdir()}
+        if sum(map(len, files.values())) < _MOST_BYTES:
+            _written[key] = files, torch.get_rng_state()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def _checkpoint(folder: Path, name: str, kind: str, *, seed: int, **overrides: Any) -> None:
     model_type, settings = {**ARCHITECTURES, **PECULIAR}[name]
     config = AutoConfig.for_model(model_type, **{"num_labels": 1, **settings, **overrides})
     if kind == "seqcls" and type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -220,18 +256,15 @@ def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, 
     else:
         _value_head(config, kind, folder)
     (folder / "zoo.json").write_text(json.dumps({"kind": kind}))
-    return folder
 
 
-def language_model(name: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a random causal language model of that name, `overrides` into its config, and returns its folder."""
+def _language_model(folder: Path, name: str, *, seed: int, **overrides: Any) -> None:
     model_type, settings = {**ARCHITECTURES, **LANGUAGE_MODELS}[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**settings, **overrides})
     model = _randomise(AutoModelForCausalLM.from_config(config))
     model.generation_config.do_sample = True  # some classes' own settings contradict each other otherwise
     model.save_pretrained(folder)
-    return folder
 
 
 def _randomise(model: Any) -> Any:
