@@ -23,7 +23,7 @@ from guerdon.core import Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.engine import logprobs as logprobs_module
 from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
-from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
+from guerdon.engine.checkpoint.reward_models import LoadedModel, load_critic, load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.layers import recompute_activations
@@ -40,11 +40,15 @@ def rewards(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> np.nd
     return np.array([s.reward for s in engine.score([Sequence(r) for r in rows])])
 
 
-def values(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The values of a critic, and the gradients of their squares' sum; then the values once more."""
+def critic(folder: Path, ranks: Ranks = ALONE) -> tuple[LoadedModel, Engine]:
     loaded = load_critic(ModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks)
-    engine = Engine(loaded)
+    return loaded, Engine(loaded)
+
+
+def values(loaded: LoadedModel, engine: Engine, rows: list[np.ndarray]) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The values of a critic, and the gradients of their squares' sum; then the values once more."""
     made = [s.values for s in engine.score([Sequence(r) for r in rows])]
+    loaded.trunk.zero_grad()
     fillers = 0
     for numbers, tables in engine.values(rows):
         loss = sum(v.double().square().sum() for v in tables)
@@ -70,23 +74,26 @@ def logits_at_once(count: int) -> Iterator[None]:
         logprobs_module.TABLE = before
 
 
-def logprobs(
-    folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE, *, frugal: bool = False
-) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The log-probs of the rows' last halves, and the gradients of their squares' sum.
-
-    A `frugal` one computes layers twice, and few logits at a time.
-    """
+def policy(folder: Path, ranks: Ranks = ALONE, *, frugal: bool = False) -> tuple[LoadedPolicy, LanguageEngine]:
+    """A language model that learns; a `frugal` one computes layers twice."""
     loaded = load_policy(LanguageModelConfig(model=str(folder), max_batch_tokens=BUDGET), ranks=ranks)
     loaded.trains = True
     if frugal:
         recompute_activations(loaded.trunk)
+    return loaded, LanguageEngine(loaded)
+
+
+def logprobs(
+    loaded: LoadedPolicy, engine: LanguageEngine, rows: list[np.ndarray], *, frugal: bool = False
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The log-probs of the rows' last halves, and the gradients of their squares' sum; few logits if `frugal`."""
     with logits_at_once((7 if frugal else 1000) * loaded.vocab_size):
-        return _logprobs(loaded, rows)
+        return _logprobs(loaded, engine, rows)
 
 
-def _logprobs(loaded: LoadedPolicy, rows: list[np.ndarray]) -> tuple[list[np.ndarray], dict[str, Any]]:
-    engine = LanguageEngine(loaded)
+def _logprobs(
+    loaded: LoadedPolicy, engine: LanguageEngine, rows: list[np.ndarray]
+) -> tuple[list[np.ndarray], dict[str, Any]]:
     starts = np.array([len(row) // 2 for row in rows], dtype=np.int64)
     made: list[Any] = [None] * len(rows)
     for members, table, _ in engine.logprobs(rows, starts, 0.7):
@@ -105,10 +112,8 @@ def _logprobs(loaded: LoadedPolicy, rows: list[np.ndarray]) -> tuple[list[np.nda
     return made, found
 
 
-def generated(folder: Path, prompts: list[np.ndarray], ranks: Ranks = ALONE) -> list[list[int]]:
+def generated(loaded: LoadedPolicy, engine: LanguageEngine, prompts: list[np.ndarray]) -> list[list[int]]:
     """Returns the likeliest tokens after each prompt, one prompt after another."""
-    loaded = load_policy(LanguageModelConfig(model=str(folder)), ranks=ranks)
-    engine = LanguageEngine(loaded)
     choice = DecoderChoice(loaded, engine)
     assert choice.kind == "packed", choice.why
     made = []
@@ -162,19 +167,21 @@ def compare(folder: Path, ranks: Ranks, model: str) -> dict[str, float]:
     numbers = own(ranks, len(rows), least=1)
     mine = [rows[i] for i in numbers]
     report["rewards"] = farthest([rewards(folder / model, mine, ranks)], [want["rewards"][numbers]])
-    got, grads = values(folder / model, mine, ranks)
+    judge = critic(folder / model, ranks)
+    got, grads = values(*judge, mine)
     report["values"] = farthest(got, [want["values"][i] for i in numbers])
     report["value gradients"] = _norms(grads, want["value gradients"])
-    got, grads = values(folder / model, rows if ranks.data_rank == 0 else [], ranks)
+    got, grads = values(*judge, rows if ranks.data_rank == 0 else [])
     report["values of one rank alone"] = farthest(got, want["values"] if got else [])
     report["value gradients of one rank alone"] = _norms(grads, want["value gradients"])
     for kind in ("untied", "tied"):
         numbers = own(ranks, len(rows), least=0)
         mine = [rows[i] for i in numbers]
-        got, grads = logprobs(folder / f"{model}-{kind}", mine, ranks, frugal=kind == "tied")
+        learner = policy(folder / f"{model}-{kind}", ranks, frugal=kind == "tied")
+        got, grads = logprobs(*learner, mine, frugal=kind == "tied")
         report[f"logprobs {kind}"] = farthest(got, [want[f"logprobs {kind}"][i] for i in numbers])
         report[f"logprob gradients {kind}"] = _norms(grads, want[f"logprob gradients {kind}"])
-        tokens = generated(folder / f"{model}-{kind}", mine, ranks)
+        tokens = generated(*learner, mine)
         assert tokens == [want[f"generated {kind}"][i] for i in numbers]
     return report
 
@@ -187,11 +194,12 @@ def _norms(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float
 def prepare(folder: Path, model: str, rows: list[np.ndarray]) -> None:
     """Writes what one process makes of the rows."""
     want: dict[str, Any] = {"rows": rows, "rewards": rewards(folder / model, rows)}
-    want["values"], want["value gradients"] = values(folder / model, rows)
+    want["values"], want["value gradients"] = values(*critic(folder / model), rows)
     for kind in ("untied", "tied"):
-        name = folder / f"{model}-{kind}"
-        want[f"logprobs {kind}"], want[f"logprob gradients {kind}"] = logprobs(name, rows, frugal=kind == "tied")
-        want[f"generated {kind}"] = generated(name, rows)
+        learner = policy(folder / f"{model}-{kind}", frugal=kind == "tied")
+        made, grads = logprobs(*learner, rows, frugal=kind == "tied")
+        want |= {f"logprobs {kind}": made, f"logprob gradients {kind}": grads}
+        want[f"generated {kind}"] = generated(*learner, rows)
     torch.save(want, folder / f"{model}.want")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 import zoo
-from engine.rank_checks import _norms, farthest, rewards, values
+from engine.rank_checks import _norms, critic, farthest, rewards, values
 from guerdon.distributed.ranks import start
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import ParallelConfig
@@ -30,8 +30,8 @@ def main() -> None:
     for name, folder in folders.items():
         try:
             report = {"rewards": farthest([rewards(folder, rows, ranks)], [rewards(folder, rows)])}
-            got, gradients = values(folder, rows, ranks)
-            want, wanted = values(folder, rows)
+            got, gradients = values(*critic(folder, ranks), rows)
+            want, wanted = values(*critic(folder), rows)
             report |= {"values": farthest(got, want), "gradients": _norms(gradients, wanted)}
             outcome = json.dumps(report)
         except CheckpointError as e:

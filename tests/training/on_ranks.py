@@ -52,8 +52,8 @@ MORE: dict[str, dict[str, Any]] = {
     "lora": {"lora": 4},
     "8bit": {"optimizer": "adamw_8bit"},
 }
-ROWS = zoo.rows(0, ((40, 8), (20, 6), (30, 6)))
-NUM_STEPS = 4
+ROWS = zoo.rows(0, ((40, 4), (20, 3), (30, 3)))
+NUM_STEPS = 2
 REQUEST = request(ROWS)
 TOKENS, PROMPTS, _ = rollouts()
 LENGTHS = torch.tensor([len(row) for row in TOKENS]) - torch.from_numpy(PROMPTS)
@@ -202,7 +202,7 @@ def more_settings(critic_folder: Path, kinds: tuple[str, ...], ranks: Ranks = AL
         made.train(REQUEST, 1)
         if kind == "bfloat16":
             moved(made.engine)
-        made.train(REQUEST, 2)
+        made.train(REQUEST, 1)
         groups = [g for m in fsdp_modules(made.engine) for g in m._get_fsdp_state()._fsdp_param_groups]
         assert kind != "bfloat16" or all(group._reduce_dtype == torch.float32 for group in groups)
         kept = state(made)
@@ -223,10 +223,10 @@ def fsdp_modules(engine: Engine) -> list[Any]:
     return [module for module in engine.trunk.modules() if isinstance(module, FSDPModule)]
 
 
-def swap(critic_folder: Path, ranks: Ranks) -> None:
+def swap(made: CriticTrainer, critic_folder: Path, ranks: Ranks) -> None:
     """If one rank cannot swap a model in, or has no rows for it, all ranks do the same."""
     load_reward = functools.partial(load_reward_model, ModelConfig(model=str(critic_folder)), ranks=ranks)
-    both = CriticWithReward(critic(critic_folder, ranks), lambda: Engine(load_reward()), "swap", ranks)
+    both = CriticWithReward(made, lambda: Engine(load_reward()), "swap", ranks)
     engines = {"critic": both._critic.engine, "reward model": both._reward}
 
     def there() -> str:
@@ -321,7 +321,7 @@ def main(critic_folder: Path, policy_folder: Path, out: Path, kinds: tuple[str, 
         if name == "data":
             fail_alone(trainers["critic"], ranks)
         else:
-            swap(critic_folder, ranks)
+            swap(trainers["critic"], critic_folder, ranks)
     print("done", flush=True)
     os._exit(0)
 
