@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,24 @@ from guerdon.training.critic_trainer import CriticTrainer
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("llama", tmp_path_factory.mktemp("model") / "base"))
+
+
+@pytest.fixture(scope="module")
+def shared(base: Path) -> CriticTrainer:
+    """A critic that has learnt, of tests that ask for nothing of what became of it before."""
+    trainer = build(base)
+    trainer.train(request(ROWS))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def kept_of_shared(shared: CriticTrainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(shared, tmp_path_factory.mktemp("shared") / "kept")
+
+
 def asked(count: int = 4) -> list[TrainRequest]:
     return [request(ROWS, seed=i, name=str(i)) for i in range(count)]
 
@@ -52,7 +71,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"lora": 4}),
     "lora-bfloat16": ("gpt2", {"lora": 4, "dtype": "bfloat16"}),
     "8bit": ("llama", {"optimizer": "adamw_8bit", "dtype": "bfloat16"}),
-    "schedule": ("qwen3", {"lr_schedule": "cosine", "warmup_steps": 3, "total_steps": 12}),
+    "schedule": ("qwen3", {"lr_schedule": "cosine", "warmup_steps": 2, "total_steps": 8}),
     "recomputed": ("llama", {"activation_checkpointing": True}),
     "experts": ("mixtral", {}),
 }
@@ -66,18 +85,17 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
         pytest.importorskip("bitsandbytes")
     folder = zoo.checkpoint(name, tmp_path / "base")
     first, *_ = a = build(folder, **settings), build(folder, **settings)
-    requests = asked()
-    for one in requests[:2]:
-        first.train(one)
+    before, after, other = asked(3)
+    first.train(before)
     kept = saved(first, tmp_path / "kept")
     at_save, told = weights(first), values(first, ROWS)
-    reports = [first.train(one) for one in requests[2:]]
+    report = first.train(after)
 
-    a[1].train(requests[3])  # what it had become before is forgotten
+    a[1].train(other, 1)  # what it had become before is forgotten
     a[1].load(kept)
     assert same(weights(a[1]), at_save)
     np.testing.assert_array_equal(values(a[1], ROWS), told)
-    assert [repr(a[1].train(one)) for one in requests[2:]] == [repr(report) for report in reports]
+    assert repr(a[1].train(after)) == repr(report)
     assert same(weights(a[1]), weights(first))
     assert a[1].state() == first.state()
     # And both write the same files, bit for bit.
@@ -91,15 +109,17 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
 def test_the_folder_is_a_checkpoint_that_is_served(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path / "base")
     trainer = build(folder, mean=0.5, std=2.0)
-    trainer.train(request(ROWS))
+    rows = ROWS[:4]
+    trainer.train(request(rows))
     kept = saved(trainer, tmp_path / "kept")
-    want = values(trainer, ROWS)
+    want = values(trainer, rows)
     np.testing.assert_array_equal(
-        values(Engine(load_reward_model(ModelConfig(model=str(kept), max_batch_tokens=150))), ROWS), want
+        values(Engine(load_reward_model(ModelConfig(model=str(kept), max_batch_tokens=150))), rows), want
     )
-    again = build(kept)
-    np.testing.assert_array_equal(values(again, ROWS), want)
-    assert again.state()["step"] == 0
+    if name == "llama":  # the loading of a critic is that of a reward model, whatever the decoder
+        again = build(kept)
+        np.testing.assert_array_equal(values(again, rows), want)
+        assert again.state()["step"] == 0
 
 
 @pytest.mark.parametrize("kind", ["trlx", "trlx-critic", "trl", "openrlhf-critic", "tokcls"])
@@ -134,28 +154,29 @@ def test_plain_transformers_reads_trunk_and_tokenizer(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_in_it_is_a_pickle_and_others_may_read_it(tmp_path: Path) -> None:
-    kept = saved(build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))), tmp_path / "kept")
+def test_nothing_in_it_is_a_pickle_and_others_may_read_it(kept_of_shared: Path) -> None:
+    kept = kept_of_shared
     assert {path.suffix for path in kept.iterdir()} == {".safetensors", ".json", ".jinja"}
     assert {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "trainer.json"} < files(kept)
     mode = (kept / "trainer.json").stat().st_mode
     assert all(path.stat().st_mode == mode for path in kept.iterdir())
 
 
-def test_large_weights_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_written_in_parts(
+    base: Path, shared: CriticTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
-    folder = zoo.checkpoint("llama", tmp_path / "base")
-    trainer = build(folder)
-    trainer.train(request(ROWS))
-    kept = saved(trainer, tmp_path / "kept")
+    kept = saved(shared, tmp_path / "kept")
     assert len(list(kept.glob("model-*-of-*.safetensors"))) > 2 < len(list(kept.glob("optimizer-*.safetensors")))
-    again = build(folder)
+    again = build(base)
     again.load(kept)
-    assert same(weights(again), weights(trainer))
-    np.testing.assert_array_equal(values(build(kept), ROWS), values(trainer, ROWS))
+    assert same(weights(again), weights(shared))
+    np.testing.assert_array_equal(values(build(kept), ROWS), values(shared, ROWS))
 
 
-def test_every_file_is_on_the_disk_when_save_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_on_the_disk_when_save_returns(
+    shared: CriticTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: dict[str, int] = {}
     fsync = os.fsync
 
@@ -165,15 +186,14 @@ def test_every_file_is_on_the_disk_when_save_returns(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", watched)
     monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
-    kept = saved(build(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "base"))), tmp_path / "kept")
+    kept = saved(shared, tmp_path / "kept")
     assert synced == {path.name: path.stat().st_size for path in kept.iterdir()}
 
 
-def test_torchs_random_numbers_go_on(tmp_path: Path) -> None:
-    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
-    kept = saved(trainer, tmp_path / "kept")
+def test_torchs_random_numbers_go_on(shared: CriticTrainer, tmp_path: Path) -> None:
+    kept = saved(shared, tmp_path / "kept")
     want = torch.rand(3)
-    trainer.load(kept)
+    shared.load(kept)
     assert torch.equal(torch.rand(3), want)
 
 
@@ -243,16 +263,14 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [100, 20_000, 200_000])
-def test_a_full_disk_is_told_and_changes_nothing(size: int, tmp_path: Path) -> None:
-    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
-    trainer.train(request(ROWS))
-    before = weights(trainer)
+def test_a_full_disk_is_told_and_changes_nothing(size: int, shared: CriticTrainer, tmp_path: Path) -> None:
+    before = weights(shared)
     (tmp_path / "full").mkdir()
     with no_file_beyond(size), pytest.raises(StorageFailed, match=r"cannot write .*full/"):
-        trainer.save(tmp_path / "full")
-    assert same(weights(trainer), before)
-    assert trainer.train(request(ROWS)).num_steps == 3
-    saved(trainer, tmp_path / "kept")
+        shared.save(tmp_path / "full")
+    assert same(weights(shared), before)
+    assert shared.train(request(ROWS), 1).num_steps == 1
+    saved(shared, tmp_path / "kept")
 
 
 def cut(path: Path) -> None:
@@ -280,11 +298,11 @@ DAMAGE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_refused_and_changes_nothing(damage: str, tmp_path: Path) -> None:
-    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
-    trainer.train(request(ROWS))
-    kept = saved(trainer, tmp_path / "kept")
-    report = trainer.train(request(ROWS, seed=1))
+def test_a_damaged_one_is_refused_and_changes_nothing(
+    damage: str, shared: CriticTrainer, kept_of_shared: Path, tmp_path: Path
+) -> None:
+    kept = Path(shutil.copytree(kept_of_shared, tmp_path / "kept"))
+    trainer, report = shared, shared.train(request(ROWS, seed=1), 1)
     before, version = weights(trainer), trainer.weights_version
     name, harm = DAMAGE[damage]
     harm(kept / name)
@@ -308,17 +326,18 @@ def test_a_damaged_one_is_refused_and_changes_nothing(damage: str, tmp_path: Pat
         ({"std": 2.0}, {}, r"kept belongs to a critic with another standardisation, std 2.0, this run has 1.0"),
     ],
 )
-def test_other_settings_are_named(made: Any, runs: Any, what: str, tmp_path: Path) -> None:
+def test_other_settings_are_named(
+    made: Any, runs: Any, what: str, base: Path, kept_of_shared: Path, tmp_path: Path
+) -> None:
     if "optimizer" in runs:
         pytest.importorskip("bitsandbytes")
-    folder = zoo.checkpoint("llama", tmp_path / "base")
-    kept = saved(build(folder, **made), tmp_path / "kept")
+    kept = saved(build(base, **made), tmp_path / "kept") if made else kept_of_shared
     with pytest.raises(CheckpointError, match=what):
-        build(folder, **runs).load(kept)
+        build(base, **runs).load(kept)
 
 
-def test_another_model_is_named(tmp_path: Path) -> None:
-    kept = saved(build(zoo.checkpoint("llama", tmp_path / "base")), tmp_path / "kept")
+def test_another_model_is_named(kept_of_shared: Path, tmp_path: Path) -> None:
+    kept = kept_of_shared
     wider = build(zoo.checkpoint("llama", tmp_path / "wider", intermediate_size=96))
     with pytest.raises(CheckpointError, match="belongs to a critic of another model"):
         wider.load(kept)
@@ -335,9 +354,8 @@ def test_a_model_of_the_same_shape_with_other_weights_is_another(settings: Any, 
     assert same(weights(other), before)
 
 
-def test_the_trainers_file_is_for_people_too(tmp_path: Path) -> None:
-    trainer = build(zoo.checkpoint("llama", tmp_path / "base"))
-    trainer.train(request(ROWS))
+def test_the_trainers_file_is_for_people_too(shared: CriticTrainer, tmp_path: Path) -> None:
+    trainer = shared
     facts = json.loads((saved(trainer, tmp_path / "kept") / "trainer.json").read_text())
-    assert facts["step"] == 3 and facts["weights_version"] == trainer.weights_version
+    assert facts["step"] == trainer.state()["step"] >= 3 and facts["weights_version"] == trainer.weights_version
     assert facts["learning_rate"] == trainer.state()["learning_rate"]

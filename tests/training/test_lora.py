@@ -33,8 +33,7 @@ def test_it_begins_as_the_model_and_only_adapters_and_head_move(name: str, tmp_p
     trainer = build(folder, lora=4)
     np.testing.assert_allclose(values(trainer, ROWS), values(build(folder), ROWS), atol=1e-6)
     before = weights(trainer)
-    trainer.train(request(ROWS))
-    trainer.train(request(ROWS, seed=1))  # the first one moves only what is not multiplied by zeros
+    assert trainer.train(request(ROWS), 2).num_steps == 2  # the first one moves only what is not multiplied by zeros
     after = weights(trainer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if is_adapter(name) or name.startswith("head.")}
@@ -83,12 +82,12 @@ def test_every_adapter_learns_what_peft_in_plain_torch_does(name: str, tmp_path:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder, lora=4, lora_alpha=8.0)
     plain = plain_lora(folder, weights(trainer), 4, 8.0)
-    for seed in range(2):
-        asked = request(ROWS, seed=seed)
-        report = trainer.train(asked)
-        losses, norms = plain.train(asked, 5)
-        np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
-        np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-4)
+    asked = request(ROWS)
+    report = trainer.train(asked)
+    losses, norms = plain.train(asked, 5)
+    assert len(losses) == 3
+    np.testing.assert_allclose(report.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-4)
     got = weights(trainer)
     for key, parameter in plain.parameters.items():
         assert (got[key] - parameter).norm() <= 1e-5 * parameter.norm(), key
@@ -96,7 +95,7 @@ def test_every_adapter_learns_what_peft_in_plain_torch_does(name: str, tmp_path:
 
 def test_half_precision_trunks_have_float32_adapters(tmp_path: Path) -> None:
     trainer = build(zoo.checkpoint("llama", tmp_path), lora=4, dtype="bfloat16")
-    trainer.train(request(ROWS))
+    trainer.train(request(ROWS), 1)
     for name, parameter in trainer.engine.trunk.named_parameters():
         assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16)
 
@@ -104,8 +103,7 @@ def test_half_precision_trunks_have_float32_adapters(tmp_path: Path) -> None:
 def test_the_file_is_pefts_own(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path / "base")
     trainer = build(folder, lora=4)
-    trainer.train(request(ROWS))
-    trainer.train(request(ROWS, seed=1))
+    assert trainer.train(request(ROWS)).num_steps > 1  # the first one moves only what is not multiplied by zeros
     kept = tmp_path / "kept"
     kept.mkdir()
     trainer.save(kept)
@@ -139,7 +137,7 @@ def test_only_the_targets_are_adapted_and_the_start_says_how_much_that_is(tmp_pa
     adapted = {name.split(".")[-4] for name, _ in trainer.engine.trunk.named_parameters() if is_adapter(name)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     before = weights(trainer)
-    trainer.train(request(ROWS))
+    trainer.train(request(ROWS), 1)
     assert not same(weights(trainer), before)
     # Both layers have 3072 weights in these; the other matrices are the experts', the router's and an MLP's.
     share = 2 * 3072 / sum(
@@ -158,7 +156,7 @@ def test_every_decoder_learns_by_adapters_or_says_why_not(name: str, tmp_path: P
         return
     trainer = build(folder, lora=2)
     before = weights(trainer)
-    assert trainer.train(request(ROWS)).num_steps > 0
+    assert trainer.train(request(ROWS[:4])).num_steps > 0
     assert not same(weights(trainer), before)
 
 

@@ -87,10 +87,33 @@ def own_loss(name: str, trainer: PolicyTrainer, temperature: float) -> Loss:
     return loss
 
 
-def assert_same_gradients(trainer: PolicyTrainer, folder: Path, name: str, temperature: float) -> None:
+class Pairs:
+    """Policies by architecture, each with its plain model: made once, as they were made for each test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, tuple[PolicyTrainer, PlainPolicy]] = {}
+
+    def __call__(self, name: str) -> tuple[PolicyTrainer, PlainPolicy]:
+        if name not in self._made:
+            folder = zoo.language_model(name, self._folder / name)
+            self._made[name] = build(folder, keeps_reference=False), PlainPolicy(folder)
+        trainer, plain = self._made[name]
+        named = dict(trainer.model.named_parameters())
+        with torch.no_grad():
+            for parameter_name, parameter in plain.model.named_parameters():
+                named[parameter_name].copy_(parameter)
+        return trainer, plain
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("models"))
+
+
+def assert_same_gradients(trainer: PolicyTrainer, plain: PlainPolicy, name: str, temperature: float) -> None:
     caught = caught_gradients(trainer)
     report = trainer.step(ROWS, PROMPTS, own_loss(name, trainer, temperature), temperature=temperature)
-    plain = PlainPolicy(folder)
     loss = plain_loss(name, plain, temperature)
     want = plain.gradients(loss)
     assert report.stats.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
@@ -114,9 +137,8 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
-def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, tmp_path: Path) -> None:
-    folder = zoo.language_model(name, tmp_path)
-    trainer, plain = build(folder, keeps_reference=False), PlainPolicy(folder)
+def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, pairs: Pairs) -> None:
+    trainer, plain = pairs(name)
     assert trainer.engine.path == ("single" if name in SINGLE else "packed+shared"), trainer.engine.info.why
     for temperature in (1.0, 0.7):
         with torch.no_grad():
@@ -125,51 +147,50 @@ def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, t
         for table, want in ((got.logprobs, logprobs), (got.entropies, entropies)):
             assert table.dtype == torch.float32
             torch.testing.assert_close(table, at_responses(want, ROWS, PROMPTS), rtol=1e-5, atol=1e-5)
-        assert torch.equal(trainer.logprobs(ROWS, PROMPTS, temperature).logprobs, got.logprobs)
+    assert torch.equal(trainer.logprobs(ROWS, PROMPTS, temperature).logprobs, got.logprobs)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3", "opt", "mixtral", "mamba"])
-def test_gradients_equal_those_of_plain_padded_transformers(name: str, loss: str, tmp_path: Path) -> None:
-    folder = zoo.language_model(name, tmp_path)
-    trainer = build(folder, keeps_reference=False)
-    assert_same_gradients(trainer, folder, loss, 1.0)
+def test_gradients_equal_those_of_plain_padded_transformers(name: str, loss: str, pairs: Pairs) -> None:
+    assert_same_gradients(*pairs(name), loss, 1.0)
 
 
 @pytest.mark.parametrize("name", [*zoo.LANGUAGE_MODELS, "phi3", "gpt-neox", "gemma3", "llama4", "gpt-oss"])
-def test_gradients_of_other_heads_and_attentions_equal_those_of_plain_transformers(name: str, tmp_path: Path) -> None:
-    folder = zoo.language_model(name, tmp_path)
-    assert_same_gradients(build(folder, keeps_reference=False), folder, "rloo", 1.0)
+def test_gradients_of_other_heads_and_attentions_equal_those_of_plain_transformers(name: str, pairs: Pairs) -> None:
+    assert_same_gradients(*pairs(name), "rloo", 1.0)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
 @pytest.mark.parametrize("loss", ["rloo", "ppo"])
-def test_gradients_at_another_temperature(loss: str, temperature: float, tmp_path: Path) -> None:
-    folder = zoo.language_model("gemma2", tmp_path)
-    assert_same_gradients(build(folder, keeps_reference=False), folder, loss, temperature)
+def test_gradients_at_another_temperature(loss: str, temperature: float, pairs: Pairs) -> None:
+    assert_same_gradients(*pairs("gemma2"), loss, temperature)
 
 
 @pytest.mark.parametrize("path", ["packed+shared", "packed", "padded", "single"])
-def test_gradients_by_every_path(path: str, tmp_path: Path) -> None:
-    folder = zoo.language_model("qwen2", tmp_path)
-    trainer = build(folder, keeps_reference=False)
-    trainer.engine.path = path
-    trainer.engine.use(path)
-    assert_same_gradients(trainer, folder, "rloo", 1.0)
+def test_gradients_by_every_path(path: str, pairs: Pairs) -> None:
+    trainer, plain = pairs("qwen2")
+    before = trainer.engine.path
+    try:
+        trainer.engine.path = path
+        trainer.engine.use(path)
+        assert_same_gradients(trainer, plain, "rloo", 1.0)
+    finally:
+        trainer.engine.path = before
+        trainer.engine.use(before)
 
 
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"max_batch_tokens": 30}], ids=str)
-def test_gradients_with_settings_that_must_not_matter(settings: dict[str, Any], tmp_path: Path) -> None:
-    folder = zoo.language_model("llama", tmp_path)
-    assert_same_gradients(build(folder, keeps_reference=False, **settings), folder, "rloo", 1.0)
+def test_gradients_with_settings_that_must_not_matter(settings: dict[str, Any], pairs: Pairs, tmp_path: Path) -> None:
+    trainer = build(zoo.language_model("llama", tmp_path), keeps_reference=False, **settings)
+    assert_same_gradients(trainer, pairs("llama")[1], "rloo", 1.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_in_parts_are_the_same_and_computed_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = zoo.language_model(name, tmp_path)
-    trainer = build(folder, keeps_reference=False)
+    trainer, plain = pairs(name)
     want = trainer.logprobs(ROWS, PROMPTS, 0.7, with_entropies=True)
     sizes: list[int] = []
     head = trainer.engine.head
@@ -182,7 +203,7 @@ def test_logits_in_parts_are_the_same_and_computed_again(
     num_tokens = sum(map(len, ROWS)) - PROMPTS.sum()
     assert max(sizes) == 7 and sum(sizes) == num_tokens
     sizes.clear()
-    assert_same_gradients(trainer, folder, "ppo", 0.7)
+    assert_same_gradients(trainer, plain, "ppo", 0.7)
     assert max(sizes) == 7 and sum(sizes) == 3 * num_tokens  # once more for the old log-probs
 
 
@@ -215,9 +236,8 @@ def test_rope_that_depends_on_the_length_has_that_of_the_whole_row(kind: str, tm
         torch.testing.assert_close(got[i, : len(row) - 40], want[0, 39:], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_the_entropy(tmp_path: Path) -> None:
-    folder = zoo.language_model("llama", tmp_path)
-    trainer, plain = build(folder, keeps_reference=False), PlainPolicy(folder)
+def test_gradients_of_the_entropy(pairs: Pairs) -> None:
+    trainer, plain = pairs("llama")
     lengths = torch.tensor([len(row) for row in ROWS]) - torch.from_numpy(PROMPTS)
     mask = (torch.arange(WIDTH) < lengths[:, None]).float()
     aggregation, zeros = Aggregation("token-mean", GlobalCounts.of(mask)), torch.zeros_like(mask)

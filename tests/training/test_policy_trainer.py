@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return zoo.language_model("llama", tmp_path / "llama")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.language_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> PolicyTrainer:
+    """A policy that has learnt, of tests that ask for nothing of what became of it before."""
+    trainer = build(folder, keeps_reference=False)
+    step(trainer)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def kept_of_shared(shared: PolicyTrainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(shared, tmp_path_factory.mktemp("shared") / "kept")
 
 
 def reinforce(advantages: torch.Tensor, mask: torch.Tensor = MASK) -> Loss:
@@ -71,7 +85,7 @@ def no_gradients(trainer: PolicyTrainer) -> bool:
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 def test_steps_are_those_of_plain_torch(clip: float, folder: Path) -> None:
     settings = {"lr_schedule": "linear", "warmup_steps": 1, "total_steps": 5}
-    trainer, plain = build(folder, gradient_clip_val=clip, **settings), PlainPolicy(folder)
+    trainer, plain = build(folder, keeps_reference=False, gradient_clip_val=clip, **settings), PlainPolicy(folder)
     adamw = torch.optim.AdamW(plain.model.parameters(), lr=LR, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.01)
     before = weights(trainer)
     for seed, rate in enumerate([0.0, LR, 0.75 * LR]):
@@ -96,7 +110,7 @@ def test_steps_are_those_of_plain_torch(clip: float, folder: Path) -> None:
 
 
 def test_every_row_comes_once_and_at_the_batchs_width(folder: Path) -> None:
-    trainer, seen = build(folder), []
+    trainer, seen = build(folder, keeps_reference=False), []
     whole = trainer.logprobs(ROWS, PROMPTS).logprobs
 
     def loss(logprobs: torch.Tensor, entropies: torch.Tensor | None, members: np.ndarray) -> Any:
@@ -110,7 +124,7 @@ def test_every_row_comes_once_and_at_the_batchs_width(folder: Path) -> None:
 
 
 def test_a_step_without_a_token_that_counts_changes_nothing(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     before, version = weights(trainer), trainer.weights_version
     nothing = torch.zeros_like(MASK)
     report = trainer.step(ROWS, PROMPTS, reinforce(nothing, nothing))
@@ -119,7 +133,7 @@ def test_a_step_without_a_token_that_counts_changes_nothing(folder: Path) -> Non
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     step(trainer)
     before = weights(trainer)
     advantages = torch.zeros_like(MASK)
@@ -131,7 +145,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
 
 
 def test_a_failed_step_leaves_weights_and_no_gradients(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     before = weights(trainer)
 
     def loss(logprobs: torch.Tensor, _: Any, members: np.ndarray) -> Any:
@@ -166,13 +180,13 @@ def test_weights_of_a_step_that_failed_inside_the_optimiser_are_refused(folder: 
 
 
 def test_a_prompt_without_a_token_is_refused(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     with pytest.raises(ValueError, match="at least one token"):
         trainer.logprobs(ROWS, np.where(np.arange(len(ROWS)) == 2, 0, PROMPTS))
 
 
 def test_a_row_of_one_token_has_no_log_probs(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     want = trainer.logprobs(ROWS, PROMPTS).logprobs
     got = trainer.logprobs([ROWS[0][:1], *ROWS], np.array([1, *PROMPTS])).logprobs
     assert (got[0] == 0).all()
@@ -181,14 +195,14 @@ def test_a_row_of_one_token_has_no_log_probs(folder: Path) -> None:
 
 
 def test_versions_count_the_steps(folder: Path) -> None:
-    trainer = build(folder)
+    trainer = build(folder, keeps_reference=False)
     begun = trainer.weights_version
     step(trainer)
     assert trainer.weights_version == f"{begun}+1"
 
 
 def test_an_offloaded_policy_comes_back_unchanged(folder: Path) -> None:
-    one, other = build(folder, dtype="bfloat16"), build(folder, dtype="bfloat16")
+    one, other = (build(folder, keeps_reference=False, dtype="bfloat16") for _ in range(2))
     for trainer in (one, other):
         step(trainer)
     one.offload_optimizer()
@@ -204,8 +218,7 @@ def test_the_reference_stays_what_the_policy_was(settings: dict[str, Any], folde
     trainer = build(folder, **settings)
     before = trainer.logprobs(ROWS, PROMPTS, 0.8).logprobs
     torch.testing.assert_close(trainer.reference_logprobs(ROWS, PROMPTS, 0.8), before, rtol=0, atol=0)
-    for seed in range(2):
-        step(trainer, seed)
+    step(trainer)
     assert (trainer.logprobs(ROWS, PROMPTS, 0.8).logprobs - before).abs().max() > 1e-3
     assert torch.equal(trainer.reference_logprobs(ROWS, PROMPTS, 0.8), before)
     # Also behind a resume, and learning goes on after it was asked for.
@@ -308,20 +321,20 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
     if kind == "8bit":
         pytest.importorskip("bitsandbytes")
     folder = zoo.language_model(name, tmp_path / "base")
-    first, second = build(folder, **settings), build(folder, **settings)
+    first, second = (build(folder, keeps_reference=False, **settings) for _ in range(2))
     for seed in range(2):
         step(first, seed)
     torch.manual_seed(7)
     kept = saved(first, tmp_path / "kept")
     drawn, told = torch.rand(3), first.logprobs(ROWS, PROMPTS).logprobs
-    reports = [step(first, seed) for seed in (2, 3)]
+    report = step(first, 2)
 
     step(second, 5)  # what it had become before is forgotten
     second.load(kept)
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(second.logprobs(ROWS, PROMPTS).logprobs, told)
     assert second.step_count == 2
-    assert [step(second, seed) for seed in (2, 3)] == reports
+    assert step(second, 2) == report
     assert same(weights(second), weights(first))
     ends = [saved(trainer, tmp_path / str(i)) for i, trainer in enumerate((first, second))]
     for path in ends[0].iterdir():
@@ -333,14 +346,15 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
 def test_plain_transformers_reads_the_policy_and_its_tokenizer(name: str, tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.language_model(name, tmp_path / "base"))
     trainer = build(folder, keeps_reference=False)
-    step(trainer)
+    few = ROWS[:3], PROMPTS[:3]
+    trainer.step(*few, lambda logprobs, *_: (logprobs.sum(), PolicyLossStats(sum_mask=1.0)))
     kept = saved(trainer, tmp_path / "kept")
     got, found = AutoModelForCausalLM.from_pretrained(kept, output_loading_info=True)
     assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(dict(got.named_parameters()), weights(trainer))
     assert AutoTokenizer.from_pretrained(kept).get_vocab() == trainer.tokenizer.get_vocab()
     again = build(kept, keeps_reference=False)
-    got, want = (one.logprobs(ROWS, PROMPTS).logprobs for one in (again, trainer))
+    got, want = (one.logprobs(*few).logprobs for one in (again, trainer))
     assert torch.equal(got, want) and again.step_count == 0
 
 
@@ -369,7 +383,7 @@ def test_transformers_and_peft_read_the_adapters(name: str, tmp_path: Path) -> N
 
 def test_tied_weights_are_written_once_and_nothing_is_a_pickle(tmp_path: Path) -> None:
     folder = zoo.language_model("gemma2", tmp_path / "base")
-    kept = saved(build(folder), tmp_path / "kept")
+    kept = saved(build(folder, keeps_reference=False), tmp_path / "kept")
     stored = load_file(kept / "model.safetensors")
     assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
     assert {path.suffix for path in kept.iterdir()} == {".json", ".safetensors"}
@@ -385,38 +399,35 @@ def test_tied_weights_are_written_once_and_nothing_is_a_pickle(tmp_path: Path) -
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(
-    made: Any, runs: Any, what: str, folder: Path, tmp_path: Path
+    made: Any, runs: Any, what: str, folder: Path, kept_of_shared: Path, tmp_path: Path
 ) -> None:
-    kept = saved(build(folder, **made), tmp_path / "kept")
+    kept = saved(build(folder, **made), tmp_path / "kept") if made else kept_of_shared
     with pytest.raises(CheckpointError, match=what) as caught:
-        build(folder, **runs).load(kept)
+        build(folder, keeps_reference=False, **runs).load(kept)
     assert "run.output_dir" in caught.value.help
 
 
-def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    kept = saved(build(folder), tmp_path / "kept")
-    other = build(zoo.language_model("llama", tmp_path / "other", seed=5))
+def test_a_checkpoint_of_another_model_is_refused(kept_of_shared: Path, tmp_path: Path) -> None:
+    other = build(zoo.language_model("llama", tmp_path / "other", seed=5), keeps_reference=False)
     before = weights(other)
     with pytest.raises(CheckpointError, match="policy that began from another model"):
-        other.load(kept)
+        other.load(kept_of_shared)
     assert same(weights(other), before)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "trainer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
-    file: str, damage: str, folder: Path, tmp_path: Path
+    file: str, damage: str, shared: PolicyTrainer, kept_of_shared: Path, tmp_path: Path
 ) -> None:
-    trainer = build(folder)
-    step(trainer)
-    kept = saved(trainer, tmp_path / "kept")
+    kept = Path(shutil.copytree(kept_of_shared, tmp_path / "kept"))
     path = kept / file
     data = path.read_bytes()
     path.unlink()
     if damage == "cut":
         path.write_bytes(data[: len(data) // 2])
-    step(trainer, 1)
-    before = weights(trainer)
+    step(shared, 1)
+    before, count = weights(shared), shared.step_count
     with pytest.raises(CheckpointError, match="kept"):
-        trainer.load(kept)
-    assert same(weights(trainer), before) and trainer.step_count == 2
+        shared.load(kept)
+    assert same(weights(shared), before) and shared.step_count == count
