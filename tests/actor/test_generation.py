@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,16 @@ SEED = (3, 1)
 class Made:
     """A random policy, its engine and its generator."""
 
-    def __init__(
-        self, name: str, folder: Path, most: int | None = None, *, max_length: int | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, name: str, folder: Path, *, max_length: int | None = None, **settings: Any) -> None:
         if not folder.exists():
             zoo.tokenizer(folder)
             zoo.language_model(name, folder, **settings)
         self.folder = folder
         self.policy = load_policy(LanguageModelConfig(model=str(folder), max_length=max_length))
         self.engine = LanguageEngine(self.policy)
-        self.generator = TransformersGenerator(self.policy, self.engine, most)
+        self.generator = TransformersGenerator(self.policy, self.engine)
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._begun = self.generator, self.policy.eos_token_ids, self.engine.max_batch_tokens
 
     def __call__(self, prompts: list[Prompt], num: int = 1, *, greedy: bool = False, **settings: Any) -> list[Rollout]:
         """All rollouts by group and index."""
@@ -52,6 +54,35 @@ class Made:
             assert [rollout.index for rollout in group] == list(range(num))
             assert len({rollout.group for rollout in group}) == 1
         return sorted((r for group in groups for r in group), key=lambda r: (r.group, r.index))
+
+    def reset(self) -> None:
+        """Undoes what tests change."""
+        self.generator, self.policy.eos_token_ids, self.engine.max_batch_tokens = self._begun
+        while self.hooks:
+            self.hooks.pop().remove()
+
+
+Policies = Callable[[str], Made]
+
+
+@pytest.fixture(scope="module")
+def all_made(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    folder = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: Made(name, folder / name))
+
+
+@pytest.fixture
+def make(all_made: Policies) -> Iterator[Policies]:
+    """Makes a policy by its architecture, or hands out the one that an earlier test asked for."""
+    used: list[Made] = []
+
+    def made(name: str) -> Made:
+        used.append(all_made(name))
+        return used[-1]
+
+    yield made
+    for one in used:
+        one.reset()
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Prompt]:
@@ -63,52 +94,56 @@ def responses(rollouts: list[Rollout]) -> list[list[int]]:
     return [rollout.tokens[rollout.prompt_length :].tolist() for rollout in rollouts]
 
 
-def generated(folder: Path, prompt: Prompt, **settings: Any) -> list[int]:
-    """The response of transformers' own `generate`, alone and greedy."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokens = torch.from_numpy(prompt.tokens)[None]
-    settings = {"max_new_tokens": 12, **settings}
-    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **settings)
-    return out[0, len(prompt.tokens) :].tolist()
+def generated(folder: Path, asked: list[Prompt], **settings: Any) -> list[list[int]]:
+    """The responses of transformers' own `generate`, each alone and greedy."""
+    model, settings, made = AutoModelForCausalLM.from_pretrained(folder).eval(), {"max_new_tokens": 12, **settings}, []
+    for prompt in asked:
+        tokens = torch.from_numpy(prompt.tokens)[None]
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **settings)
+        made.append(out[0, len(prompt.tokens) :].tolist())
+    return made
 
 
 @pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
-def test_greedy_is_what_generate_gives(name: str, tmp_path: Path) -> None:
-    made, asked = Made(name, tmp_path / "model"), prompts(30, 1, 7, 19)
+def test_greedy_is_what_generate_gives(name: str, make: Policies) -> None:
+    made, asked = make(name), prompts(30, 1, 7, 19)
     if name in KINDS:
         assert made.generator._choice.kind == KINDS[name]
-    want = [generated(made.folder, prompt, max_new_tokens=24) for prompt in asked]
-    assert responses(made(asked, greedy=True, max_new_tokens=24)) == want
-    assert responses(made(asked, 3, greedy=True, max_new_tokens=24)) == [row for row in want for _ in range(3)]
+    # Windows are of 16 tokens: the longer prompts reach beyond them, and the third one's response.
+    want = generated(made.folder, asked)
+    assert responses(made(asked, greedy=True)) == want
+    assert responses(made(asked, 3, greedy=True)) == [row for row in want for _ in range(3)]
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.8}, {"min_new_tokens": 6}], ids=str)
-def test_greedy_settings_are_those_of_generate(settings: dict, tmp_path: Path) -> None:
-    made, asked = Made("qwen2", tmp_path / "model"), prompts(9, 30, 17)
+def test_greedy_settings_are_those_of_generate(settings: dict, make: Policies) -> None:
+    made, asked = make("qwen2"), prompts(9, 30, 17)
     free = responses(made(asked, greedy=True))
     made.policy.eos_token_ids = (free[0][2], free[1][3], free[2][1])
     assert max(len(row) for row in responses(made(asked, greedy=True))) < 6
-    want = [generated(made.folder, p, eos_token_id=list(made.policy.eos_token_ids), **settings) for p in asked]
+    want = generated(made.folder, asked, eos_token_id=list(made.policy.eos_token_ids), **settings)
     assert responses(made(asked, greedy=True, **settings)) == want != free
 
 
-def test_tokens_of_the_prompt_are_penalised_too(tmp_path: Path) -> None:
-    made, (prompt,) = Made("qwen2", tmp_path / "model"), prompts(200)
+def test_tokens_of_the_prompt_are_penalised_too(make: Policies) -> None:
+    made, (prompt,) = make("qwen2"), prompts(200)
     (free,) = responses(made([prompt], greedy=True))
     assert free[0] in prompt.tokens
-    want = generated(made.folder, prompt, repetition_penalty=3.0)
+    (want,) = generated(made.folder, [prompt], repetition_penalty=3.0)
     assert responses(made([prompt], greedy=True, repetition_penalty=3.0)) == [want]
     assert want[0] != free[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_drawn_depends_on_nothing_in_the_same_batch(name: str, tmp_path: Path) -> None:
-    made, asked = Made(name, tmp_path / "model"), prompts(20, 8, 33, 8, 14)
+def test_what_is_drawn_depends_on_nothing_in_the_same_batch(name: str, make: Policies) -> None:
+    made, asked = make(name), prompts(20, 8, 33, 8, 14)
     flat = {"temperature": 10.0}
     want = responses(made(asked, 4, **flat))
     assert len({tuple(row) for row in want}) == 20
     for most in (1, 3, 8):
-        assert responses(Made(name, made.folder, most)(asked, 4, **flat)) == want, most
+        made.generator = TransformersGenerator(made.policy, made.engine, most)
+        assert responses(made(asked, 4, **flat)) == want, most
+    made.reset()
     state = torch.get_rng_state()
     others = [*asked[:2], *prompts(5, 40, 2, seed=9)]
     assert responses(made(others, 4, **flat))[:8] == want[:8]
@@ -117,8 +152,8 @@ def test_what_is_drawn_depends_on_nothing_in_the_same_batch(name: str, tmp_path:
     assert [two[i] for i in (0, 1, 8, 9)] == [want[i] for i in (0, 1, 16, 17)]
 
 
-def test_another_seed_draws_others(tmp_path: Path) -> None:
-    made, (prompt,) = Made("llama", tmp_path / "model"), prompts(5)
+def test_another_seed_draws_others(make: Policies) -> None:
+    made, (prompt,) = make("llama"), prompts(5)
     config = RolloutConfig(max_new_tokens=12)
     drawn = [
         responses(next(made.generator.generate([prompt], num=1, config=config, seed=seed)))[0]
@@ -128,8 +163,8 @@ def test_another_seed_draws_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_first_tokens_have_the_policys_frequencies(name: str, tmp_path: Path) -> None:
-    made, (prompt,) = Made(name, tmp_path / "model"), prompts(11)
+def test_first_tokens_have_the_policys_frequencies(name: str, make: Policies) -> None:
+    made, (prompt,) = make(name), prompts(11)
     count = 4000
     rollouts = made([prompt], count, max_new_tokens=1, temperature=2.0)
     drawn = torch.tensor([row[0] for row in responses(rollouts)])
@@ -143,8 +178,8 @@ def test_first_tokens_have_the_policys_frequencies(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logprobs_are_the_trainers_at_the_temperature(name: str, tmp_path: Path) -> None:
-    made = Made(name, tmp_path / "model")
+def test_logprobs_are_the_trainers_at_the_temperature(name: str, make: Policies) -> None:
+    made = make(name)
     rollouts = made(prompts(20, 8, 33), 3, temperature=0.7, top_p=0.9, top_k=50, repetition_penalty=1.2)
     rows, lengths = [r.tokens for r in rollouts], np.array([r.prompt_length for r in rollouts])
     with torch.inference_mode():
@@ -155,8 +190,8 @@ def test_logprobs_are_the_trainers_at_the_temperature(name: str, tmp_path: Path)
                 np.testing.assert_allclose(own, row[: len(own)].numpy(), atol=2e-4)
 
 
-def test_adapters_are_in_place(tmp_path: Path) -> None:
-    folder = Made("llama", tmp_path / "model").folder
+def test_adapters_are_in_place(make: Policies) -> None:
+    folder = make("llama").folder
     policy = PolicyTrainer(load_policy(LanguageModelConfig(model=str(folder))), PolicyConfig(model=str(folder), lora=2))
     generator = make_generator(policy, RolloutConfig())
     config, asked = RolloutConfig(max_new_tokens=8), prompts(9, 20)
@@ -173,8 +208,8 @@ def test_adapters_are_in_place(tmp_path: Path) -> None:
         np.testing.assert_allclose(rollout.logprobs, row[: rollout.response_length], atol=2e-4)
 
 
-def test_eos_ends_a_response_and_not_a_prompt(tmp_path: Path) -> None:
-    made = Made("llama", tmp_path / "model")
+def test_eos_ends_a_response_and_not_a_prompt(make: Policies) -> None:
+    made = make("llama")
     (prompt,) = prompts(12)
     prompt.tokens[[3, 11]] = zoo.EOS
     (free,) = responses(made([prompt]))
@@ -191,16 +226,16 @@ def test_eos_ends_a_response_and_not_a_prompt(tmp_path: Path) -> None:
     assert not rollout.is_end and not rollout.has_eos
 
 
-def test_by_default_nothing_is_taken_from_the_policys_distribution(tmp_path: Path) -> None:
-    made, (prompt,) = Made("llama", tmp_path / "model"), prompts(12)
+def test_by_default_nothing_is_taken_from_the_policys_distribution(make: Policies) -> None:
+    made, (prompt,) = make("llama"), prompts(12)
     ((first, *_),) = responses(made([prompt]))
     made.policy.eos_token_ids = (first,)
     (group,) = made.generator.generate([prompt], num=1, config=RolloutConfig(), seed=SEED)
     assert responses(group) == [[first]] and group[0].is_end
 
 
-def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: Path) -> None:
-    made, asked = Made("llama", tmp_path / "model"), prompts(12, 30)
+def test_stop_texts_end_a_response_with_the_token_that_completes_them(make: Policies) -> None:
+    made, asked = make("llama"), prompts(12, 30)
     # What begins in the middle of one response goes over three tokens.
     text = made.policy.tokenizer.decode(responses(made(asked))[1][4:7])
     rollouts = made(asked, stop=["not there", text])
@@ -210,8 +245,8 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_them(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["llama", *TABLES])
-def test_groups_come_when_they_are_finished_and_the_policy_may_be_used_between(name: str, tmp_path: Path) -> None:
-    made, asked = Made(name, tmp_path / "model"), prompts(5, 250, 9, 240)
+def test_groups_come_when_they_are_finished_and_the_policy_may_be_used_between(name: str, make: Policies) -> None:
+    made, asked = make(name), prompts(5, 250, 9, 240)
     want = responses(made(asked, 2, max_new_tokens=30))
     config = RolloutConfig(max_new_tokens=30, min_new_tokens=0)
     computed = count_tokens(made)
@@ -282,15 +317,15 @@ def test_a_response_within_which_the_frequencies_would_change_is_refused(
 
 
 @pytest.mark.parametrize("name", ["gptj", "mamba"])
-def test_prompts_that_are_computed_at_once_fit_the_token_budget(name: str, tmp_path: Path) -> None:
-    made = Made(name, tmp_path / "model")
+def test_prompts_that_are_computed_at_once_fit_the_token_budget(name: str, make: Policies) -> None:
+    made = make(name)
     made.policy.eos_token_ids = ()
     asked = prompts(20, 20, 8, 20, 8, 20) if name == "gptj" else prompts(20, 20, 20, 20)
     want = responses(made(asked, 2))
     made.engine.max_batch_tokens = 64
     shapes: list[tuple[int, ...]] = []
     embeddings = made.policy.trunk.get_input_embeddings()
-    embeddings.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    made.hooks.append(embeddings.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape))))
     assert responses(made(asked, 2)) == want
     assert [shape for shape in shapes if shape[1] > 1] == [(3, 20)] * (len(asked) // 3) + [(1, 20)] * (len(asked) % 3)
     made.engine.max_batch_tokens = 5
@@ -304,13 +339,13 @@ def count_tokens(made: Made) -> list[int]:
     def count(_: Any, inputs: tuple[torch.Tensor]) -> None:
         total[0] += inputs[0].numel()
 
-    made.policy.trunk.get_input_embeddings().register_forward_pre_hook(count)
+    made.hooks.append(made.policy.trunk.get_input_embeddings().register_forward_pre_hook(count))
     return total
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, tmp_path: Path) -> None:
-    made = Made(name, tmp_path / "model")
+def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, make: Policies) -> None:
+    made = make(name)
     made.policy.eos_token_ids = ()
     computed = count_tokens(made)
     made(prompts(40, 40), 6, max_new_tokens=5)
@@ -318,8 +353,8 @@ def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["llama", *TABLES])
-def test_finished_rollouts_leave_the_batch(name: str, tmp_path: Path) -> None:
-    made = Made(name, tmp_path / "model")
+def test_finished_rollouts_leave_the_batch(name: str, make: Policies) -> None:
+    made = make(name)
     made.policy.eos_token_ids = ()
     lengths = [253, 254, 255, 250, 8]  # room for 3, 2, 1, 6 and 100 tokens
     alone = [response for prompt in prompts(*lengths) for response in responses(made([prompt], greedy=True))]
@@ -334,18 +369,19 @@ def test_finished_rollouts_leave_the_batch(name: str, tmp_path: Path) -> None:
     assert [response[:12] for response in together] == alone
 
 
-def test_the_next_prompts_join_before_the_last_rollout_is_finished(tmp_path: Path) -> None:
-    made = Made("llama", tmp_path / "model", most=8)
+def test_the_next_prompts_join_before_the_last_rollout_is_finished(make: Policies) -> None:
+    made = make("llama")
+    made.generator = TransformersGenerator(made.policy, made.engine, 8)
     made.policy.eos_token_ids = ()
     steps = [0]
-    made.policy.model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+    made.hooks.append(made.policy.model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1)))
     made(prompts(8, 250, 250, 250), 4, max_new_tokens=40)
     assert steps[0] == 39 + 3  # thrice the prompts' logits; two prompts and two it would be 39 + 5 + 2
 
 
 @pytest.mark.parametrize(("length", "fits"), [(255, True), (256, False), (0, False)])
-def test_a_prompt_needs_a_token_and_room_for_one(length: int, fits: bool, tmp_path: Path) -> None:
-    made = Made("gpt2", tmp_path / "model")
+def test_a_prompt_needs_a_token_and_room_for_one(length: int, fits: bool, make: Policies) -> None:
+    made = make("gpt2")
     if fits:
         assert made(prompts(length))[0].response_length == 1
     else:
@@ -354,9 +390,9 @@ def test_a_prompt_needs_a_token_and_room_for_one(length: int, fits: bool, tmp_pa
 
 
 def test_a_decoder_that_differs_from_the_plain_forward_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Made("llama", tmp_path / "model")
+    made = make("llama")
     with monkeypatch.context() as patch:
         patch.setattr(Decoding, "positions", property(lambda self: np.zeros(self.cohorts[-1].num_rows, np.int64)))
         choice = DecoderChoice(made.policy, made.engine)

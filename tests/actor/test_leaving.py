@@ -293,12 +293,12 @@ def test_a_run_with_nothing_left_to_do_knows_its_metrics(folder: Path, tmp_path:
 
 def test_settings_are_not_changed_by_a_run(folder: Path, tmp_path: Path) -> None:
     with serving(EVEN) as server:
-        config = reinforced(folder, tmp_path / "1", server.http_url)
+        config = reinforced(folder, tmp_path / "1", server.http_url, steps=1)
         config.policy.lr_schedule = "linear"
         reinforce.train(config)
         assert config.policy.total_steps is None
         assert "total_steps: null" in (tmp_path / "1/settings.yaml").read_text()
-        config.run.output_dir, config.run.steps = str(tmp_path / "2"), 6
+        config.run.output_dir, config.run.steps = str(tmp_path / "2"), 3
         reinforce.train(config)
     assert all(row["learning_rate"] > 0 for row in metrics_of(tmp_path / "2")[:-1])
 

@@ -32,6 +32,12 @@ def actor_of(folder: Path, sampling: RolloutConfig = SAMPLING, **settings: objec
     return ReinforceActor(config, sampling)
 
 
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> ReinforceActor:
+    """An actor of tests that change nothing in it."""
+    return actor_of(folder)
+
+
 def padded(rows: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.full((len(rows), max(map(len, rows))), zoo.EOS)
     for out, row in zip(tokens, rows, strict=True):
@@ -64,8 +70,8 @@ def batch_of() -> tuple[dict[str, torch.Tensor], list[np.ndarray], np.ndarray]:
     return batch, rows, prompt_lengths
 
 
-def test_logprobs_of_all_tokens_or_of_the_responses(folder: Path) -> None:
-    actor, plain = actor_of(folder), PlainPolicy(folder)
+def test_logprobs_of_all_tokens_or_of_the_responses(folder: Path, shared: ReinforceActor) -> None:
+    actor, plain = shared, PlainPolicy(folder)
     rows, prompt_lengths, _ = rollouts()
     tokens, lengths = padded(rows)
     want, _, mask = plain.logprobs(rows, prompt_lengths, SAMPLING.temperature)
@@ -129,15 +135,15 @@ def test_loss_and_gradients_are_those_of_plain_transformers(folder: Path, ended:
 
 
 @pytest.mark.parametrize("name", ["rewards_with_kl", "baseline", "is_end", "mask"])
-def test_a_batch_of_other_shapes_is_refused(name: str, folder: Path) -> None:
+def test_a_batch_of_other_shapes_is_refused(name: str, shared: ReinforceActor) -> None:
     batch, rows, _ = batch_of()
     batch[name] = batch[name][:, None] if name != "mask" else batch[name][:, 1:]
     with pytest.raises(ValueError, match=rf"{name} has shape \[{len(rows)}, .*: give \[{len(rows)}"):
-        actor_of(folder).get_loss_and_metrics(batch)
+        shared.get_loss_and_metrics(batch)
 
 
-def test_a_batch_without_any_action_changes_nothing(folder: Path) -> None:
-    actor = actor_of(folder)
+def test_a_batch_without_any_action_changes_nothing(shared: ReinforceActor) -> None:
+    actor = shared
     batch, _, _ = batch_of()
     batch["mask"] = torch.zeros_like(batch["mask"])
     assert actor.get_loss_and_metrics(batch) == (0.0, {"loss": 0.0})
@@ -199,8 +205,8 @@ def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: 
     assert {name for name in one if not torch.equal(one[name], other[name])} == {n for n in one if "lora_A" in n}
 
 
-def test_the_tokenizer_has_nemos_names_too(folder: Path) -> None:
-    tokenizer = actor_of(folder).tokenizer
+def test_the_tokenizer_has_nemos_names_too(folder: Path, shared: ReinforceActor) -> None:
+    tokenizer = shared.tokenizer
     plain = AutoTokenizer.from_pretrained(folder)
     text = "Is this a good film?"
     ids = plain(text, add_special_tokens=False).input_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -107,6 +108,14 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def one_step(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run of one step."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert train(config_of(folder, out, steps=1)).step == 1
+    return out
+
+
 def assert_same(out: Path, whole: Path) -> None:
     """Bitwise the same checkpoint at the end, and the same metrics, each step's once."""
     ends = [folder / f"checkpoints/step-{STEPS:06d}/policy" for folder in (out, whole)]
@@ -170,8 +179,9 @@ def test_a_signal_during_a_step_saves_and_stops_and_the_run_resumes(
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
     assert (tmp_path / "curves.png").exists()
     torch.rand(7)
-    assert train(config).step == STEPS
-    assert_same(tmp_path, whole)
+    if number == signal.SIGTERM:  # a checkpoint does not know which signal it was
+        assert train(config).step == STEPS
+        assert_same(tmp_path, whole)
 
 
 def test_a_signal_before_the_first_step_is_done(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -213,7 +223,8 @@ def test_the_time_limit_saves_and_stops_and_the_run_resumes(
     summary = train(config_of(folder, tmp_path, run={"time_limit": "60"}), amid=passes)
     left = ("time limit", 75) if done < STEPS else (None, 0)
     assert (summary.step, summary.stopped, summary.exit_status) == (done, *left)
-    assert train(config_of(folder, tmp_path)).step == STEPS
+    if done < STEPS:
+        assert train(config_of(folder, tmp_path)).step == STEPS
     assert_same(tmp_path, whole)
 
 
@@ -227,11 +238,11 @@ def test_more_steps_go_on_from_the_end(folder: Path, whole: Path, tmp_path: Path
 
 def test_lora_and_an_offloaded_optimiser_go_on_bitwise(folder: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "whole", tmp_path / "resumed"]
-    for out, steps in zip(outs, ([STEPS], [3, STEPS]), strict=True):
+    for out, steps in zip(outs, ([3], [2, 3]), strict=True):
         for last in steps:
             train(config_of(folder, out, steps=last, lora=4, offload_optimizer=True))
     files = [
-        {path.name: path.read_bytes() for path in (out / f"checkpoints/step-{STEPS:06d}/policy").glob("*.safetensors")}
+        {path.name: path.read_bytes() for path in (out / "checkpoints/step-000003/policy").glob("*.safetensors")}
         for out in outs
     ]
     assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
@@ -269,22 +280,20 @@ def test_a_damaged_checkpoint_sets_the_run_back_one(
         ({"run": {"seed": 1}}, "made with run.seed 0; now it is 1"),
     ],
 )
-def test_other_settings_do_not_go_on(change: dict[str, Any], says: str, folder: Path, tmp_path: Path) -> None:
-    train(config_of(folder, tmp_path, steps=1))
+def test_other_settings_do_not_go_on(change: dict[str, Any], says: str, folder: Path, one_step: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
-        train(config_of(folder, tmp_path, **change))
+        train(config_of(folder, one_step, **change))
 
 
-def test_other_prompts_or_another_model_do_not_go_on(folder: Path, tmp_path: Path) -> None:
-    train(config_of(folder, tmp_path, steps=1))
-    config = config_of(folder, tmp_path)
+def test_other_prompts_or_another_model_do_not_go_on(folder: Path, one_step: Path, tmp_path: Path) -> None:
+    config = config_of(folder, one_step)
     config.data.num_validation = 5
     with pytest.raises(CheckpointError, match=r"data\.prompts' digest"):
         train(config)
     other = tiny_policy(tmp_path / "other")
     zoo.language_model("llama", other / "policy", seed=5)
     with pytest.raises(CheckpointError, match=r"policy\.model's weights"):
-        train(config_of(other, tmp_path))
+        train(config_of(other, one_step))
 
 
 def test_a_run_whose_weights_were_named_by_0_1_resumes(
@@ -325,8 +334,8 @@ def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
         train(config(4))
 
 
-def test_what_may_change_does_not_stop_it(folder: Path, tmp_path: Path) -> None:
-    train(config_of(folder, tmp_path, steps=1))
+def test_what_may_change_does_not_stop_it(folder: Path, one_step: Path, tmp_path: Path) -> None:
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     run = {"save_every": 1, "validate_every": 1, "keep_checkpoints": 1, "time_limit": "10", "num_samples": 0}
     config = config_of(folder, tmp_path, steps=2, run=run, max_batch_tokens=64)
     config.remote_rm.reward_model.port = 1
@@ -397,7 +406,7 @@ def test_each_checkpoint_names_the_critics_and_a_lost_one_is_told(
             state = json.loads((out / f"checkpoints/step-{step:06d}/state.json").read_text())
             assert state["manifest"]["state"]["critic"] == name
 
-        for _ in range(3):
+        for _ in range(2):
             critic.train(rows, ones, ones, ones).result()
             critic.save()  # as a run does that dies before its own checkpoint is there
             assert critic.state().step == 3
