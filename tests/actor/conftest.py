@@ -1,8 +1,18 @@
-"""Keeps runs from drawing curves, except those of module fixtures, as in test_training_run.py."""
+"""Keeps runs from drawing curves, except those of module fixtures, as in test_training_run.py; less work at a start."""
+
+from collections.abc import Iterator
 
 import pytest
 
+import same_self_checks
 from actor.runs import without_curves
+from light_peft import import_bitsandbytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _same_self_checks() -> Iterator[None]:
+    import_bitsandbytes()
+    yield from same_self_checks.once()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,12 @@
-"""One thread: the models are tiny, and results are compared bitwise."""
+"""One thread: the models are tiny, and results are compared bitwise; less work at a start."""
 
-import contextlib
-import importlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+import same_self_checks
+from light_peft import import_bitsandbytes
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -12,9 +14,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _without_compiler() -> None:
-    """Imports bitsandbytes, as peft does, without torch's compiler: it would take a second, and nothing calls it."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        importlib.import_module("bitsandbytes")
+@pytest.fixture(autouse=True, scope="module")
+def _same_self_checks() -> Iterator[None]:
+    import_bitsandbytes()
+    yield from same_self_checks.once()
