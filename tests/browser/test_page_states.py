@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import served
-from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, until
+from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, leave, until
 from browser.page_servers import running, settings, under_a_prefix
 from guerdon.settings.config import ModelConfig
 from server.keys import KEYS, keyed
@@ -93,7 +93,7 @@ def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) ->
         assert under == []
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
         assert page.locator("#models .pill").count() == 2
-        page.close()  # else it asks a server that has stopped
+        leave(page)  # else it asks a server that has stopped
 
 
 def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) -> None:
@@ -116,7 +116,7 @@ def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) ->
 def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
     config = settings(None, port=served.free_port())
     with running(config) as server:
-        page = visit(server.http_url, prepare=with_a_clock, expected=NO_ANSWER)
+        page = visit(server.http_url, prepare=with_a_clock, in_own_tab=True, expected=NO_ANSWER)
         assert not page.locator("#notice").is_visible()
         hold_the_clock(page)
     forward(page, 5)
@@ -140,13 +140,13 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
         page.wait_for_selector("body[data-state=live]")
         assert not page.locator("#notice").is_visible()
         assert page.locator("#verdict h1").inner_text() == "Ready, and idle"
-        page.close()
+        leave(page)
 
 
 def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> None:
     held: list[Any] = []
     is_hanging = [True]
-    page = visit(idle, prepare=with_a_clock)
+    page = visit(idle, prepare=with_a_clock, in_own_tab=True)
     hold_the_clock(page)
     assert page.locator("#server .pill.ok").inner_text() == "Ready"
     page.route("**/dashboard/snapshot*", lambda route: held.append(route) if is_hanging else route.continue_())
@@ -159,7 +159,12 @@ def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> Non
     is_hanging.clear()
     for route in held:
         route.continue_()
-    page.wait_for_selector("body[data-state=live]")
+
+    def is_live() -> bool:
+        forward(page, 1)  # the last request may have timed out by the held clock, before it was continued
+        return bool(page.locator("body").get_attribute("data-state") == "live")
+
+    comes(page, is_live)
     assert page.locator("#server .pill.ok").inner_text() == "Ready"
 
 
@@ -188,12 +193,12 @@ def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: V
     with running(plain) as server:
         # A browser asks its user first; this one has been given a key that is none here.
         wrong = {"username": "x", "password": "of another server"}
-        page = visit(server.http_url, prepare=with_a_clock, expected=NO_ANSWER, http_credentials=wrong)
+        page = visit(server.http_url, prepare=with_a_clock, in_own_tab=True, expected=NO_ANSWER, http_credentials=wrong)
     with running(keyed(tmp_path, port=plain.port, grpc_port=None, models=plain.models)):
         forward(page, 4)
         page.wait_for_selector("body[data-state=refused]")
         assert "asks for a key" in page.locator("#notice").inner_text()
-        page.close()
+        leave(page)
 
 
 @pytest.mark.parametrize("role", ["score", "admin"])
@@ -207,7 +212,7 @@ def test_the_browsers_own_question_for_a_key_opens_the_page(role: str, tmp_path:
             page.wait_for_selector("text=None in this window")
         else:
             assert "keys of the role admin" in page.locator("#samples").inner_text()
-        page.close()
+        leave(page)
 
 
 def test_a_refusal_says_what_the_server_says(idle: str, visit: Visit) -> None:
@@ -282,7 +287,7 @@ def test_it_works_under_the_prefix_of_a_proxy(idle: str, visit: Visit) -> None:
         page.locator(".response textarea").first.fill("Is it?")
         page.get_by_role("button", name="Score", exact=True).click()
         page.wait_for_selector(".scored li")
-        page.close()
+        leave(page)
 
 
 def test_a_model_that_is_not_served_gives_way_to_one_that_is(idle: str, visit: Visit) -> None:
