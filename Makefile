@@ -22,7 +22,7 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	policy_exact training_ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-small browser docs pages fuzz trainers ray check audit format bench clean
+.PHONY: help demo real test test-all test-real test-small browser docs pages fuzz trainers ray check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: $(VENV)/.dev  ## the quick tests, JOBS=3 files at a time
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-real: $(VENV)/.dev real  ## the tests with SmolLM2-135M-Instruct, some minutes
+	$(BIN)/python -m pytest -q tests/real $(ARGS)
 
 test-small: $(VENV)/.dev  ## the numeric tests with the instructions of smaller processors: AVX2, then none beyond SSE
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
