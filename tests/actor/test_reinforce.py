@@ -102,8 +102,10 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
     ids=["none", "mean", "grpo", "dr_grpo", "reinforce++", "kl in loss"],
 )
 def test_each_algorithm_resumes_bitwise(algorithm: dict[str, Any], folder: Path, url: str, tmp_path: Path) -> None:
+    # Of 8 tokens nearly all responses are cut, and where these are left out no step would learn anything.
+    rollouts = {"max_new_tokens": 40 if "leave_out_truncated" in algorithm else 8}
     for out, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
-        made = config_of(folder, url, tmp_path / out, algorithm=algorithm, steps=steps)
+        made = config_of(folder, url, tmp_path / out, algorithm=algorithm, steps=steps, rollouts=rollouts)
         assert reinforce.train(made).step == steps
     whole, resumed = (weights_of(tmp_path / out, 2) for out in ("whole", "parts"))
     for name, weight in whole.items():
