@@ -115,6 +115,7 @@ def kept(*arguments: str, **variables: str) -> list[dict[str, float]]:
 
 
 @needs_glibc
+@pytest.mark.slow
 def test_memory_that_a_model_frees_is_kept_for_the_next_batch(tmp_path: Path) -> None:
     folders = zoo.checkpoint("llama", tmp_path / "a"), zoo.language_model("llama", tmp_path / "b")
     both = kept(f"reward_model={folders[0]}", f"policy={folders[1]}")

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.checkpoint("llama", tmp_path_factory.mktemp("flood") / "llama")
 
 
-@pytest.fixture(params=[4096, 300])
+@pytest.fixture(params=[pytest.param(4096, marks=pytest.mark.slow), 300])
 def server(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[int, psutil.Process]]:
     """The port and the process of `guerdon serve`, which takes 4,096 or 300 requests at once."""
     command = [sys.executable, "-m", "guerdon", "serve", str(model), "--port", "0", "--no-grpc"]
