@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 from forks import Forks
-
 from processes import environment
 from served import free_port
 
