@@ -15,8 +15,8 @@ import zoo
 from guerdon.critic_core import TrainRequest
 from guerdon.training.critic_trainer import CriticTrainer
 
-SHARED = ((40, 4), (20, 3), (3, 2))
-"""Two prompts with several responses, and two rows that share nothing worth sharing; a prefix and a twin."""
+SHARED = ((40, 5), (20, 3), (3, 3))
+"""Two prompts with several responses, and three rows that share nothing worth sharing; a prefix and a twin."""
 APART = ((1, 1),) * 7
 SINGLE = ("gptj", "falcon", "mamba", "jamba")
 """Outside the attention registry, or with a state: run one by one."""
