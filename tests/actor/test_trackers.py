@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,9 @@ def test_tensorboard_has_the_same_without_what_was_done_again(tmp_path: Path) ->
     for step in range(5):
         tracked.log(step, {"reward": float(step)})
     tracked.close()
+    begun = int(time.time())
+    while int(time.time()) == begun:  # files are read in the order of their names, which have seconds
+        time.sleep(0.01)
     tracked = opened(tmp_path, step=2)
     tracked.log(3, {"reward": -3.0, "kl": 0.5})
     tracked.samples(3, [rollout(1.0)])
