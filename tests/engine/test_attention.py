@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils as masks
 
 from attended import CASES, CHUNK, CHUNKED, SCALE, WINDOW, Case, WrittenOut, tensors, tree, visible, written_out
-from guerdon.engine import linear
-from guerdon.engine.attention import cpu_parts, varlen
 from guerdon.engine.attention import flex as flex_module
+from guerdon.engine.attention import varlen
 from guerdon.engine.attention.by_segment import by_segment
 from guerdon.engine.attention.cascade import cascade
 from guerdon.engine.attention.flex import BLOCK, block_mask, flex
@@ -73,7 +72,6 @@ FORMS: dict[str, tuple[Compute, list[str]]] = {
     ),
     "cascade": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
     "cascade in blocks": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
-    "cascade in blocks, by oneDNN": (lambda batch, q, k, v, sinks, case: cascade(batch, q, k, v, SCALE), ["plain"]),
     "varlen": (
         lambda batch, q, k, v, sinks, case: varlen.varlen(
             batch, q, k, v, SCALE, reach(batch, case), sinks_of(case, sinks), kernel=WrittenOut()
@@ -108,27 +106,6 @@ def shared_and_not(names: Iterable[str]) -> list[tuple[str, bool]]:
     return [(name, share) for name in names for share in (True, False) if CASES[name].causal or not share]
 
 
-def use_onednn(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
-    """Makes cascade attention compute all parts by oneDNN's products, or none, whatever processor this is."""
-    monkeypatch.setattr(linear, "is_faster", lambda: on)
-    monkeypatch.setattr(cpu_parts, "_FEWEST_LOGITS", 0)
-
-
-@pytest.mark.parametrize("most", [cpu_parts._MOST_LOGITS, 1])
-def test_products_do_not_see_what_they_pad_with(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequences after one may hold anything, and its prefix is read in one part or, in small ones, many."""
-    use_onednn(monkeypatch, True)
-    monkeypatch.setattr(cpu_parts, "_MOST_LOGITS", most)
-    batch = tree(0, share=True)
-    query, key, value, *_ = tensors(batch, dtype=torch.float32)
-    want = cascade(batch, query, key, value, SCALE)
-    last = max(s.start for s in batch.segments if not s.ancestors)
-    assert last > 0
-    for x in (query, key, value):
-        x[:, :, last:] = torch.nan
-    assert torch.equal(cascade(batch, query, key, value, SCALE)[:, :, :last], want[:, :, :last])
-
-
 @pytest.mark.parametrize(
     ("form", "name", "share"), [(form, *which) for form, (_, names) in FORMS.items() for which in shared_and_not(names)]
 )
@@ -138,7 +115,6 @@ def test_outputs_and_gradients_equal_attention_written_out(
 ) -> None:
     if "in blocks" in form:
         monkeypatch.setattr("guerdon.engine.attention.cascade.QUERY_BLOCK", 16)
-    use_onednn(monkeypatch, "by oneDNN" in form)
     case = CASES[name]
     batch = tree(seed, share=share)
     assert max(len(s.ancestors) for s in batch.segments) == (3 if share else 0)

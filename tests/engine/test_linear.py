@@ -35,8 +35,8 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
 
 def used_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each product that oneDNN computes from now on."""
-    seen, own = [], linear.onednn
-    monkeypatch.setattr(linear, "onednn", lambda x, *more: (seen.append(x.shape[0]), own(x, *more))[1])
+    seen, own = [], linear._onednn
+    monkeypatch.setattr(linear, "_onednn", lambda x, *more: (seen.append(x.shape[0]), own(x, *more))[1])
     return seen
 
 

@@ -54,10 +54,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return _Product.apply(x, weight, bias)
-    return onednn(x, weight, bias)
+    return _onednn(x, weight, bias)
 
 
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return onednn(x, weight, bias)
+        return _onednn(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -74,8 +74,8 @@ class _Product(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         return (
-            onednn(rows, weight.t()).view(x.shape) if of_x else None,
-            onednn(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
+            _onednn(rows, weight.t()).view(x.shape) if of_x else None,
+            _onednn(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from guerdon.engine.attention.cpu_parts import Parts, diagonal
 from guerdon.engine.packing import PackedBatch
 
 QUERY_BLOCK = 192
 """Queries of one kernel call: the kernel also computes masked pairs inside blocks of 512 keys."""
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -54,18 +54,19 @@ def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scal
     """Returns the output `[1,H,T,D]` and the log-sum-exp of all logits, float32 `[1,H,T]`."""
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
-    parts = Parts(batch, query, key, value, scale)
     for s in batch.segments:
-        whole = slice(s.start, s.stop)
         for start in range(s.start, s.stop, QUERY_BLOCK):
-            own = slice(start, min(start + QUERY_BLOCK, s.stop))
-            keys = slice(s.start, own.stop)
-            out[:, :, own], lse[:, :, own] = parts.attend(own, keys, whole, causal=True)
+            stop = min(start + QUERY_BLOCK, s.stop)
+            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
+            out[:, :, start:stop], lse[:, :, start:stop] = _flash(
+                query[:, :, start:stop], key[:, :, s.start : stop], value[:, :, s.start : stop], 0.0, mask is None,
+                attn_mask=mask, scale=scale,
+            )  # fmt: skip
     for s in batch.segments:
         if s.end == s.stop:
             continue
-        below, whole = slice(s.stop, s.end), slice(s.start, s.stop)
-        o, weight = parts.attend(below, whole, whole, causal=False)
+        below, own = slice(s.stop, s.end), slice(s.start, s.stop)
+        o, weight = _flash(query[:, :, below], key[:, :, own], value[:, :, own], 0.0, False, scale=scale)
         before = lse[:, :, below]
         both = torch.logaddexp(before, weight)
         share = torch.exp(weight - both)[..., None]
@@ -94,9 +95,21 @@ def _backward(
     for s in batch.segments:
         for start in range(s.start, s.stop, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, s.stop)
-            mask = None if start == s.start else diagonal(batch, stop - start, stop - s.start, query.dtype)
+            mask = None if start == s.start else _diagonal(batch, stop - start, stop - s.start, query.dtype)
             add(slice(start, stop), slice(s.start, stop), mask, mask is None)
         if s.end > s.stop:
             add(slice(s.stop, s.end), slice(s.start, s.stop), None, False)
     dq, dk, dv = (total.to(query.dtype) for total in sums)
     return dq, dk, dv
+
+
+def _diagonal(batch: PackedBatch, rows: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """Returns the mask `[rows, keys]` of the last `rows` of `keys` tokens, 0 for visible keys, else -inf.
+
+    It is a view of a mask that all blocks with so many rows share, as wide as the longest sequence.
+    """
+    whole: Tensor | None = batch.cache.get((rows, dtype))
+    if whole is None:
+        whole = torch.full((rows, batch.max_length), float("-inf"), dtype=dtype).triu_(batch.max_length - rows + 1)
+        batch.cache[rows, dtype] = whole
+    return whole[:, batch.max_length - keys :]
