@@ -87,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=MOST_RESPONSE,
                         help=f"responses are cut after so many (default: {MOST_RESPONSE})")  # fmt: skip
     parser.add_argument("--only", default="", help="measure only the peers whose forms' names contain this text")
+    parser.add_argument("--busy", action="store_true", help="measure the peers beside a process that never waits")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all forms; medians are shown (default: 5)")
     parser.add_argument("--minutes", type=float, default=float("inf"),
                         help="start no round over the peers that would end later")  # fmt: skip
@@ -125,10 +126,11 @@ def measure_peers(args: argparse.Namespace) -> dict:
     ]
     known = QUICK if args.quick else [f.name for f in (*FORMS, *IN_PROCESS)]
     names = [name for name in known if wanted(name, args.only)]
-    found = contest.measure(cells, names, args.environments, args.out, rounds=args.rounds, end=args.end)
+    found = contest.measure(cells, names, args.environments, args.out, rounds=args.rounds, end=args.end, busy=args.busy)
     return {
         "data": args.data.name,
         "shape": args.shape,
+        "busy": args.busy,
         "rounds": args.rounds,
         "response_tokens": args.response_tokens,
         **found,

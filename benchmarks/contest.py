@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tqdm import tqdm
 import load
 from forms import FORMS, PADDED_TO_MAXIMUM, Form
 from in_process import ENGINE, IN_PROCESS, ONE_BY_ONE, InProcess, Worker
+from neighbour import neighbour
 from servers import Server, is_here
 from workload import Cell, Group
 
@@ -39,10 +40,13 @@ class Entrant:
     by_prompt: bool = False
 
 
-def measure(cells: list[Cell], names: list[str], environments: Path, folder: Path, *, rounds: int, end: float) -> dict:
+def measure(
+    cells: list[Cell], names: list[str], environments: Path, folder: Path, *, rounds: int, end: float, busy: bool
+) -> dict:
     """Measures the named forms over all cells, `rounds` times or until another round would end after `end`.
 
-    Forms that do not start, or fail, are skipped from then on and listed under "missing".
+    If `busy`, a process that never waits runs beside each. Forms that do not start, or fail, are skipped from then on and
+    listed under "missing".
     """
     missing: dict[str, str] = {}
     with ExitStack() as stack:
@@ -59,7 +63,8 @@ def measure(cells: list[Cell], names: list[str], environments: Path, folder: Pat
                 bar.set_description(f"round {number + 1}: {cell.load}, {cell.responses} responses")
                 for entrant in bar:
                     try:
-                        seconds, got, latencies = entrant.run(cell.groups)
+                        with neighbour() if busy else nullcontext():
+                            seconds, got, latencies = entrant.run(cell.groups)
                     except PeerFailed as e:
                         missing[entrant.name] = f"{cell.load}, {cell.responses} responses: {e}"
                         entrants.remove(entrant)
