@@ -45,8 +45,8 @@ def measure(
 ) -> dict:
     """Measures the named forms over all cells, `rounds` times or until another round would end after `end`.
 
-    If `busy`, a process that never waits runs beside each. Forms that do not start, or fail, are skipped from then on and
-    listed under "missing".
+    If `busy`, a process that never waits runs beside each form. Forms that do not start, or fail, are skipped from then
+    on and listed under "missing".
     """
     missing: dict[str, str] = {}
     with ExitStack() as stack:
