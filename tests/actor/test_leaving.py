@@ -200,8 +200,8 @@ def test_the_time_limit_counts_the_wait_for_the_server(folder: Path, tmp_path: P
 
 
 def test_a_limit_into_which_no_step_fits_is_an_error(folder: Path, tmp_path: Path) -> None:
-    with serving(EVEN) as server, pytest.raises(ConfigError, match=r"not one step fits into run\.time_limit, 0\.02"):
-        reinforce.train(reinforced(folder, tmp_path, server.http_url, time_limit="0.02"))
+    with serving(EVEN) as server, pytest.raises(ConfigError, match=r"not one step fits into run\.time_limit, 0\.01"):
+        reinforce.train(reinforced(folder, tmp_path, server.http_url, time_limit="0.01"))
 
 
 # ------------------------------------------------------------------------------------------- rewards and disks
