@@ -1,4 +1,4 @@
-"""Runs guerdon's commands as a user would type them; prints each one before it runs."""
+"""Runs commands as a user would type them; prints each one before it runs."""
 
 import os
 import re
@@ -8,21 +8,29 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from measured import Measured
 
 
 def guerdon(*arguments: object, num_threads: int | None = None, accepted: tuple[int, ...] = (0,)) -> None:
     """Runs `guerdon ARGUMENTS`; exits with its status if that is not `accepted`."""
-    command, env = _prepare(arguments, num_threads)
-    if (status := subprocess.run(command, check=False, env=env).returncode) not in accepted:
+    if (status := _start("guerdon", arguments, num_threads).wait()) not in accepted:
+        sys.exit(status)
+
+
+def script(path: Path, *arguments: object) -> None:
+    """Runs `python PATH ARGUMENTS`; exits with its status if that is not 0."""
+    if status := _start(path, arguments).wait():
         sys.exit(status)
 
 
 @contextmanager
 def serving(*arguments: object, log: Path, num_threads: int | None = None) -> Iterator[str]:
     """Runs `guerdon ARGUMENTS`, a server on a free port; yields its URL when it is ready, and stops it at the end."""
-    command, env = _prepare([*arguments, "--port", 0, "--no-grpc"], num_threads)
     with log.open("w", encoding="utf-8") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
+        arguments = (*arguments, "--port", 0, "--no-grpc")
+        process = _start("guerdon", arguments, num_threads, stdout=subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -37,7 +45,10 @@ def serving(*arguments: object, log: Path, num_threads: int | None = None) -> It
         process.stdout.close()
 
 
-def _prepare(arguments: tuple[object, ...] | list[object], num_threads: int | None) -> tuple[list[str], dict[str, str]]:
-    print("  $ guerdon", *arguments, flush=True)
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return [sys.executable, "-m", "guerdon", *map(str, arguments)], {**os.environ, **threads}
+def _start(program: str | Path, arguments: tuple[object, ...], num_threads: int | None = None, **io: Any) -> Measured:
+    is_guerdon = program == "guerdon"
+    print(f"  $ {'' if is_guerdon else 'python '}{program}", *arguments, flush=True)
+    env = {**os.environ, **({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)})}
+    words = ["-m", "guerdon"] if is_guerdon else [program]
+    name = f"guerdon {arguments[0]}" if is_guerdon else Path(program).name
+    return Measured(name, [sys.executable, *words, *arguments], env=env, **io)

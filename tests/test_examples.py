@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import chats
 from forks import Forks
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, get_algorithm
 from guerdon.settings.fields import from_mapping
 from guerdon.settings.sources import read_yaml
 from processes import environment
@@ -49,21 +51,41 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes pairs whose chosen answer is the longer one and has other words."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    draw = random.Random(0)
+    rows = [
+        {"prompt": f"How was film {i // 2}?", **{
+            key: " and ".join(f"{draw.choice(WHAT)} is {draw.choice(HOW[label])}" for _ in range(3 + label))
+            for label, key in enumerate(("rejected", "chosen"))
+        }}
+        for i in range(80)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def run(python: list[object], example: str, data: Path, out: Path, *arguments: object) -> tuple[dict, str]:
-    """Returns the example's judge.json and its stdout."""
+    """Returns the example's figures and its stdout."""
     command = [*python, EXAMPLES / example / "run.py", "--data", data, "--out", out, *arguments]
     environ = environment() | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((out / "judge.json").read_text()), done.stdout
+    return json.loads(next(out.glob("*.json")).read_text()), done.stdout
 
 
 def forking(folder: Path) -> list[object]:
     """Returns the words that run a script in a fork, and the commands that it starts as `python -m guerdon` too."""
-    python, guerdon, own = folder / "python", folder / "guerdon", folder / "own"
+    python, guerdon, own, code = (folder / name for name in ("python", "guerdon", "own", "code"))
     python.write_text(FORKS.wrapper("python"))
     guerdon.write_text(FORKS.wrapper("guerdon"))
-    own.write_text(f'#!/bin/sh -eu\ntest "$1 $2" = "-m guerdon"\nshift 2\nexec {guerdon} "$@"\n')
+    code.write_text(IN_A_FORK)
+    own.write_text(f"""#!/bin/sh -eu
+if [ "$1 $2" = "-m guerdon" ]; then shift 2; exec {guerdon} "$@"; fi
+exec {python} -c "$(cat {code})" {own} "$@"
+""")
     for program in (python, guerdon, own):
         program.chmod(0o755)
     return [python, "-c", IN_A_FORK, own]
@@ -75,10 +97,11 @@ def test_a_script_has_at_most_60_lines(path: Path) -> None:
 
 
 def test_the_settings_are_those_that_the_commands_have() -> None:
-    reinforce = from_mapping(ReinforceRunConfig, read_yaml(EXAMPLES / "movie_reviews/reinforce.yaml"))
-    ppo = from_mapping(PPORunConfig, read_yaml(EXAMPLES / "ppo/ppo.yaml"))
-    responses = [config.rollouts.prompts_per_step * config.rollouts.rollouts_per_prompt for config in (reinforce, ppo)]
-    assert responses == [reinforce.reinforce.global_batch_size, ppo.ppo.global_batch_size]
+    for path in ("movie_reviews/reinforce.yaml", "ppo/ppo.yaml", "smollm2/reinforce.yaml", "smollm2/ppo.yaml"):
+        kind = PPORunConfig if path.endswith("ppo.yaml") else ReinforceRunConfig
+        config = from_mapping(kind, read_yaml(EXAMPLES / path))
+        num_responses = config.rollouts.prompts_per_step * config.rollouts.rollouts_per_prompt
+        assert get_algorithm(config)[1].global_batch_size == num_responses
 
 
 @pytest.mark.timeout(300)
@@ -107,6 +130,37 @@ def test_an_example_leaves_what_it_says(example: str, name: str, reviews: Path, 
         assert list((out / "critic").iterdir())
 
 
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a random Llama of two layers whose template and EOS are SmolLM2's."""
+    folder = chats.save("chatml", tmp_path_factory.mktemp("chat"))
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<|im_end|>")
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=36, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_the_chat_example_takes_its_first_steps(chat_model: Path, pairs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    few = ["--model", chat_model, "--steps", 4, "--minutes", 2, "--seed", 3]
+    verdict, _ = run(forking(tmp_path), "smollm2", pairs, out, *few)
+    before, *trained = (verdict["policies"][name] for name in ("before", "reinforce", "ppo"))
+    assert abs(before["kl"]) < 1e-3 and before["rise"] == 0 and before["judge_wins"] == 0.5
+    assert all(figures["kl"] > 1e-6 for figures in trained)
+    assert verdict["accuracy"]["longer_uncut"] == 1 and verdict["accuracy"]["judge"] > 0.9
+    names = ["train_reward_model.py", "guerdon reinforce", "guerdon ppo", "guerdon serve-critic", *["respond.py"] * 3]
+    assert [part["name"] for part in verdict["parts"]] == [*names, "guerdon serve"]
+    assert all(part["seconds"] > 0 and part["gigabytes"] > 0 for part in verdict["parts"])
+    assert "[ppo, reward " in (out / "samples.txt").read_text()
+
+
 def test_the_parts_share_no_review(reviews: Path) -> None:
     code = (
         "import sys, json, pathlib; sys.path.insert(0, sys.argv[1]); import reviews\n"
@@ -121,6 +175,22 @@ def test_the_parts_share_no_review(reviews: Path) -> None:
     assert num_rows == 240
     assert accuracy == 1.0
     assert positive > 0.9
+
+
+def test_no_pair_tells_by_its_lengths_which_answer_is_better(pairs: Path) -> None:
+    code = (
+        "import sys, json, pathlib; sys.path.insert(0, sys.argv[1]); import pairs\n"
+        "print(json.dumps(pairs.read_parts(pathlib.Path(sys.argv[2]), 0)))"
+    )
+    command = [sys.executable, "-c", code, EXAMPLES / "smollm2", pairs]
+    parts = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert {name: len(rows) for name, rows in parts.items()} == {"reward_model": 48, "judge": 16, "held_out": 16}
+    prompts = [{row["prompt"] for row in rows} for rows in parts.values()]
+    assert sum(map(len, prompts)) == len(set.union(*prompts)) == 40
+    whole = {json.loads(line)[key] for line in pairs.read_text().splitlines() for key in ("chosen", "rejected")}
+    for row in (row for rows in parts.values() for row in rows):
+        assert len(row["chosen"].split()) == len(row["rejected"].split()) == row["count"]
+        assert row["longer_wins"] and not {row["chosen"], row["rejected"]} & whole
 
 
 @pytest.mark.slow
