@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
+from guerdon import cli
 from guerdon.engine.checkpoint.gguf_files import convert_gguf, read_gguf
-from guerdon.errors import GuerdonError
+from guerdon.errors import Exit, GuerdonError
 
 HEADS, GROUPS = 2, 1
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
@@ -110,9 +111,13 @@ def test_a_converted_folder_holds_what_the_file_stands_for(source: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 
-def test_the_weights_may_be_written_in_half_precision(source: Path, tmp_path: Path) -> None:
+def test_the_command_writes_half_precision_and_says_what_the_file_was(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_gguf(source, tmp_path / "model.gguf", quantised=True)
-    convert_gguf(read_gguf(tmp_path / "model.gguf"), tmp_path / "out", "bfloat16")
+    argv = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert cli.main(argv) == Exit.DONE
+    assert "dequantised from Q4_1, not the original weights" in capsys.readouterr().out
     assert {tensor.dtype for tensor in zoo.tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
