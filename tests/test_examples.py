@@ -152,8 +152,8 @@ def test_the_chat_example_takes_its_first_steps(chat_model: Path, pairs: Path, t
     few = ["--model", chat_model, "--steps", 4, "--minutes", 2, "--seed", 3]
     verdict, _ = run(forking(tmp_path), "smollm2", pairs, out, *few)
     before, *trained = (verdict["policies"][name] for name in ("before", "reinforce", "ppo"))
-    assert abs(before["kl"]) < 1e-3 and before["rise"] == 0 and before["judge_wins"] == 0.5
-    assert all(figures["kl"] > 1e-6 for figures in trained)
+    assert before["kl"] == before["rise"] == 0 and before["judge_wins"] == 0.5
+    assert all(abs(figures["kl"]) > 1e-7 for figures in trained)
     assert verdict["accuracy"]["longer_uncut"] == 1 and verdict["accuracy"]["judge"] > 0.9
     names = ["train_reward_model.py", "guerdon reinforce", "guerdon ppo", "guerdon serve-critic", *["respond.py"] * 3]
     assert [part["name"] for part in verdict["parts"]] == [*names, "guerdon serve"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pairs import read_parts, write_rows
 
-TOKENS, TEMPERATURE = 64, 0.7
+TOKENS, TEMPERATURE = 48, 1.0
 SHARES = {"reward_model": 0.27, "reinforce": 0.23, "ppo": 0.23}
 """Shares of --minutes; the rest is for loading, saving and comparing."""
 
@@ -50,7 +50,7 @@ def respond_flags(args: argparse.Namespace, name: str) -> list[object]:
     """Returns the flags of respond.py for the model before training and for the newest policy of a run."""
     policies = sorted((args.out / name).glob("checkpoints/step-*/policy"))
     return [
-        "--policy", policies[-1] if policies else args.model, "--start", args.model, "--tokens", TOKENS,
-        "--prompts", args.out / "held_out_prompts.jsonl", "--out", args.out / f"responses_{name}.jsonl",
-        "--temperature", TEMPERATURE, "--seed", args.seed,
+        "--policy", policies[-1] if policies else args.model, "--prompts", args.out / "held_out_prompts.jsonl",
+        "--out", args.out / f"responses_{name}.jsonl", "--tokens", TOKENS, "--temperature", TEMPERATURE,
+        "--seed", args.seed,
     ]  # fmt: skip

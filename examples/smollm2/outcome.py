@@ -26,9 +26,7 @@ def report(
     (out / "verdict.json").write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
     (out / "samples.txt").write_text(as_text(written), encoding="utf-8")
 
-    print(
-        f"\n  Of {accuracy['pairs']} held-out pairs, both answers cut to the same number of words, are told rightly by"
-    )
+    print(f"\n  The chosen answer of {accuracy['pairs']} held-out pairs, cut to equally many words, is found by")
     print(f"    {accuracy['reward_model']:.2f}  the reward model")
     print(f"    {accuracy['judge']:.2f}  the judge: another kind of model, other prompts")
     print(f"    {accuracy['more_characters']:.2f}  the number of characters")

@@ -1,7 +1,7 @@
 """Reads preferences, cuts both answers of a pair to the same number of words, and splits the pairs by prompt.
 
-Longer answers usually win, and the shorter one usually ends where it was cut off last: a model could learn only that.
-So both answers lose their ends, and a pair says nothing by its length. They are then as short as the policy's.
+Longer answers usually win. Cut to the shorter one's length, only the longer one would stop in the middle of
+a sentence, which tells as much. So both lose their ends, and are then about as short as the policy's answers.
 """
 
 import gzip
@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 WORDS = 48
-"""Longest answer, in words: about 64 tokens, as many as the policy writes."""
+"""Longest answer, in words: about 64 tokens. The policy writes 48."""
 FEWEST_WORDS = 8
 PROMPT_WORDS = 60
 PARTS = {"reward_model": 0.6, "judge": 0.2, "held_out": 0.2}

@@ -1,46 +1,48 @@
 """Samples responses to prompts from a policy, and measures its KL divergence from the model that it started as."""
 
+import json
 from pathlib import Path
 
 import torch
 from command import run
 from pairs import read_rows, write_rows
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS, RESPONSES = 16, 2
-"""Prompts in a batch, and responses to each."""
+from guerdon import ReinforceActor
+from guerdon.settings.actors import PolicyConfig, RolloutConfig
+
+RESPONSES = 2
+"""Responses to each prompt."""
 
 
-@torch.inference_mode()
-def respond(policy: Path, start: Path, prompts: Path, out: Path, tokens: int, temperature: float, seed: int) -> None:
+def load(policy: Path, rollouts: RolloutConfig, seed: int) -> ReinforceActor:
+    """Loads a model, or an adapter that a run has saved and the model that it belongs to."""
+    if not (file := policy / "adapter_config.json").exists():
+        return ReinforceActor(str(policy), rollouts, seed=seed)
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    model, scale = adapter["base_model_name_or_path"], adapter["lora_alpha"]
+    actor = ReinforceActor(PolicyConfig(model=model, lora=adapter["r"], lora_alpha=scale), rollouts, seed=seed)
+    actor.load(policy)
+    return actor
+
+
+def respond(policy: Path, prompts: Path, out: Path, tokens: int, temperature: float, seed: int) -> None:
     """Writes a row for each response: prompt, response, its tokens, whether EOS ended it, and the KL in nats."""
-    tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
-    model, reference = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (policy, start))
-    torch.manual_seed(seed)
+    actor = load(policy, RolloutConfig(max_new_tokens=tokens, temperature=temperature), seed)
     asked = [row["prompt"] for row in read_rows(prompts)]
-    rows = []
-    for i in tqdm(range(0, len(asked), PROMPTS), desc=f"  {out.stem}", unit="batch"):
-        chats = [[{"role": "user", "content": prompt}] for prompt in asked[i : i + PROMPTS]]
-        encoded = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, padding=True, return_dict=True, return_tensors="pt"
-        )
-        made = model.generate(
-            **encoded, max_new_tokens=tokens, do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-            num_return_sequences=RESPONSES, output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        responses = made.sequences[:, encoded["input_ids"].shape[1] :]
-        is_eos = responses == tokenizer.eos_token_id
-        mask = is_eos.cumsum(1) - is_eos.long() == 0  # up to the first EOS
-        seen = torch.cat([encoded["attention_mask"].repeat_interleave(RESPONSES, 0), mask], 1)
-        logits = reference(input_ids=made.sequences, attention_mask=seen, logits_to_keep=len(made.scores) + 1).logits
-        log_p, log_q = torch.stack(made.scores, 1).log_softmax(-1), (logits[:, :-1] / temperature).log_softmax(-1)
-        kl = ((log_p.exp() * (log_p - log_q)).sum(-1) * mask).sum(1)
-        for j, response in enumerate(responses):
-            text = tokenizer.decode(response[mask[j]], skip_special_tokens=True)
-            figures = {"tokens": mask[j].sum().item(), "ended": is_eos[j].any().item(), "kl": kl[j].item()}
-            rows.append({"prompt": asked[i + j // RESPONSES], "response": text, **figures})
-    write_rows(rows, out)
+    chats = [[{"role": "user", "content": prompt}] for prompt in asked]
+    rendered = actor.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    ids = [torch.tensor(actor.tokenizer.text_to_ids(text)) for text in rendered]
+    lengths = torch.tensor([len(row) for row in ids])
+    actor.prepare_for_inference()
+    made = actor.infer({"text": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), "length": lengths}, RESPONSES)
+    rows = made["response_tokens"], made["response_lengths"], made["prompt_lengths"]
+    kl = (actor.get_inference_log_probs(*rows) - actor.get_init_policy_logprobs(*rows)).sum(-1)
+    answers = []
+    for i, (row, end, start) in enumerate(zip(*rows, strict=True)):
+        text = actor.tokenizer.ids_to_text(row[start:end])
+        figures = {"tokens": (end - start).item(), "ended": made["is_end"][i].item(), "kl": kl[i].item()}
+        answers.append({"prompt": asked[i // RESPONSES], "response": text, **figures})
+    write_rows(answers, out)
 
 
 if __name__ == "__main__":
