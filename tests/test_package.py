@@ -49,6 +49,7 @@ def test_the_distribution_has_what_its_tests_read(unpacked: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_tests_of_pages_and_files_pass_in_the_distribution(unpacked: Path) -> None:
     tests = ["tests/test_docs.py", "tests/test_layout.py", "tests/test_examples.py", "tests/wire/test_score_tensors.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]

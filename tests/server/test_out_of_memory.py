@@ -153,6 +153,7 @@ def test_an_error_that_is_not_memorys_leaves_the_budget() -> None:
             True,
         ),
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a primitive"), True),
         (OutOfMemoryError("any text"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (ServerFault("rank 1 on gpu-2: OutOfMemoryError: CUDA out of memory."), True),

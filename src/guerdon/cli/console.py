@@ -154,6 +154,10 @@ def shows_colours(stream: TextIO) -> bool:
     return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
+_FIRST_FAILS_S = 10.0
+"""How long another rank of a host waits for the first one to print the same error, in seconds."""
+
+
 def _is_first(variable: str) -> bool:
     """Returns whether this is rank 0 of the launch (RANK) or of this host (LOCAL_RANK)."""
     return os.environ.get(variable, "0") == "0"
@@ -175,9 +179,11 @@ def say(text: str) -> None:
 
 
 def fail(what: object, help_text: str, status: int) -> int:
-    """Prints what is wrong and what to do, once per host; returns `status`."""
-    if not _is_first("LOCAL_RANK"):  # all ranks raise the same, but a file may be missing on one host only
-        return status
+    """Prints what is wrong and what to do, as a rule once per host; returns `status`."""
+    if not _is_first("LOCAL_RANK"):
+        # As a rule the host's first rank fails likewise and prints it, and the launcher then ends this one. If this one
+        # left earlier, the launcher would end the first one before it printed anything.
+        time.sleep(_FIRST_FAILS_S)
     notes = getattr(what, "__notes__", ())
     if _format == "json":
         _write_json(sys.stderr, "error", "; ".join([str(what), *notes]), help=help_text)

@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = (
     "out of memory", "_STATUS_ALLOC_FAILED", "not enough memory", "allocate memory", "bad_alloc", "OutOfMemoryError",
+    "could not create a primitive", "could not create a memory",
 )  # fmt: skip
-"""Found in the texts of errors: of CUDA and its libraries, of torch on a CPU, of C++, and of another rank's error,
-which arrives as text."""
+"""Found in the texts of errors: of CUDA and its libraries, of torch on a CPU, of C++, of oneDNN, and of another rank's
+error, which arrives as text."""
 _FAULTS = (
     "an illegal memory access", "an illegal instruction", "device-side assert", "misaligned address",
     "unspecified launch failure", "invalid program counter", "hardware stack error", "uncorrectable",
@@ -60,15 +61,16 @@ class Halving:
         """Returns the answer to a sample that alone raises this error; raises as `check_device`."""
         if isinstance(error, Unavailable):
             return error.with_traceback(None)  # whose frames refer to the answer: that cycle would keep the batch
-        is_alone = len(batch.entries) == 1
+        is_alone, cause = len(batch.entries) == 1, ""
         if is_out_of_memory(error):
+            cause = " for lack of memory"  # which the error itself may not say
             self.num_out_of_memory += 1
             self._is_sample_too_large |= is_alone
         else:
             check_device(error)
         if isinstance(error, GuerdonError):
             return without_frames(error)  # frames may hold a forward's tensors
-        answer = ServerFault(f"the model failed on this sample: {type(error).__name__}: {error}")
+        answer = ServerFault(f"the model failed on this sample{cause}: {type(error).__name__}: {error}")
         if is_alone:
             failure(log, logging.ERROR, "%s failed on a sample", self._model, error=error)
         without_frames(error)  # for whoever else holds it
