@@ -22,7 +22,7 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	policy_exact training_ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-small browser docs pages fuzz trainers ray check audit format bench clean
+.PHONY: help demo real test test-all test-real test-small browser docs pages fuzz trainers ray manifests check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ trainers: $(VENV)/.dev  ## try the real trainers, each in an environment of its 
 ray: $(VENV)/.dev  ## install Ray too (300 MB, once), and try the service as a Ray Serve deployment
 	$(PIP) install -c constraints.txt -e '.[dev,ray]'
 	$(BIN)/python -m pytest -q tests/deploy $(ARGS)
+
+manifests: $(VENV)/.dev  ## install Kubernetes' schemas too (22 MB, once), and check deploy/ (GUERDON_CRDS=FOLDER: operators' kinds too)
+	$(PIP) install -c constraints.txt -e '.[dev,manifests]'
+	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py tests/deploy/test_schemas.py $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, unsafe calls, and who may import whom
 	$(BIN)/ruff format --check .
