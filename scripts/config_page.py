@@ -10,7 +10,15 @@ from typing import Any, Literal
 import generated
 from generated import ROOT
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
-from guerdon.settings.config import ComponentConfig, CriticConfig, EngineConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import (
+    ComponentConfig,
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    RewardConfig,
+    ServerConfig,
+    TeacherConfig,
+)
 from guerdon.settings.fields import default_of, without_none
 from guerdon.settings.sources import CRITIC_PORTS, grouped_fields, nested_fields
 
@@ -28,8 +36,9 @@ startup; an empty default means no value. A boolean flag stands alone or with a 
 
 | section | where it is given |
 | --- | --- |
-| [The server](#the-server) | `guerdon serve`, `guerdon serve-critic`: at the top of `--config FILE.yaml`, or as flags |
+| [The server](#the-server) | `guerdon serve` and the like: at the top of `--config FILE.yaml`, or as flags |
 | [Models](#models) | each item of `models:` in that file, or flags of `guerdon serve MODEL` |
+| [Teachers](#teachers) | items of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher MODEL` |
 | [Sums of rewards](#sums-of-rewards) | each item of `rewards:` in that file; see [rewards.md](rewards.md) |
 | [The critic](#the-critic) | `critic:` in that file, or flags of `guerdon serve-critic MODEL` |
 | [The actors](#the-actors) | sections of the file of `guerdon reinforce` and `guerdon ppo`, or flags with their paths |
@@ -52,7 +61,13 @@ MODELS = """
 ## Models
 
 In a file, `models:` has one item per model. If there is only one model, flags set the same. `guerdon score --model`
-also takes these flags.
+also takes these flags. Without `kind`, an item is a reward model or a function.
+"""
+
+TEACHERS = """
+## Teachers
+
+An item of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher`.
 """
 
 CRITIC = """
@@ -156,8 +171,11 @@ def page() -> str:
         "\n### What is served",
         *without_flags(ServerConfig, "models", "rewards", "critic"),
         MODELS.rstrip(),
-        *without_flags(ModelConfig, "model"),
+        *without_flags(ModelConfig, "kind", "model"),
         *by_group(ModelConfig),
+        TEACHERS.rstrip(),
+        *without_flags(TeacherConfig, "kind", "model"),
+        *by_group(TeacherConfig),
         SUMS.rstrip(),
         *without_flags(RewardConfig),
         "\n### Components",

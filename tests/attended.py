@@ -12,7 +12,7 @@ from transformers import masking_utils as masks
 
 from guerdon.engine.attention.patterns import Pattern, packed_mask
 from guerdon.engine.attention.varlen import KernelCall
-from guerdon.engine.packing import PackedBatch, pack
+from guerdon.engine.packing import PackedBatch, indices, pack
 
 SCALE = 0.3
 WINDOW = 21
@@ -88,7 +88,7 @@ def visible(batch: PackedBatch, case: Case) -> Tensor:
     seen = torch.zeros(batch.num_tokens, batch.num_tokens, dtype=torch.bool)
     positions = torch.from_numpy(batch.positions)
     for i in range(len(batch.rows)):
-        at = torch.from_numpy(batch.gather(i))
+        at = torch.from_numpy(indices(batch.spans[i]))
         own = torch.ones(len(at), len(at), dtype=torch.bool)
         if case.causal:
             own.tril_()

@@ -29,7 +29,15 @@ from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
-from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ServerConfig, check_settings
+from guerdon.settings.config import (
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    ServedModelConfig,
+    ServerConfig,
+    TeacherConfig,
+    check_settings,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +48,13 @@ _LAST_WORDS_S = 5.0
 """How long a server that has lost a rank may take to tell its clients."""
 
 
-def build_scorer(config: ModelConfig, ranks: Ranks = ALONE) -> Any:
-    """Builds the scorer of one configured model: a checkpoint's Engine, or the user's function `module:function`."""
+def build_scorer(config: ServedModelConfig, ranks: Ranks = ALONE) -> Any:
+    """Builds the scorer of one configured model: a checkpoint's engine, or the user's function `module:function`."""
+    if isinstance(config, TeacherConfig):
+        from guerdon.engine.checkpoint.language_models import load_policy
+        from guerdon.engine.teacher import TeacherEngine
+
+        return TeacherEngine(load_policy(config, ranks=ranks.frozen()))
     if ":" in config.model and not Path(config.model).exists():
         from guerdon.engine.functions import FunctionScorer
 
@@ -99,7 +112,7 @@ def _needing_memory(config: CriticConfig) -> Iterator[None]:
 class Parts:
     """How to build a server's parts; `limits` override those of the settings, by model name."""
 
-    scorer: Callable[[ModelConfig, Ranks], Any] = build_scorer
+    scorer: Callable[[ServedModelConfig, Ranks], Any] = build_scorer
     trainer: Callable[[CriticConfig, Ranks], Any] = build_trainer
     critic: Callable[[CriticConfig, Any], Critic] = Critic
     limits: dict[str, Limits] | None = None
@@ -112,7 +125,7 @@ PLAIN = Parts()
 class _Models:
     """The models that one rank has loaded."""
 
-    served: list[tuple[ModelConfig, Any]]
+    served: list[tuple[ServedModelConfig, Any]]
     learner: Any = None
 
     def worker(self, config: ServerConfig, parts: Parts, ranks: Ranks) -> Worker:
@@ -271,7 +284,7 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
         check_settings(config)
         if not config.models and config.critic is None:
             raise ConfigError("no model to serve", "name one: guerdon serve MODEL, or `models:` in the YAML file")
-    served = []
+    served: list[tuple[ServedModelConfig, Any]] = []
     for model in config.models:
         with ranks.raise_on_all_ranks():
             served.append((model, parts.scorer(model, ranks)))

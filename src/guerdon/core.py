@@ -11,6 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from guerdon.critic_core import TrainRequest
     from guerdon.errors import GuerdonError
+    from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 
 Message = dict[str, Any]
 """One chat message: a dict with `role` and `content`."""
@@ -52,7 +53,7 @@ class Sequence:
     share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions (int64 `[K]`, each below T)
     whose values are wanted as step rewards. A scorer of values may leave out the reward unless `wants_reward`.
     `prompt` and `label` come from the sender, for a user's function. If `is_response`, the text is a response without
-    its prompt. `width` is the length of the padded row that the tokens were sent in.
+    its prompt. `width` is the length of the padded row that the tokens were sent in. `query` is for a teacher.
     """
 
     tokens: np.ndarray
@@ -65,6 +66,7 @@ class Sequence:
     label: Any = None
     is_response: bool = False
     width: int | None = None
+    query: LogprobQuery | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -76,14 +78,15 @@ class Sequence:
 class Score:
     """The result for one sequence.
 
-    `reward` is the scalar; `attributes` are float32 `[A]` if the model has several, `values` float32 `[T]` if it has
-    one per token, `steps` float32 `[K]` if it rewards steps.
+    `reward` is the scalar, NaN from a teacher; `attributes` are float32 `[A]` if the model has several, `values`
+    float32 `[T]` if it has one per token, `steps` float32 `[K]` if it rewards steps, `logprobs` what a teacher says.
     """
 
     reward: float
     attributes: np.ndarray | None = None
     values: np.ndarray | None = None
     steps: np.ndarray | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,10 @@ class Truncation:
 class ScoreRequest:
     """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
 
-    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards; each has one entry per
-    sample. `timeout_s` counts from arrival. Requests of higher `priority` go first. `wants_rewards` is False if nobody
-    reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the longest of them.
+    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `queries` what a teacher
+    is asked; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
+    `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the
+    longest of them.
 
     `prompts` and `labels` (any JSON value) are for functions that have such parameters. With `add_special_tokens` the
     tokenizer's special tokens are added to texts. Without `truncation` the server's setting decides about samples that
@@ -122,6 +126,7 @@ class ScoreRequest:
     add_special_tokens: bool = False
     truncation: Truncation | None = None
     width: int | None = None
+    queries: list[LogprobQuery] | None = None
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())
@@ -175,10 +180,11 @@ class Command:
 class ModelInfo:
     """What a served model is, takes and returns: all that transports and clients need to know of it.
 
-    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`; `attribute_names` are
-    the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor `rewards` has a
-    column for each attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded.
-    `takes_prompts` and `takes_labels` say that a user's function has such parameters.
+    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`, `logprobs`;
+    `attribute_names` are the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor
+    `rewards` has a column for each attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded.
+    `takes_prompts` and `takes_labels` say that a user's function has such parameters. A teacher gives at most the
+    `max_top_k` likeliest ids of a position, and hidden states of `hidden_size` numbers.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
     that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and
@@ -213,6 +219,8 @@ class ModelInfo:
     vocabulary: str = ""
     tokenizer: str = ""
     sampled_version: str = ""
+    max_top_k: int = 0
+    hidden_size: int = 0
 
     def is_named(self, recorded: str) -> bool:
         """Whether a version on disk names these weights, in the form of guerdon 0.1 as well."""
@@ -225,4 +233,4 @@ class ModelInfo:
     @property
     def is_by_token(self) -> bool:
         """Whether it returns results for single tokens or steps, whose positions clients count."""
-        return "values" in self.outputs or "step_rewards" in self.outputs
+        return not {"values", "step_rewards", "logprobs"}.isdisjoint(self.outputs)

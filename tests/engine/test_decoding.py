@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from guerdon.engine.decoding import FIRST_CAPACITY, Decoding
-from guerdon.engine.packing import pack
+from guerdon.engine.packing import indices, pack
 
 HEADS, KV_HEADS, SIZE, VALUE_SIZE = 6, 2, 8, 4
 LAYERS = ("first", "second")
@@ -49,7 +49,7 @@ class Driven:
             for layer in LAYERS:
                 self.decoding.store(layer, keys[layer][None], values[layer][None])
             for i, row in enumerate(batch.rows):
-                at = torch.from_numpy(batch.gather(i))
+                at = torch.from_numpy(indices(batch.spans[i]))
                 prompts[row] = Row({n: x[:, at] for n, x in keys.items()}, {n: x[:, at] for n, x in values.items()})
         self.decoding.prompts = None
         for i, count in enumerate(counts):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from guerdon.core import MIN_SHARED
-from guerdon.engine.packing import MAX_DEPTH, PackedBatch, pack
+from guerdon.engine.packing import MAX_DEPTH, PackedBatch, indices, pack
 
 
 def rows_of(rng: np.random.Generator, prompts: int, responses: int, prompt: int = 40) -> list[np.ndarray]:
@@ -18,7 +18,7 @@ def rows_of(rng: np.random.Generator, prompts: int, responses: int, prompt: int 
 
 
 def contents(batches: list[PackedBatch]) -> dict[int, list[int]]:
-    return {row: b.tokens[b.gather(i)].tolist() for b in batches for i, row in enumerate(b.rows)}
+    return {row: b.tokens[indices(b.spans[i])].tolist() for b in batches for i, row in enumerate(b.rows)}
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -32,8 +32,8 @@ def test_every_row_is_there_whole_with_its_positions(share: bool, budget: int, s
     assert contents(batches) == {i: row.tolist() for i, row in enumerate(rows)}
     for b in batches:
         for i, row in enumerate(b.rows):
-            assert b.positions[b.gather(i)].tolist() == list(range(len(rows[row])))
-            assert b.last[i] == b.gather(i)[-1]
+            assert b.positions[indices(b.spans[i])].tolist() == list(range(len(rows[row])))
+            assert b.last[i] == indices(b.spans[i])[-1]
         assert b.num_tokens <= budget + (MIN_SHARED * len(b.rows) if share else 0) or len(b.rows) == 1
         assert b.max_length == max(len(rows[r]) for r in b.rows)
 

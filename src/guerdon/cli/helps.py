@@ -85,6 +85,28 @@ replays the later requests from the journal. A YAML file has the same settings; 
     learning_rate: 9e-6
 """
 
+TEACHER_EXAMPLES = """\
+Serve log-probs of a frozen language model, over HTTP and gRPC, until SIGTERM or Ctrl-C.
+
+examples:
+  # a teacher or reference, on port 5555
+  guerdon serve-teacher ./my-model
+  # beside other models
+  guerdon serve-teacher ./my-model --name reference --port 5600
+  # several models, as below
+  guerdon serve-teacher --config teachers.yaml
+"""
+
+TEACHER_NOTES = """\
+MODEL is any causal language model that transformers loads; it needs no reward head. A server may have several teachers,
+and reward models beside them:
+
+  models:
+    - {kind: teacher, name: teacher, model: ./qwen-14b, dtype: bfloat16}
+    - {kind: teacher, name: reference, model: ./sft}
+    - {name: reward_model, model: ./my-reward-model}
+"""
+
 SCORE_EXAMPLES = """\
 Score a JSONL file through running servers, or by a model loaded in this process.
 
@@ -221,6 +243,7 @@ examples:
 COMMANDS: dict[str, tuple[str, str | None]] = {
     "serve": (SERVE_EXAMPLES, SERVE_NOTES),
     "serve-critic": (CRITIC_EXAMPLES, CRITIC_NOTES),
+    "serve-teacher": (TEACHER_EXAMPLES, TEACHER_NOTES),
     "score": (SCORE_EXAMPLES, SCORE_NOTES),
     "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
     "ppo": (PPO_EXAMPLES, PPO_NOTES),

@@ -17,7 +17,7 @@ from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, Exit
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, describe_run
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
 from guerdon.settings.sources import (
     CRITIC_PORTS,
     add_section_flags,
@@ -38,6 +38,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     _add_serve(commands)
     _add_serve_critic(commands)
+    _add_serve_teacher(commands)
     _add_score(commands)
     _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
@@ -74,7 +75,7 @@ class _ShowVersions(argparse.Action):
         parser.exit()
 
 
-# serve, serve-critic
+# serve, serve-critic, serve-teacher
 
 
 def _add_serve(commands: Any) -> None:
@@ -103,6 +104,22 @@ def _add_serve_critic(commands: Any) -> None:
     add_server_flags(parser, ServerConfig, CriticConfig, defaults=CRITIC_PORTS)
 
 
+def _add_serve_teacher(commands: Any) -> None:
+    parser = _add_command(
+        commands, "serve-teacher", "Serve log-probs of a language model, over HTTP and gRPC.", run_serve_teacher
+    )
+    parser.show_first(
+        "config", "host", "port", "api_keys_file", "name", "max_top_k", "dtype", "device", "max_length",
+        "tensor_parallel",
+    )  # fmt: skip
+    parser.usage = "guerdon serve-teacher [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a causal language model.")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
+    )
+    add_server_flags(parser, ServerConfig, TeacherConfig)
+
+
 def run_serve(args: argparse.Namespace) -> None:
     """Loads reward models and serves them until SIGTERM or SIGINT."""
     _serve(read_server_settings(args))
@@ -111,6 +128,11 @@ def run_serve(args: argparse.Namespace) -> None:
 def run_serve_critic(args: argparse.Namespace) -> None:
     """Loads a critic, replays its journal, and serves it until SIGTERM or SIGINT."""
     _serve(read_critic_settings(args))
+
+
+def run_serve_teacher(args: argparse.Namespace) -> None:
+    """Loads a teacher and serves it until SIGTERM or SIGINT."""
+    _serve(read_server_settings(args, TeacherConfig))
 
 
 def _serve(config: ServerConfig) -> None:

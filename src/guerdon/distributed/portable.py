@@ -34,6 +34,7 @@ _OWN_MODULES = frozenset(
         "guerdon.critic_core",
         "guerdon.distributed.ranks",
         "guerdon.errors",
+        "guerdon.teacher_core",
         "guerdon.training.policy_trainer",
     }
 )

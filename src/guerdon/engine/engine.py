@@ -14,6 +14,7 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.heads import to_scores
+from guerdon.engine.layers import free_weights
 from guerdon.engine.microbatches import MicroBatch
 from guerdon.engine.self_check import check_finite, choose_path
 from guerdon.errors import ConfigError, SampleFailed
@@ -49,7 +50,7 @@ class Engine(Forward):
 
         Collective if `ranks.in_step`. `path` replaces the chosen path; its attention must be in use.
         """
-        rows, limits, slots = _deduplicate(sequences)
+        rows, limits, slots = deduplicate(sequences)
         outputs: list[torch.Tensor] = []
         own = [np.empty(0, dtype=np.int64)] * len(rows)  # each row's indices into all outputs: one, or one a token
         num_outputs = 0
@@ -136,12 +137,10 @@ class Engine(Forward):
 
     def discard(self) -> None:
         """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
-        for module in (*self.trunk.modules(), *self.head.modules()):
-            module._parameters.clear()
-            module._buffers.clear()
+        free_weights(self.trunk, self.head)
 
 
-def _deduplicate(sequences: list[Sequence]) -> tuple[list[np.ndarray], list[int | None], list[int]]:
+def deduplicate(sequences: list[Sequence]) -> tuple[list[np.ndarray], list[int | None], list[int]]:
     """Returns the distinct rows of tokens, the first prompt length of each, and each sequence's index among them."""
     slots: dict[bytes, int] = {}
     rows: list[np.ndarray] = []

@@ -222,8 +222,10 @@ def _no_steps(rule: StepRule) -> SampleFailed:
 class OutputHead:
     """Logits from hidden states by a language model's own code, with its scaling, soft caps, biases and tied weights.
 
-    It runs the model's forward with a stand-in for its trunk that returns the given states.
+    It runs the model's forward with a stand-in for its trunk that returns the given states, each of `width` numbers.
     """
+
+    width = 0
 
     def __init__(self, model: Any, trunk: Any, folder: Path, fsdp: Fsdp = NOT_SHARDED) -> None:
         """Raises CheckpointError if the logits differ from those of the whole model."""
@@ -271,7 +273,7 @@ class OutputHead:
                 seen.append(self._fsdp.through_root(self._trunk)(input_ids=tokens, use_cache=False))
         finally:
             hook.remove()
-        self._output = type(seen[0])
+        self._output, self.width = type(seen[0]), seen[0].last_hidden_state.shape[-1]
         got = self(seen[0].last_hidden_state[0])
         if got.shape != want.shape:
             return float("inf")

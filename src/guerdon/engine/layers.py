@@ -25,6 +25,13 @@ def layers(trunk: nn.Module) -> list[nn.Module]:
     return [layer for name in layer_lists(trunk) for layer in trunk.get_submodule(name).children()]
 
 
+def free_weights(*modules: nn.Module) -> None:
+    """Frees the modules' weights, even if something else refers to the modules; they can compute nothing any more."""
+    for module in (part for whole in modules for part in whole.modules()):
+        module._parameters.clear()
+        module._buffers.clear()
+
+
 def watch_layers(trunk: nn.Module, tick: Callable[..., None]) -> bool:
     """Calls `tick` after each layer's forward and backward; returns False if the trunk has no list of layers."""
 

@@ -27,7 +27,7 @@ TABLE = 1 << 26
 CACHED = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that are worked on at once: on a CPU as many as fit into its caches, on a GPU enough to keep it busy."""
 
-_IMPOSSIBLE = -200.0
+IMPOSSIBLE = -200.0
 """A log-prob below which the probability is 0 in float32; 0 x -inf would be NaN."""
 
 
@@ -143,14 +143,14 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         entropies = torch.empty_like(logprobs) if with_entropies else None
         normalisers = torch.empty_like(logprobs)
-        for rows in _row_slices(logits):
-            part = _scale(logits[rows], temperature)
+        for rows in row_slices(logits):
+            part = scale(logits[rows], temperature)
             table = torch.log_softmax(part, -1)
             # From the largest logit: the target's own may be -inf.
             normalisers[rows] = part.amax(-1) - table.amax(-1)
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropies is not None:
-                entropies[rows] = -(table.exp().mul_(table.clamp_(min=_IMPOSSIBLE))).sum(-1)
+                entropies[rows] = -(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1)
         ctx.save_for_backward(logits, targets, normalisers, entropies)
         ctx.temperature = temperature
         return logprobs, entropies
@@ -162,26 +162,25 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, targets, normalisers, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         slopes = (slopes / ctx.temperature)[:, None]
-        for rows in _row_slices(logits):
-            table = _scale(logits[rows], ctx.temperature) - normalisers[rows, None]
+        for rows in row_slices(logits):
+            table = scale(logits[rows], ctx.temperature) - normalisers[rows, None]
             if entropies is None or entropy_slopes is None:
                 part = table.exp_().mul_(-slopes[rows])
             else:
                 by_entropy = entropy_slopes[rows, None] / ctx.temperature
                 part = table.exp()
-                part.mul_(
-                    table.clamp_(min=_IMPOSSIBLE).add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows])
-                )
+                part.mul_(table.clamp_(min=IMPOSSIBLE).add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows]))
             gradient[rows] = part.scatter_add_(1, targets[rows, None], slopes[rows])
         return gradient, None, None, None
 
 
-def _scale(logits: Tensor, temperature: float) -> Tensor:
+def scale(logits: Tensor, temperature: float) -> Tensor:
+    """Returns the logits in float32, divided by the temperature."""
     logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _row_slices(logits: Tensor) -> Iterator[slice]:
+def row_slices(logits: Tensor) -> Iterator[slice]:
     """Yields slices of as many rows as are worked on at once."""
     size = max(1, CACHED.get(logits.device.type, 1 << 24) // logits.shape[1])
     return (slice(start, start + size) for start in range(0, len(logits), size))

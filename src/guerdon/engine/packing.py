@@ -64,10 +64,6 @@ class PackedBatch:
         """Number of tokens that the forward computes."""
         return len(self.tokens)
 
-    def gather(self, i: int) -> np.ndarray:
-        """Returns the packed indices (int64 `[len]`) of the tokens of the i-th row in packed order."""
-        return indices(self.spans[i])
-
 
 class _Builder:
     """Packs the rows of one batch in sorted `order`, each of which begins with `shared` tokens of the one before."""

@@ -13,7 +13,7 @@ from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
-from guerdon.settings.config import ModelConfig, RewardConfig
+from guerdon.settings.config import RewardConfig, ServedModelConfig
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Tokenises in short steps; returns rows of ids, or what is wrong with them."""
@@ -55,7 +55,7 @@ class Served(Protocol):
     takes_all: bool
 
 
-def batch_limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
+def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:
     """Returns what one batch and the queue of a model may hold; each of `num_parts` computes a part of a batch."""
     return Limits(
         max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
@@ -68,7 +68,7 @@ def batch_limits(model: ModelConfig, served: Served, num_parts: int) -> Limits:
 class Entry:
     """One model's name: its settings, and the model that serves under it; `served` is None while unloaded."""
 
-    def __init__(self, config: ModelConfig, served: Served) -> None:
+    def __init__(self, config: ServedModelConfig, served: Served) -> None:
         self.config = config
         self.served: Served | None = served
         self._last = served.info
@@ -78,7 +78,7 @@ class Entry:
         """The model that serves now, or that served last."""
         return self._last if self.served is None else self.served.info
 
-    def put(self, config: ModelConfig, served: Served | None) -> None:
+    def put(self, config: ServedModelConfig, served: Served | None) -> None:
         """Puts another model in place, or none."""
         self._last = self.info if served is None else served.info
         self.config, self.served = config, served
@@ -95,7 +95,7 @@ class Catalog:
 
     def __init__(
         self,
-        models: ListLike[tuple[ModelConfig, Served]],
+        models: ListLike[tuple[ServedModelConfig, Served]],
         rewards: Iterable[RewardConfig],
         operations: Iterable[OperationInfo],
         critic_name: str = "",
@@ -115,7 +115,7 @@ class Catalog:
             raise self._unknown(name)
         return self.entries[name]
 
-    def put(self, name: str, config: ModelConfig, served: Served | None) -> None:
+    def put(self, name: str, config: ServedModelConfig, served: Served | None) -> None:
         """Puts another model, or none, under the name; its sums follow."""
         self.entries[name].put(config, served)
         for made in self.sums_of(name):

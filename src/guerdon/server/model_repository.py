@@ -36,7 +36,7 @@ from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order
 from guerdon.server.catalog import Catalog, Entry, Served
 from guerdon.server.logs import failure
-from guerdon.settings.config import ModelConfig
+from guerdon.settings.config import ServedModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Repository:
         loop: Loop,
         group: Executor,
         root: str | None,
-        limits: Callable[[ModelConfig, Served], Limits],
+        limits: Callable[[ServedModelConfig, Served], Limits],
         *,
         is_alone: bool,
     ) -> None:

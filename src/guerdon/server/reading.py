@@ -17,7 +17,7 @@ from guerdon.messages import response
 from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
-from guerdon.settings.config import ModelConfig
+from guerdon.settings.config import ServedModelConfig
 from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: i
     )
 
 
-def truncation(request: ScoreRequest, model: ModelConfig, info: ModelInfo) -> Truncation | None:
+def truncation(request: ScoreRequest, model: ServedModelConfig, info: ModelInfo) -> Truncation | None:
     """Returns what to cut off of long samples: as the request says, else as the server's setting does.
 
     The bound is the smaller of the request's and the model's. Raises InvalidRequest if positions would be lost.

@@ -23,7 +23,7 @@ from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequ
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ServedModelConfig, ServerConfig
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
@@ -38,7 +38,7 @@ class Service:
     def __init__(
         self,
         group: Executor,
-        models: ListLike[tuple[ModelConfig, Served]],
+        models: ListLike[tuple[ServedModelConfig, Served]],
         config: ServerConfig,
         limits: dict[str, Limits] | None = None,
         critic: Critic | None = None,
@@ -66,7 +66,7 @@ class Service:
         operations = () if critic is None else critic.infos
         self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.scorer_name)
 
-        def own_limits(model: ModelConfig, served: Served) -> Limits:
+        def own_limits(model: ServedModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)
 
         self._loop = Loop(

@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from guerdon.critic_core import Operation
 from guerdon.errors import ConfigError
@@ -65,7 +65,22 @@ class LanguageModelConfig(ForwardConfig):
 
 
 @dataclass
-class EngineConfig(ForwardConfig):
+class QueueConfig:
+    """How many requests may wait for a model, and how many answers are computed twice."""
+
+    max_queue_tokens: int = setting(
+        4_000_000, "Maximum number of queued tokens; above it, requests get status 503.", least=1
+    )
+    max_queue_sequences: int = setting(
+        16_384, "Maximum number of queued sequences; above it, requests get status 503.", least=1
+    )
+    recheck_share: float = setting(
+        0.0, "Share of scored sequences that are scored again by the plain forward and compared.", least=0, most=1
+    )
+
+
+@dataclass
+class EngineConfig(QueueConfig, ForwardConfig):
     """How rewards and values are computed from a checkpoint, and how many requests may wait for it."""
 
     attribute_weights: list[float] | None = setting(
@@ -79,15 +94,6 @@ class EngineConfig(ForwardConfig):
         "Every reward or value is divided by it, after the mean is subtracted. auto: taken from the checkpoint.",
         auto=True,
         above=0,
-    )
-    max_queue_tokens: int = setting(
-        4_000_000, "Maximum number of queued tokens; above it, requests get status 503.", least=1
-    )
-    max_queue_sequences: int = setting(
-        16_384, "Maximum number of queued sequences; above it, requests get status 503.", least=1
-    )
-    recheck_share: float = setting(
-        0.0, "Share of scored sequences that are scored again by the plain forward and compared.", least=0, most=1
     )
 
 
@@ -129,6 +135,7 @@ LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name !=
 class ModelConfig(EngineConfig):
     """One served reward model or scoring function."""
 
+    kind: Literal["reward_model"] = setting("reward_model", "Kind of model.", flag=False)
     model: str = setting("", "Local folder, hub id, or module:function.", flag=False)
     name: str = setting("reward_model", "Name that clients ask for.")
     merge_attributes: bool = setting(
@@ -144,6 +151,24 @@ class ModelConfig(EngineConfig):
     step_reduction: Literal["min", "mean", "last", "product"] = setting(
         "min", "How the rewards of the steps become the reward of the sequence."
     )
+
+
+@dataclass
+class TeacherConfig(QueueConfig, LanguageModelConfig):
+    """One served teacher or reference: a frozen causal language model that gives log-probs."""
+
+    truncation: ClassVar[Literal["error"]] = "error"  # a cut sequence would shift the positions that clients count
+
+    kind: Literal["teacher"] = setting("teacher", "Kind of model.", flag=False)
+    model: str = setting("", "Local folder or hub id of a causal language model.", flag=False)
+    name: str = setting("teacher", "Name that clients ask for.")
+    max_top_k: int = setting(
+        128, "Largest top_k of a request, and most given ids for each position.", least=1, most=65_536
+    )
+
+
+ServedModelConfig = ModelConfig | TeacherConfig
+"""The settings of one model of a server, told apart by their `kind`."""
 
 
 @dataclass
@@ -300,7 +325,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         "Send traces to this collector by OTLP over HTTP, such as http://127.0.0.1:4318; default: "
         "OTEL_EXPORTER_OTLP_ENDPOINT, if it is set.",
     )
-    models: list[ModelConfig] = setting([], "The served models.", flag=False)
+    models: list[ServedModelConfig] = setting([], "The served models.", flag=False)
     rewards: list[RewardConfig] = setting([], "Sums of the models' rewards.", flag=False)
     critic: CriticConfig | None = setting(None, "The critic.", flag=False)
 
@@ -421,12 +446,12 @@ def _check_names(settings: ServerConfig) -> None:
             raise ConfigError(f"two models are named {name}", "give each a different `name:`, also those of `rewards:`")
 
 
-def _check_reward(settings: RewardConfig, where: str, models: list[ModelConfig]) -> None:
+def _check_reward(settings: RewardConfig, where: str, models: list[ServedModelConfig]) -> None:
     if not settings.components:
         raise ConfigError(f"{where} has no components", "add `components:` with `- model:` lines")
     seen: set[str] = set()
     for i, component in enumerate(settings.components):
-        _check_component(component, f"{where}.components[{i}]", [model.name for model in models])
+        _check_component(component, f"{where}.components[{i}]", models)
         if component.model in seen:
             raise ConfigError(f"{where} has {component.model} twice", "leave one out, and add their weights")
         seen.add(component.model)
@@ -434,11 +459,13 @@ def _check_reward(settings: RewardConfig, where: str, models: list[ModelConfig])
         raise ConfigError(f"{where}: all weights are 0", "give one component another `weight:`")
 
 
-def _check_component(settings: ComponentConfig, where: str, models: list[str]) -> None:
-    if settings.model not in models:
+def _check_component(settings: ComponentConfig, where: str, models: list[ServedModelConfig]) -> None:
+    rewarding = [model.name for model in models if isinstance(model, ModelConfig)]
+    if settings.model not in rewarding:
+        is_teacher = any(model.name == settings.model for model in models)
         raise ConfigError(
-            f"{where}.model is {settings.model!r}, which is not in `models:`",
-            f"use one of their names: {', '.join(models)}" if models else "list it under `models:` first",
+            f"{where}.model is {settings.model!r}, which {'gives no reward' if is_teacher else 'is not in `models:`'}",
+            f"use one of their names: {', '.join(rewarding)}" if rewarding else "list it under `models:` first",
         )
     if settings.model == "score":
         raise ConfigError(f"{where}.model is score", "rename it: trainers use that name for the sum's reward")

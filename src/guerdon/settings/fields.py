@@ -46,6 +46,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+def kinds_of(hint: Any) -> dict[str, Any]:
+    """Returns the dataclasses of a union by their `kind`, the default one first; empty for any other type."""
+    kinds = [arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)]
+    return {typing.get_args(typing.get_type_hints(kind)["kind"])[0]: kind for kind in kinds} if len(kinds) > 1 else {}
+
+
 def without_none(hint: Any) -> Any:
     """Returns the type `X` of an optional `X | None`, and any other type as it is."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -123,6 +129,11 @@ def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> 
 
 def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) -> Any:
     """Returns the value as one of the type `hint`; adds the mistakes in sections, raises those in other values."""
+    if kinds := kinds_of(hint):
+        kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else next(iter(kinds))
+        if kind not in kinds:
+            raise ConfigError(f"{where}.kind is {kind!r}", f"choose one of {', '.join(kinds)}")
+        hint = kinds[kind]
     inner = without_none(hint)
     if value is None and inner is not hint:
         return None

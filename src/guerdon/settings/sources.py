@@ -13,11 +13,21 @@ from typing import Any, Literal
 import yaml
 
 from guerdon.errors import ConfigError
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, check_settings
+from guerdon.settings.config import (
+    CriticConfig,
+    ModelConfig,
+    ServedModelConfig,
+    ServerConfig,
+    TeacherConfig,
+    check_settings,
+)
 from guerdon.settings.fields import default_of, from_mapping, without_none
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Default ports of `serve-critic`, so that it can run beside a reward model's server."""
+
+_COMMANDS = {ModelConfig: "guerdon serve", TeacherConfig: "guerdon serve-teacher"}
+"""The command whose flags are the settings of such a model."""
 
 _GRPC_OFFSET = 2
 """The gRPC port is the HTTP port plus this if only the HTTP port is given, so one flag moves both."""
@@ -26,7 +36,7 @@ GROUPS = {
     "connections and keys": """host port grpc_port api_keys_file allow_anonymous allowed_hosts
         tls_cert tls_key tls_client_ca""",
     "model": """name revision max_length truncation pooling attribute_weights merge_attributes mean std
-        step_separator step_reduction model_repository""",
+        step_separator step_reduction max_top_k model_repository""",
     "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps
         gradient_clip_val loss_clip_val lora lora_alpha lora_targets activation_checkpointing""",
     "checkpoints": "checkpoint_dir keep_checkpoints keep_best keep_best_mode save_every",
@@ -206,18 +216,27 @@ def read_actor_settings(args: argparse.Namespace, cls: type) -> Any:
     return config
 
 
-def read_server_settings(args: argparse.Namespace) -> ServerConfig:
-    """Returns the settings of `serve`: defaults, overridden by the YAML file, then by flags; raises ConfigError."""
+def read_server_settings(args: argparse.Namespace, cls: type[ServedModelConfig] = ModelConfig) -> ServerConfig:
+    """Returns the settings of `serve`: defaults, overridden by the YAML file, then by flags, those of a model of `cls`.
+
+    Raises ConfigError.
+    """
     config = _read_server(args, {})
-    flags = given_flags(args, ModelConfig)
+    flags = given_flags(args, cls)
     if args.MODEL is not None:
         if config.models:
             raise ConfigError(
                 f"MODEL is given as {args.MODEL}, and {args.config} has models too", "name the models in one place"
             )
-        config.models = [ModelConfig(model=args.MODEL, **flags)]
+        config.models = [cls(model=args.MODEL, **flags)]
     elif len(config.models) == 1:
-        config.models = [dataclasses.replace(config.models[0], **flags)]
+        only = config.models[0]
+        if flags and not isinstance(only, cls):
+            raise ConfigError(
+                f"{_name_first(flags)} is given, but the model of {args.config} is a {only.kind}",
+                f"set it in the file, or use {_COMMANDS[type(only)]} --config {args.config}",
+            )
+        config.models = [dataclasses.replace(only, **flags)]
     elif flags and config.models:
         raise ConfigError(
             f"{_name_first(flags)} is given, but {args.config} has several models", "set it in the file, for each model"

@@ -16,7 +16,7 @@ from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batchi
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.service import Service
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig, ServedModelConfig, ServerConfig
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class RewardModelServer:
         )
         return Parts(scorer=self._scorer, limits={self.model_name: limits})
 
-    def _scorer(self, _: ModelConfig, ranks: Ranks) -> PaddedScorer:
+    def _scorer(self, _: ServedModelConfig, ranks: Ranks) -> PaddedScorer:
         assert self.data_parallel_size is not None
         self.scorer.parts = BatchParts.of(ranks, self.data_parallel_size)
         return self.scorer

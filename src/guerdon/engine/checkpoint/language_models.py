@@ -84,6 +84,7 @@ def load_policy(
             raise CheckpointError(
                 f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
             )
+        _refuse_classifier(model_config, checkpoint.folder)
         check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
         # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
         loading.compare(checkpoint, dtype, config)
@@ -129,6 +130,15 @@ def load_policy(
         fsdp=fsdp,
         summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
     )
+
+
+def _refuse_classifier(model_config: Any, folder: Path) -> None:
+    """Raises CheckpointError for a reward model, which has a head of its own in place of the language model's."""
+    architecture = (model_config.architectures or [""])[0]
+    if architecture.endswith(("ForSequenceClassification", "ForTokenClassification", "ForRewardModel")):
+        raise CheckpointError(
+            f"{folder} holds a {architecture}, which has a head for rewards and none for the next token", REMEDY
+        )
 
 
 def _trunk(model: Any) -> Any:

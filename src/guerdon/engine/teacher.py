@@ -1,0 +1,326 @@
+"""A frozen language model as a teacher: log-probs, likeliest ids, entropies and hidden states of given tokens.
+
+Legend: T tokens, H hidden size, V logits of a token, U hidden states that are read, N asked tokens, K likeliest ids, G
+given ids.
+
+Sequences that share a prefix share its hidden states, and ask different things about them. So the head is applied to
+each state once, a few states at a time, and everything that is made of logits is read while these few are there: no
+table `[T,V]` is ever in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.core import Score, Sequence
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
+from guerdon.engine.checkpoint.text import TextEncoder
+from guerdon.engine.engine import deduplicate
+from guerdon.engine.forward import HiddenStates
+from guerdon.engine.layers import free_weights
+from guerdon.engine.logprobs import IMPOSSIBLE, LanguageEngine, row_slices, scale
+from guerdon.engine.self_check import check_finite
+from guerdon.errors import SampleFailed
+from guerdon.settings.config import TeacherConfig
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+
+LOGITS = 1 << 25
+"""Logits that the head makes at once, 128 MiB in float32; soft caps and scales make up to two copies of them."""
+
+_PLAIN = LogprobQuery()
+_PROBE = LogprobQuery(start=1, with_next=True)
+
+_NUMPY_CANNOT = {torch.bfloat16: torch.uint16}
+"""Dtypes that numpy lacks, and those that hold their bits."""
+
+
+class TeacherEngine(LanguageEngine):
+    """Answers each sequence's `LogprobQuery` with one loaded language model."""
+
+    takes_all = False
+
+    def __init__(self, loaded: LoadedPolicy) -> None:
+        """Raises CheckpointError as `choose_path`, and if no probe has finite log-probs."""
+        config = loaded.config
+        assert isinstance(config, TeacherConfig)
+        self.encoder = None if loaded.tokenizer is None else TextEncoder(loaded.tokenizer)
+        info = dataclasses.replace(
+            loaded.info,
+            name=config.name,
+            kind="teacher",
+            source=config.model,
+            outputs=("logprobs",),
+            max_top_k=config.max_top_k,
+            hidden_size=loaded.head.width,
+            vocabulary="" if self.encoder is None else self.encoder.all_tokens_digest(),
+            tokenizer="" if self.encoder is None else self.encoder.identity(),
+        )
+        super().__init__(dataclasses.replace(loaded, info=info))
+        check_finite(self, self._probe, every=False)
+
+    def check_scores(self) -> None:
+        """Collective; raises CheckpointError unless every probe has finite log-probs, as `Engine.check_scores`."""
+        check_finite(self, self._probe, every=True)
+
+    def _probe(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        return self.score([dataclasses.replace(s, query=_PROBE) for s in sequences])
+
+    def score(self, sequences: list[Sequence], *, path: str | None = None) -> list[Score | SampleFailed]:
+        """Returns one result for each sequence, in order; equal tokens are computed once.
+
+        A sequence without a query is asked for the log-probs of its response. `path` replaces the chosen path; its
+        attention must be in use.
+        """
+        if not sequences:
+            return []
+        rows, limits, slots = deduplicate(sequences)
+        askers = _Askers(sequences, slots)
+        # Nobody reads the state of most last tokens; frequencies that depend on the length need all tokens.
+        whole = askers.slots_that_go_on if not self.length_classes.depend_on_length else range(len(rows))
+        seen = [row if i in whole else row[: max(1, len(row) - 1)] for i, row in enumerate(rows)]
+        parts: list[_Part] = []
+        with self.no_gradients():
+            for states in self.run(self.plan(seen, limits, path=path)):
+                parts += [self._read(states, form, asked) for form, asked in askers.of(states)]
+        # Nothing before this line waits for the device.
+        results = dict(answer for part in parts for answer in part.answers())
+        return [results[number] for number in range(len(sequences))]
+
+    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+        """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
+        with self.plain_attention():
+            return self.score(sequences, path="single")
+
+    def discard(self) -> None:
+        """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
+        free_weights(self._model)
+
+    def _read(self, states: HiddenStates, form: _Form, asked: list[_Asked]) -> _Part:
+        """Returns what the sequences asked about one micro-batch's states, still on the device."""
+        at, state_of = np.unique(np.concatenate([one.at for one in asked]), return_inverse=True)
+        hidden = states.hidden[self.to_device(at)]
+        part = _Part(form, asked, state_of)
+        if form.with_hidden:
+            part.by_state["hidden"] = hidden.to(torch.bfloat16) if form.rounds_hidden else hidden
+        if not form.needs_head:
+            return part
+        order = part.order = np.argsort(state_of, kind="stable")
+        targets = self.to_device(np.concatenate([one.targets for one in asked])[order])
+        given = None
+        if form.has_given:
+            width = max(one.given.shape[1] for one in asked)
+            wide = [np.pad(x.given, ((0, 0), (0, width - x.given.shape[1])), constant_values=-1) for x in asked]
+            given = self.to_device(np.concatenate(wide)[order])
+        by_state, by_token = read_head(
+            self.head, self.info.vocab_size or 1, hidden, form, state_of[order], targets, given, self.to_device
+        )
+        part.by_state |= by_state
+        part.by_token |= by_token
+        return part
+
+
+# --------------------------------------------------------------------------------------------- who asks what
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What queries that are answered together have in common."""
+
+    temperature: float
+    top_k: int
+    has_given: bool
+    needs_head: bool
+    with_logprobs: bool
+    with_entropy: bool
+    with_ranks: bool
+    with_next: bool
+    with_hidden: bool
+    rounds_hidden: bool
+
+    @classmethod
+    def of(cls, query: LogprobQuery) -> _Form:
+        own = {f.name: getattr(query, f.name) for f in dataclasses.fields(cls) if f.name != "has_given"}
+        return cls(**own, has_given=query.given is not None)
+
+    @property
+    def num_top(self) -> int:
+        return max(self.top_k, 1) if self.with_next else self.top_k
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What one sequence asks about one micro-batch: indices of the states that it reads, and the tokens they predict.
+
+    `at` and `targets` are int64 `[N]`, and `given` is int64 `[N,G]`; behind the last token the target means nothing.
+    """
+
+    number: int
+    at: np.ndarray
+    targets: np.ndarray
+    given: np.ndarray
+
+
+class _Askers:
+    """The sequences by the rows that they read."""
+
+    def __init__(self, sequences: list[Sequence], slots: list[int]) -> None:
+        self._sequences = sequences
+        self._queries = [s.query or _PLAIN for s in sequences]
+        self._of_slot: dict[int, list[int]] = {}
+        for number, slot in enumerate(slots):
+            self._of_slot.setdefault(slot, []).append(number)
+        self.slots_that_go_on = {slot for slot, q in zip(slots, self._queries, strict=True) if q.with_next}
+
+    def of(self, states: HiddenStates) -> list[tuple[_Form, list[_Asked]]]:
+        """Returns those whose rows are in the micro-batch, by what they ask."""
+        found: dict[_Form, list[_Asked]] = {}
+        for i, slot in enumerate(states.rows):
+            at = states.gather(i)
+            for number in self._of_slot[slot]:
+                found.setdefault(_Form.of(self._queries[number]), []).append(self._asked(number, at))
+        return list(found.items())
+
+    def _asked(self, number: int, at: np.ndarray) -> _Asked:
+        query, tokens = self._queries[number], self._sequences[number].tokens
+        first = query.first(self._sequences[number].prompt_length)
+        targets = tokens[first:]
+        given = np.empty((len(targets), 0), np.int64) if query.given is None else query.given
+        given = np.broadcast_to(given, (len(targets), given.shape[0])) if given.ndim == 1 else given[: len(targets)]
+        if query.with_next:
+            targets = np.append(targets, 0)
+            given = np.pad(given, ((0, 1), (0, 0)), constant_values=-1)
+        return _Asked(number, at[first - 1 : first - 1 + len(targets)], targets, given)
+
+
+@dataclass(slots=True)
+class _Part:
+    """The results of one micro-batch for queries of one form, by state and by asked token.
+
+    `state_of` is each asked token's state; `order` is that of the tokens in `by_token`.
+    """
+
+    form: _Form
+    asked: list[_Asked]
+    state_of: np.ndarray
+    order: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    by_state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    by_token: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def answers(self) -> Iterator[tuple[int, Score | SampleFailed]]:
+        """Yields each sequence's number and result."""
+        form = self.form
+        states = {name: _to_host(table) for name, table in self.by_state.items()}
+        tokens = {}
+        for name, table in self.by_token.items():
+            sorted_ = _to_host(table)
+            tokens[name] = np.empty_like(sorted_)
+            tokens[name][self.order] = sorted_
+        stop = 0
+        for one in self.asked:
+            start, stop = stop, stop + len(one.at)
+            end = stop - 1 if form.with_next else stop
+            made = TokenLogprobs(**{name: table[start:end].copy() for name, table in tokens.items()})
+            if made.given_logprobs is not None:
+                made.given_logprobs = made.given_logprobs[:, : one.given.shape[1]]
+            own = {name: table[self.state_of[start:end]] for name, table in states.items()}
+            made.hidden, made.entropy = own.get("hidden"), own.get("entropy")
+            if form.top_k:
+                made.top_ids, made.top_logprobs = own["top_ids"], own["top_logprobs"]
+            if form.with_next:
+                last = self.state_of[end]
+                made.next_ids, made.next_logprobs = states["top_ids"][last].copy(), states["top_logprobs"][last].copy()
+            yield one.number, _result(made)
+
+
+def _to_host(table: Tensor) -> np.ndarray:
+    return table.view(_NUMPY_CANNOT.get(table.dtype, table.dtype)).cpu().numpy()
+
+
+def _result(made: TokenLogprobs) -> Score | SampleFailed:
+    """Returns the score, or a failure if numbers are NaN: all that a softmax without a finite normaliser gives is."""
+    for name in ("logprobs", "next_logprobs", "entropy", "top_logprobs", "given_logprobs", "hidden"):
+        table = getattr(made, name)
+        if table is None:
+            continue
+        is_nan = np.isnan(table) if table.dtype != np.uint16 else (table & 0x7FFF) > 0x7F80
+        if is_nan.any():
+            what = "hidden states" if name == "hidden" else "logits"
+            return SampleFailed(
+                f"the model's {what} for asked token {int(np.argwhere(is_nan)[0][0])} of this sample are not finite; "
+                "if other samples fail likewise, try --dtype float32 or bfloat16"
+            )
+    return Score(reward=np.nan, logprobs=made)
+
+
+# ------------------------------------------------------------------------------------- from states to numbers
+
+
+def read_head(
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    hidden: Tensor,
+    form: _Form,
+    state_of: np.ndarray,
+    targets: Tensor,
+    given: Tensor | None,
+    to_device: Callable[[np.ndarray], Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns what is asked about each of the states `[U,H]`, and about each token, in chunks of at most LOGITS.
+
+    Token i is predicted by state `state_of[i]` (int64 `[N]`, ascending). `targets` is int64 `[N]`, `given` `[N,G]`.
+    """
+    states: dict[str, list[Tensor]] = {}
+    tokens: dict[str, list[Tensor]] = {}
+    size = max(1, LOGITS // vocab_size)
+    for start in range(0, len(hidden), size):
+        logits = head(hidden[start : start + size])
+        for rows in row_slices(logits):
+            low, high = np.searchsorted(state_of, [start + rows.start, min(start + rows.stop, len(hidden))])
+            part = scale(logits[rows], form.temperature)
+            normaliser = torch.logsumexp(part, -1)
+            normaliser.masked_fill_(~normaliser.isfinite(), torch.nan)  # infinite ones would hide in differences
+            _read_states(part, normaliser, form, states)
+            if high > low:
+                own = to_device(state_of[low:high] - (start + rows.start))
+                wanted = None if given is None else given[low:high]
+                _read_tokens(part, normaliser, form, own, targets[low:high], wanted, tokens)
+        del logits, part
+    return {name: torch.cat(made) for name, made in states.items()}, {n: torch.cat(made) for n, made in tokens.items()}
+
+
+def _read_states(part: Tensor, normaliser: Tensor, form: _Form, into: dict[str, list[Tensor]]) -> None:
+    if form.with_entropy:
+        table = part - normaliser[:, None]
+        into.setdefault("entropy", []).append(-(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1))
+    if form.num_top:
+        top, ids = part.topk(form.num_top, -1)
+        into.setdefault("top_logprobs", []).append(top - normaliser[:, None])
+        into.setdefault("top_ids", []).append(ids.int())
+
+
+def _read_tokens(
+    part: Tensor,
+    normaliser: Tensor,
+    form: _Form,
+    state_of: Tensor,
+    targets: Tensor,
+    given: Tensor | None,
+    into: dict[str, list[Tensor]],
+) -> None:
+    actual = part[state_of, targets]
+    if form.with_logprobs:
+        into.setdefault("logprobs", []).append(actual - normaliser[state_of])
+    if form.with_ranks:
+        size = len(part)  # as many rows at once as fit the caches: many tokens may have the same state
+        pairs = zip(state_of.split(size), actual.split(size), strict=True)
+        ranks = [(part[own] >= least[:, None]).sum(-1, dtype=torch.int32) for own, least in pairs]
+        into.setdefault("ranks", []).append(torch.cat(ranks))
+    if given is not None:
+        found = part[state_of[:, None], given.clamp(min=0)] - normaliser[state_of, None]
+        into.setdefault("given_logprobs", []).append(found.masked_fill_(given < 0, 0.0))

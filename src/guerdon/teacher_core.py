@@ -1,0 +1,117 @@
+"""The nouns of a teacher, a frozen language model that gives log-probs of given tokens; numpy only, as `core`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+ANSWER_BYTES_A_TOKEN = 1 << 16
+"""A batch that gives so many bytes of answers is as large as one that computes a token more: it bounds their memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobQuery:
+    """What is asked about the tokens of one sequence of T tokens.
+
+    Asked are n = T - `start` tokens, those from position `start` to the end; it is at least 1, because nothing predicts
+    the first token. If it is None, the response's tokens are asked, or without a prompt's length all but the first.
+
+    `top_k` is how many of the likeliest ids are wanted at each of these positions. `given` are ids whose log-probs are
+    wanted: int64 `[n,G]`, more rows only if they hold nothing but pads, or `[G]`, the same ids at every position. -1 is
+    a pad. `with_next` asks for the likeliest ids behind the last token. `with_hidden` asks for the hidden states that
+    the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16.
+
+    Logits are divided by `temperature`, before the softmax and for everything but hidden states. Without
+    `with_logprobs` nothing is computed by the head unless another field needs it.
+    """
+
+    start: int | None = None
+    top_k: int = 0
+    given: np.ndarray | None = None
+    temperature: float = 1.0
+    with_logprobs: bool = True
+    with_entropy: bool = False
+    with_ranks: bool = False
+    with_next: bool = False
+    with_hidden: bool = False
+    rounds_hidden: bool = False
+
+    def first(self, prompt_length: int | None) -> int:
+        """Returns the position of the first asked token."""
+        return max(1, prompt_length or 1) if self.start is None else self.start
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether anything is asked that is made of logits."""
+        wants = self.with_logprobs or self.with_entropy or self.with_ranks or self.with_next
+        return wants or self.top_k > 0 or self.given is not None
+
+    @property
+    def num_given(self) -> int:
+        """How many ids are given for each position."""
+        return 0 if self.given is None else self.given.shape[-1]
+
+    def answer_bytes(self, num_asked: int, hidden_bytes: int) -> int:
+        """Returns about the size of an answer about so many tokens; a hidden state has `hidden_bytes`."""
+        a_token = 12 + 12 * self.top_k + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
+        return num_asked * a_token
+
+    def find_fault(self, tokens: int, prompt_length: int | None, vocab_size: int, max_top_k: int) -> str | None:
+        """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            return f"the temperature is {self.temperature:g}; it must be finite and above 0"
+        first = self.first(prompt_length)
+        if first < 1:
+            return f"start is {first}, and nothing predicts the first token; the first that can be asked is token 1"
+        # The first token of a sequence of one has nothing before it, and is simply not asked.
+        if first > max(tokens, 1):
+            return f"start is {first}, behind the end of the sample's {tokens} tokens"
+        widest = min(max_top_k, vocab_size)
+        if not 0 <= self.top_k <= widest:
+            return f"top_k is {self.top_k}; it must be from 0 to {widest}"
+        return None if self.given is None else self._find_fault_in_given(tokens - first, vocab_size, max_top_k)
+
+    def _find_fault_in_given(self, num_asked: int, vocab_size: int, max_top_k: int) -> str | None:
+        given = self.given
+        assert given is not None
+        if self.num_given > max_top_k:
+            return f"{self.num_given} ids are given for each position; at most {max_top_k} can be"
+        if given.ndim == 2 and len(given) < num_asked:
+            return f"ids are given for {len(given)} positions, and {num_asked} tokens are asked"
+        if given.ndim == 2 and (given[num_asked:] != -1).any():
+            return f"ids are given for more than the {num_asked} tokens that are asked; pad the rows behind with -1"
+        strange = given[(given < -1) | (given >= vocab_size)]
+        if len(strange):
+            return f"the given id {strange[0]} is outside the vocabulary (0 to {vocab_size - 1}; -1 is a pad)"
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class TokenLogprobs:
+    """What a teacher says about the n asked tokens of one sequence; what was not asked for is None.
+
+    `logprobs` and `entropy` (natural logarithms) are float32 `[n]`; `ranks` are int32 `[n]`, how many ids are at least
+    as likely as the actual token, itself included. `top_ids` int32 and `top_logprobs` float32, both `[n,top_k]`, are
+    the likeliest ids, best first. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and `next_logprobs`
+    float32, both `[max(1,top_k)]`, are the likeliest ids behind the last token.
+
+    Row r of `hidden`, `[n,H]`, is what the head turns into the logits of the r-th asked token: float32 or float16,
+    or uint16 with the bits of bfloat16.
+    """
+
+    logprobs: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    ranks: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    given_logprobs: np.ndarray | None = None
+    next_ids: np.ndarray | None = None
+    next_logprobs: np.ndarray | None = None
+    hidden: np.ndarray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays."""
+        return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)
