@@ -132,6 +132,13 @@ def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None
                 client.score(texts=["a"])
             assert time.monotonic() - started < 20.0
 
+            plans = {books[0].probe_at}
+            while len(plans) < 4:  # each failed probe plans the next, always at most 1.25 s ahead
+                client.score(texts=["a"])
+                assert books[0].probe_at - time.monotonic() <= 1.25
+                plans.add(books[0].probe_at)
+                time.sleep(0.05)
+
             with dying.again():
                 deadline = time.monotonic() + 60.0
                 while books[0].num_failures and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import pytest
 from guerdon.client import Scores
 from guerdon.client.calls import ModelSignature, make_request, prepare_score
 from guerdon.client.endpoints import Endpoints
-from guerdon.client.retry import Caller, Describe, Infer, InferResult, Ready, RetryPolicy, Step, Wait
+from guerdon.client.retry import Caller, Describe, Infer, InferResult, Probe, Ready, RetryPolicy, Step, Wait
 from guerdon.errors import (
     DeadlineExceeded,
     GuerdonError,
@@ -21,6 +21,7 @@ from guerdon.errors import (
     Offloaded,
     Overloaded,
     ServerFault,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
     Unreachable,
@@ -38,8 +39,19 @@ class World:
     def __init__(self, server: Callable[[Any], Any], urls: list[str], policy: RetryPolicy = POLICY) -> None:
         self.now = 0.0
         self.steps: list[Step] = []
+        self.times: list[float] = []
         self.server = server
-        self.caller = Caller(Endpoints(urls), policy, lambda: self.now, random.Random(0))
+        self.caller = Caller(Endpoints(urls, rng=random.Random(0)), policy, lambda: self.now, random.Random(0))
+
+    def away(self, urls: str, until: float) -> Callable[[Any], Any]:
+        """Servers of which those in `urls` refuse connections until that time."""
+
+        def server(step: Any) -> Any:
+            if step.endpoint.url in urls and self.now < until:
+                raise Unreachable(f"refused by {step.endpoint.url}", may_have_arrived=False)
+            return answering(step)
+
+        return server
 
     def score(self, timeout_s: float | None = None) -> Scores:
         return self.run(self.caller.ask(prepare_score("m", make_request(texts=["a"], timeout_s=timeout_s))))
@@ -49,8 +61,13 @@ class World:
             step = next(call)
             while True:
                 self.steps.append(step)
+                self.times.append(self.now)
                 if isinstance(step, Wait):
                     self.now += step.seconds
+                    step = call.send(None)
+                    continue
+                if isinstance(step, Probe):
+                    self.probe(step)
                     step = call.send(None)
                     continue
                 try:
@@ -62,10 +79,25 @@ class World:
         except StopIteration as done:
             return done.value
 
+    def probe(self, step: Probe) -> None:
+        error = None
+        try:
+            self.server(Ready(step.endpoint, step.model, step.timeout_s))
+        except GuerdonError as e:
+            error = e
+        self.caller.end_probe(step.endpoint, error)
+
     def trace(self) -> list[str]:
-        return [
-            f"wait {s.seconds:g}" if isinstance(s, Wait) else f"{type(s).__name__} {s.endpoint.url}" for s in self.steps
-        ]
+        """The steps, without probes; neighbouring waits are one."""
+        told: list[str] = []
+        waited_s = 0.0
+        for step in self.steps:
+            if isinstance(step, Wait):
+                waited_s += step.seconds
+            elif not isinstance(step, Probe):
+                told += [f"wait {waited_s:g}"] * (waited_s > 0) + [f"{type(step).__name__} {step.endpoint.url}"]
+                waited_s = 0.0
+        return told
 
     def outstanding(self) -> list[int]:
         return [e.outstanding + e.num_requests for e in self.caller.endpoints.all]
@@ -76,10 +108,12 @@ def answering(step: Step) -> Any:
 
 
 def failing(*failures: GuerdonError | None) -> Callable[[Any], Any]:
-    """A server whose infer calls end so, one after the other, and then well."""
+    """A server whose infer calls end so, one after the other, and then well; it is not ready while the next fails."""
     left = list(failures)
 
     def server(step: Step) -> Any:
+        if isinstance(step, Ready) and left and left[0] is not None:
+            raise left[0]
         if isinstance(step, Infer) and left and (error := left.pop(0)) is not None:
             raise error
         return answering(step)
@@ -139,6 +173,64 @@ def test_a_request_with_an_id_is_sent_again_after_any_break() -> None:
     world = World(failing(Unavailable("stopping"), Unreachable("cut")), ["a"])
     errand = dataclasses.replace(prepare_score("m", make_request(texts=["a"])), may_repeat=lambda _: True)
     assert world.run(world.caller.ask(errand)).rewards.tolist() == [1.0]
+
+
+def test_a_server_that_comes_back_gets_work_within_two_seconds_however_long_it_was_away() -> None:
+    world = World(answering, ["a", "b"])
+    world.score()
+    world.score()
+    world.server = world.away("a", until=600.0)
+    while world.now < 602.0:
+        world.score()
+        world.now += 0.1
+    taken = [(at, step) for at, step in zip(world.times, world.steps, strict=True) if not isinstance(step, Wait)]
+    sent = [(at, step) for at, step in taken if step.endpoint.url == "a" and at > 0.0]
+    probes = [at for at, step in sent if isinstance(step, Probe)]
+    assert 600 / 1.35 <= len(probes) <= 600 / 0.75  # 0.1 s between the calls that look
+    assert all(isinstance(step, Probe) for at, step in sent if at < 600.0)  # no request waits for a lost server
+    assert any(isinstance(step, Infer) for at, step in sent)
+
+
+def test_calls_that_wait_for_lost_servers_go_on_within_two_seconds_of_the_first_that_is_back() -> None:
+    policy = dataclasses.replace(POLICY, backoff_s=60.0, max_backoff_s=60.0, tries=3)
+    world = World(answering, ["a", "b"], policy)
+    world.score()
+    world.score()
+    world.server = world.away("ab", until=50.0)
+    assert world.score().rewards.tolist() == [1.0]
+    assert 50.0 <= world.now <= 52.0
+
+
+def test_a_try_before_its_time_is_not_counted() -> None:
+    """The server says that it is ready, and is not."""
+    policy = dataclasses.replace(POLICY, backoff_s=60.0, max_backoff_s=60.0, tries=3)
+    world = World(answering, ["a"], policy)
+    world.score()
+
+    def lying(step: Any) -> Any:
+        if not isinstance(step, Ready) and world.now < 100.0:
+            raise Unavailable("no")
+        return answering(step)
+
+    world.server = lying
+    assert world.score().rewards.tolist() == [1.0]
+    assert 100.0 <= world.now <= 102.0
+
+
+def test_an_answer_to_a_probe_that_no_wait_can_mend_is_for_the_next_call() -> None:
+    world = World(failing(None, None, Unreachable("cut")), ["a", "b"])
+    for _ in range(3):
+        world.score()
+
+    def refusing(step: Any) -> Any:
+        if step.endpoint.url == "a":
+            raise Unauthenticated("the key was withdrawn")
+        return answering(step)
+
+    world.server = refusing
+    world.now = 2.0
+    with pytest.raises(Unauthenticated):
+        world.score()
 
 
 def test_a_request_that_is_wrong_is_sent_once() -> None:

@@ -21,7 +21,7 @@ from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.http_transport import HttpTransport
-from guerdon.client.retry import Caller, Describe, Headers, Infer, RetryPolicy, Step, Steps, Wait
+from guerdon.client.retry import Caller, Describe, Headers, Infer, Probe, Ready, RetryPolicy, Step, Steps, Wait
 from guerdon.errors import Cancelled, GuerdonError, install_command
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ class Session:
         self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._descriptions: dict[tuple[Endpoint, str], asyncio.Task[ModelSignature]] = {}
+        self._probes: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def run(
@@ -111,10 +112,10 @@ class Session:
     async def close(self) -> None:
         """Closes the connections; further steps raise Cancelled."""
         self._is_closed = True
-        descriptions = list(self._descriptions.values())
-        for task in descriptions:
+        tasks = [*self._descriptions.values(), *self._probes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*descriptions, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for transport in self._transports.values():
             await transport.close()
 
@@ -124,12 +125,26 @@ class Session:
         if isinstance(step, Wait):
             return await asyncio.sleep(step.seconds)
         transport = self._transports[step.endpoint.url]
+        if isinstance(step, Probe):
+            task = asyncio.create_task(self._probe(step, transport))
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
+            return None
         if isinstance(step, Describe):
             return await self._describe(step, transport)
         if isinstance(step, Infer) and _has_span():
             with _client_span(step.model, step.endpoint.url) as trace:
                 return await transport.perform(dataclasses.replace(step, trace=trace))
         return await transport.perform(step)
+
+    async def _probe(self, step: Probe, transport: Any) -> None:
+        error: GuerdonError | None = None
+        try:
+            await transport.perform(Ready(step.endpoint, step.model, step.timeout_s))
+        except GuerdonError as e:
+            error = e
+        with self._lock:
+            self.caller.end_probe(step.endpoint, error)
 
     async def _describe(self, step: Describe, transport: Any) -> ModelSignature:
         """Fetches the model's signature once for all calls that need it at the same time."""

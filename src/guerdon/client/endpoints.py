@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,12 @@ class Endpoint:
     num_requests: int = 0
     num_failures: int = 0
     """Consecutive failures; 0 while the server is up."""
-    down_until: float = 0.0
+    probe_at: float = 0.0
+    """When a lost server is probed next."""
+    is_probed: bool = False
+    """A probe of the lost server is under way."""
+    is_back: bool = False
+    """A probe found the lost server ready; a single request then tries it."""
     busy_until: float = 0.0
     """The server was full: until this time another with room is preferred."""
     last_taken: int = 0
@@ -30,26 +36,28 @@ class Endpoint:
 class Endpoints:
     """Balances requests over several servers. Times are seconds of any clock, given by the caller.
 
-    A lost server gets no requests for `probe_s`, doubled with each failed probe up to `max_probe_s`; then a single
-    request probes it, and the first answer takes it back. A full server gets none while another has room. After each
-    `take`, call exactly one of `mark_answered`, `mark_lost`, `mark_full` and `release` with the same cost.
+    A lost server gets no requests. It is probed about every `probe_s`, at random times, so that many clients do not
+    probe it at once; when a probe finds it ready, a single request tries it, and the first answer takes it back. A full
+    server gets no requests while another has room. After each `take`, call exactly one of `mark_answered`, `mark_lost`,
+    `mark_full` and `release` with the same cost; after each `take_probes`, call `end_probe` for each server.
     """
 
-    def __init__(self, urls: Sequence[str], *, probe_s: float = 0.5, max_probe_s: float = 15.0) -> None:
+    def __init__(self, urls: Sequence[str], *, probe_s: float = 1.0, rng: random.Random | None = None) -> None:
         self.all = [Endpoint(url) for url in urls]
-        self._probe_s, self._max_probe_s = probe_s, max_probe_s
+        self.lost: set[Endpoint] = set()
+        self._probe_s, self._rng = probe_s, rng or random.Random()
         self._num_taken = 0
         self._has_waited = False
 
     def take(self, cost: int, now: float) -> Endpoint:
-        """Returns the server for a request of `cost` tokens; if all are full or down, the one that is back first."""
-        up = [e for e in self.all if _takes_requests(e, now)]
+        """Returns the server for a request of `cost` tokens; if all are full or down, the one to expect back first."""
+        up = [e for e in self.all if _takes_requests(e)]
         if free := [e for e in up if now >= e.busy_until]:
             endpoint = min(free, key=lambda e: (e.outstanding, e.last_taken))
         elif up:
             endpoint = min(up, key=lambda e: (e.busy_until, e.last_taken))
         else:
-            endpoint = min(self.all, key=lambda e: (e.down_until, e.last_taken))
+            endpoint = min(self.all, key=lambda e: (e.probe_at, e.last_taken))
         self._num_taken += 1
         endpoint.last_taken = self._num_taken
         endpoint.outstanding += cost
@@ -59,18 +67,35 @@ class Endpoints:
     def mark_answered(self, endpoint: Endpoint, cost: int) -> None:
         """Records an answer, which may be an error."""
         self.release(endpoint, cost)
-        endpoint.seen, endpoint.num_failures, endpoint.down_until = True, 0, 0.0
+        endpoint.seen, endpoint.num_failures, endpoint.is_back = True, 0, False
+        self.lost.discard(endpoint)
 
     def mark_lost(self, endpoint: Endpoint, cost: int, now: float, *, has_answered: bool = False) -> None:
         """Records that the connection failed or, if `has_answered`, that the server cannot serve."""
         self.release(endpoint, cost)
         endpoint.seen |= has_answered
+        endpoint.is_back = False
         endpoint.signatures.clear()
-        # Many requests fail in one crash; counted as one failure, or the next probe would be far away.
-        if now >= endpoint.down_until:
-            pause_s = min(self._max_probe_s, self._probe_s * 2.0 ** min(endpoint.num_failures, 30))
+        self.lost.add(endpoint)
+        # Many requests fail in one crash; were each to delay the probe, the last one would.
+        if endpoint.num_failures == 0 or now >= endpoint.probe_at:
             endpoint.num_failures += 1
-            endpoint.down_until = now + pause_s
+            self._plan_probe(endpoint, now)
+
+    def take_probes(self, now: float) -> list[Endpoint]:
+        """Returns the lost servers to probe now, each by one probe at a time."""
+        due = [e for e in self.lost if not (e.is_probed or e.is_back) and now >= e.probe_at]
+        for endpoint in due:
+            endpoint.is_probed = True
+        return due
+
+    def end_probe(self, endpoint: Endpoint, now: float, *, is_ready: bool) -> None:
+        """Records the end of a probe."""
+        endpoint.is_probed = False
+        if not is_ready:
+            self._plan_probe(endpoint, now)
+        elif endpoint in self.lost:  # else a request was answered meanwhile
+            endpoint.seen = endpoint.is_back = True
 
     def mark_full(self, endpoint: Endpoint, cost: int, until: float) -> None:
         """Records that the server has no room until the time `until`."""
@@ -84,7 +109,7 @@ class Endpoints:
 
     def has_free(self, now: float) -> bool:
         """Returns whether some server is neither down nor full."""
-        return any(_takes_requests(e, now) and now >= e.busy_until for e in self.all)
+        return any(_takes_requests(e) and now >= e.busy_until for e in self.all)
 
     def is_none_known(self) -> bool:
         """Returns whether every server has failed and none has ever answered: perhaps the addresses are wrong."""
@@ -95,8 +120,9 @@ class Endpoints:
         is_first, self._has_waited = not self._has_waited, True
         return is_first
 
+    def _plan_probe(self, endpoint: Endpoint, now: float) -> None:
+        endpoint.probe_at = now + self._probe_s * self._rng.uniform(0.75, 1.25)
 
-def _takes_requests(endpoint: Endpoint, now: float) -> bool:
-    if endpoint.num_failures == 0:
-        return True
-    return now >= endpoint.down_until and endpoint.num_requests == 0
+
+def _takes_requests(endpoint: Endpoint) -> bool:
+    return endpoint.num_failures == 0 or (endpoint.is_back and endpoint.num_requests == 0)

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _FIRST_WARNING_S = 3.0
 """A call that waits longer logs a warning, and again after four times as long."""
 
+_GLANCE_S = 0.25
+"""How often a call that waits for a lost server looks whether it is back."""
+
 Headers = tuple[tuple[str, str], ...]
 
 
@@ -111,6 +114,16 @@ class Infer(_ModelStep):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe(_ModelStep):
+    """Start to ask whether the model is ready, without waiting, and call `Caller.end_probe` with the answer.
+
+    No call should wait for a lost server, whose host may drop packets.
+    """
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Sleep."""
 
@@ -126,7 +139,7 @@ class InferResult:
     compute_s: float = 0.0
 
 
-Step = Ready | Describe | Configure | Infer | Wait
+Step = Ready | Describe | Configure | Infer | Probe | Wait
 Steps = Generator[Step, Any, T]
 Clock = Callable[[], float]
 
@@ -181,14 +194,14 @@ class Caller:
             return (yield from infer(endpoint, signature))
 
         try:
-            return (yield from self._try(send, call.cost, deadline))
+            return (yield from self._try(model, send, call.cost, deadline))
         finally:
             kept.clear()  # the frames of an error hold the functions above, and through them the request
 
     def describe(self, model: str) -> Steps[ModelSignature]:
         """Returns the model's signature, from a server that is up."""
         deadline = self.clock() + self.policy.timeout_s
-        return (yield from self._try(lambda endpoint: self._signature(endpoint, model, deadline), 0, deadline))
+        return (yield from self._try(model, lambda endpoint: self._signature(endpoint, model, deadline), 0, deadline))
 
     def configuration(self, model: str) -> Steps[dict[str, Any]]:
         """Returns the model's configuration, from a server that is up; raises the error of a server that has none."""
@@ -198,7 +211,7 @@ class Caller:
             left_s = max(0.001, deadline - self.clock())
             return (yield Configure(endpoint, model, min(self.policy.connect_timeout_s, left_s)))
 
-        return (yield from self._try(ask, 0, deadline))
+        return (yield from self._try(model, ask, 0, deadline))
 
     def wait_ready(self, model: str, timeout_s: float) -> Steps[None]:
         """Returns when a server has the model ready; raises DeadlineExceeded with the answer of each server.
@@ -262,10 +275,19 @@ class Caller:
             endpoint.seen = True
         return signature
 
-    def _try(self, send: Callable[[Endpoint], Steps[Any]], cost: int, deadline: float) -> Steps[Any]:
+    def end_probe(self, endpoint: Endpoint, error: GuerdonError | None) -> None:
+        """Records the answer to a Probe, None if the model is ready."""
+        # A refused key or another answer that no wait can mend is for the next request to report.
+        is_ready = error is None or not isinstance(error, Unavailable | DeadlineExceeded)
+        self.endpoints.end_probe(endpoint, self.clock(), is_ready=is_ready)
+
+    def _try(self, model: str, send: Callable[[Endpoint], Steps[Any]], cost: int, deadline: float) -> Steps[Any]:
         endpoints = self.endpoints
         attempt, num_full, started, warn_after_s = 1, 0, self.clock(), _FIRST_WARNING_S
+        retry_at = started
         while True:
+            if endpoints.lost:
+                yield from self._probe_lost(model)
             endpoint = endpoints.take(cost, self.clock())
             try:
                 result = yield from send(endpoint)
@@ -302,17 +324,31 @@ class Caller:
                     raise error  # nothing runs at these addresses: a retry would only hide a mistyped port
                 if endpoints.is_first_wait():
                     log.warning("%s; waiting for it, up to %.0f s", error, deadline - started)
-            delay_s = self.policy.next_delay(attempt, error, self.rng)
-            if delay_s is not None and not isinstance(error, Overloaded) and endpoints.has_free(now):
-                delay_s = 0.0
-            if delay_s is None or self.clock() + delay_s >= deadline:
-                if attempt > 1:
-                    error.add_note(f"gave up after {attempt} tries")
-                raise error
-            waited_s = self.clock() - started
+            if now >= retry_at:  # else a probe had the call sent early, which is no try
+                delay_s = self.policy.next_delay(attempt, error, self.rng)
+                if delay_s is not None and not isinstance(error, Overloaded) and endpoints.has_free(now):
+                    delay_s = 0.0
+                if delay_s is None or now + delay_s >= deadline:
+                    if attempt > 1:
+                        error.add_note(f"gave up after {attempt} tries")
+                    raise error
+                attempt, retry_at = attempt + 1, now + delay_s
+            num_full, waited_s = 0, now - started
             if waited_s >= warn_after_s:
                 log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
                 warn_after_s = 4 * waited_s
-            attempt, num_full = attempt + 1, 0
-            if delay_s:
-                yield Wait(delay_s)
+            if isinstance(error, Overloaded):
+                if retry_at > now:
+                    yield Wait(retry_at - now)
+            else:
+                yield from self._wait(model, retry_at)
+
+    def _wait(self, model: str, until: float) -> Steps[None]:
+        """Waits until that time, or until a lost server is back."""
+        while (left_s := until - (now := self.clock())) > 0 and not self.endpoints.has_free(now):
+            yield Wait(min(left_s, _GLANCE_S))
+            yield from self._probe_lost(model)
+
+    def _probe_lost(self, model: str) -> Steps[None]:
+        for endpoint in self.endpoints.take_probes(self.clock()):
+            yield Probe(endpoint, model, self.policy.connect_timeout_s)
