@@ -397,12 +397,32 @@ def test_an_actor_says_what_it_loads_before_torch_is_imported(
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")  # -m finds it first
     text = Path(run_yaml).read_text()
     Path(run_yaml).write_text(text if command == "reinforce" else text.partition("remote_rm")[0])
-    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 40)
     (tmp_path / "p").mkdir()
     argv = [sys.executable, "-m", "guerdon", command, run_yaml]
     done = subprocess.run(argv, env=environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"guerdon: loading policy ./p, prompts prompts.jsonl; {says}\n"
     assert done.stderr.endswith("torch is imported\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--data.prompts absent.jsonl", "there is no absent.jsonl"),
+        ("--data.prompts absent.json", "absent.json does not exist"),
+        ("", "prompts.jsonl, row 1 (from 0): it has no field prompt, only text"),
+        ("--data.field text", "prompts.jsonl, row 0 (from 0): it has no field text, only prompt"),
+    ],
+)
+def test_an_actor_checks_its_prompts_before_torch_is_imported(
+    argv: str, says: str, run_yaml: str, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    (tmp_path / "p").mkdir()
+    command = [sys.executable, "-m", "guerdon", "reinforce", run_yaml, *argv.split()]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and "torch is imported" not in done.stderr
 
 
 @pytest.mark.parametrize(

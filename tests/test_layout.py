@@ -71,7 +71,9 @@ BANNED = {  # path prefix: modules that it must not import
         ],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),
-    **dict.fromkeys(["actor/rollouts.py", "actor/prompts.py", "actor/remote_rewards.py"], TORCH),
+    **dict.fromkeys(
+        [f"actor/{name}.py" for name in ("rollouts", "prompts", "prompt_sources", "remote_rewards")], TORCH
+    ),
     "server/sums.py": {"concurrent", "threading", "time"},
     "engine/checkpoint/text.py": {"torch"},
     "engine/packing.py": TORCH,

@@ -16,6 +16,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import zoo
+from guerdon.actor.prompt_sources import check_prompts
 from guerdon.actor.prompts import SKIPPED, Prompts, check_sendable
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import DataConfig, RemoteRewardConfig
@@ -99,6 +100,51 @@ def test_a_hub_id_that_is_not_there_is_told(tokenizer: Any, monkeypatch: pytest.
 def test_a_path_that_is_not_there_is_told(path: str, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         prompts_of(path, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------- before a model is loaded
+
+
+def checked(rows: list[dict[str, Any]], folder: Path, **settings: Any) -> None:
+    check_prompts(DataConfig(prompts=write(folder / "p.jsonl", rows), **{"num_validation": 0, **settings}))
+
+
+def test_sound_prompts_pass_the_check(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    checked([{"prompt": "a"}, {"prompt": chat}, {"prompt": parts}], tmp_path, template=True)
+    checked([{"question": "a"}], tmp_path, field="question")
+    checked([{"prompt": "a"}], tmp_path, validation=write(tmp_path / "v.jsonl", [{"prompt": "b"}]), num_validation=9)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, r"p\.jsonl, row 1 \(from 0\): it has no field prompt, only text"),
+        ({"prompt": 7}, "row 1 .* prompt is neither text nor a list of messages"),
+        ({"prompt": []}, "row 1 .* non-empty list"),
+        ({"prompt": ["a"]}, "row 1 .* message 0 is a str"),
+        ({"prompt": [{"content": "a"}]}, "row 1 .* message 0 needs a role"),
+        ({"prompt": [{"role": "user"}]}, "row 1 .* message 0 needs a content"),
+    ],
+)
+def test_a_row_that_no_template_takes_is_told_without_a_tokenizer(
+    row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked([{"prompt": "a"}, row], tmp_path)
+    validation = write(tmp_path / "p.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(DataConfig(prompts=write(tmp_path / "t.jsonl", [{"prompt": "a"}]), validation=validation))
+
+
+def test_a_source_without_a_prompt_to_train_on_is_told_without_a_tokenizer(tmp_path: Path) -> None:
+    for rows, settings in (([], {}), ([{"prompt": "a"}], {"num_validation": 5})):
+        with pytest.raises(ConfigError, match="has no prompt to train on"):
+            checked(rows, tmp_path, **settings)
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.jsonl, line 1: not valid JSON"):
+        check_prompts(DataConfig(prompts=str(tmp_path / "broken.jsonl")))
 
 
 # ------------------------------------------------------------------------------------------- tokenising

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from guerdon.actor.policy_group import PolicyGroup, PolicyWorker
+from guerdon.actor.prompt_sources import check_prompts
 from guerdon.actor.training_run import RunSummary
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
@@ -58,6 +59,7 @@ def run(config: Config, train: Callable[[Config, PolicyGroup | None], RunSummary
         group = PolicyGroup(ranks, pulse)
         pulse.on_lost = lambda _: _log_lost_rank(group.error, config.run.output_dir)
         with group as policy:
+            check_prompts(config.data)
             return train(config, policy).exit_status
     except RanksLost as e:
         sys.stdout.flush()

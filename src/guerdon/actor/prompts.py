@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import orjson
 
+from guerdon.actor.prompt_sources import bad_row, check_num_prompts, read_prompts
 from guerdon.actor.rollouts import Ending, Prompt, response_text
-from guerdon.client.jsonl import read_rows
 from guerdon.core import Message
 from guerdon.durable import write_new
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.errors import ConfigError, InvalidRequest, StartError, install_command
+from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.messages import answered
 from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 
@@ -86,12 +86,7 @@ class Prompts:
         self.training = prompts
         self._write_skipped(output_dir / SKIPPED)
         self._check_skipped(config, limit)
-        if not prompts:
-            raise ConfigError(
-                f"{config.prompts} has no prompt to train on, beside {len(self.validation)} to validate on and "
-                f"{len(self.skipped)} too long ones",
-                "give more prompts, or lower data.num_validation",
-            )
+        check_num_prompts(config, len(prompts), len(self.validation), len(self.skipped))
 
     @property
     def ending(self) -> Ending | None:
@@ -214,19 +209,12 @@ class _Reader:
         """Returns the source's prompts in their order, without those that are too long."""
         prompts: list[Prompt] = []
         chunk: list[tuple[int, str | list[Message]]] = []
-        for row, value in enumerate(_values(source, split, self._config.field)):
-            chunk.append((row, self._check_value(value, source, row)))
+        for value in read_prompts(source, split, self._config.field, is_chat=self._config.template):
+            chunk.append(value)
             if len(chunk) == _CHUNK:
                 prompts += self._tokenise(chunk, source)
                 chunk = []
         return prompts + self._tokenise(chunk, source)
-
-    def _check_value(self, value: Any, source: str, row: int) -> str | list[Message]:
-        if isinstance(value, str):
-            return [{"role": "user", "content": value}] if self._config.template else value
-        if isinstance(value, list):
-            return value  # checked by the encoder
-        raise _bad_row(source, row, f"{self._config.field} is neither text nor a list of messages")
 
     def _tokenise(self, chunk: Sequence[tuple[int, str | list[Message]]], source: str) -> list[Prompt]:
         conversations = {row: value for row, value in chunk if isinstance(value, list)}
@@ -240,18 +228,18 @@ class _Reader:
         texts |= zip(conversations, self._encoder.render_prompts(list(conversations.values())), strict=True)
         for row, text in texts.items():
             if isinstance(text, InvalidRequest):
-                raise _bad_row(source, row, str(text))
+                raise bad_row(source, row, str(text))
         plain = [str(texts[row]) for row, _ in chunk]
         ending = self._ending_of(conversations, texts)
         prompts = []
         for (row, _), text, ids in zip(chunk, plain, self._encoder.encode(plain), strict=True):
             if isinstance(ids, InvalidRequest):
-                raise _bad_row(source, row, str(ids))
+                raise bad_row(source, row, str(ids))
             messages = conversations.get(row)
             if messages is None and self._bos and ids[:1].tolist() != self._bos:
                 ids = np.concatenate([np.array(self._bos, dtype=np.int64), ids])
             if not len(ids):
-                raise _bad_row(source, row, "the prompt is empty")
+                raise bad_row(source, row, "the prompt is empty")
             own_ending = None if messages is None else ending
             # An answer of max_new_tokens with its ending must fit a reward model of the same length.
             reserved = 0 if own_ending is None or self._config.max_prompt_length else len(own_ending.tokens)
@@ -325,74 +313,3 @@ def find_ending(
     else:
         differs = ""
     return Ending(whole[behind:], tokens, lead, differs)
-
-
-# ------------------------------------------------------------------------------------------- sources
-
-
-def _values(source: str, split: str, field: str) -> Iterator[Any]:
-    """Yields the prompt's field of each row."""
-    path = Path(source)
-    if path.is_file() and path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.is_file():
-        rows = _json_rows(path)
-    else:
-        rows = _data_set_rows(source, split)
-    for number, row in enumerate(rows):
-        if field not in row:
-            raise _bad_row(source, number, f"it has no field {field}, only {', '.join(map(str, row))}")
-        yield row[field]
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        yield from (row for _, row in read_rows(path))
-    except StartError as e:
-        raise ConfigError(str(e), "each line must be a JSON object, and a .gz file complete") from e
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as e:
-        raise _needs_data_extra(path) from e
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as e:
-        raise ConfigError(f"cannot read {path}: {e}", "check that the Parquet file is complete") from e
-
-
-def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a folder that `datasets` saved or reads, or of a data set of the hub."""
-    path = Path(source)
-    if not path.is_dir() and (path.suffix or source.startswith((".", "/", "~"))):
-        raise ConfigError(f"{source} does not exist", "name a JSONL (.gz) or Parquet file, a folder, or a hub id")
-    try:
-        import datasets
-    except ImportError as e:
-        raise _needs_data_extra(source) from e
-    try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(source)
-            data = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            data = datasets.load_dataset(source, split=split)
-    # datasets raises anything, depending on what the folder or the hub has.
-    except Exception as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ConfigError(
-            f"cannot load the data set {source}, split {split}: {reason}", "check data.prompts and data.split"
-        ) from e
-    yield from data
-
-
-def _needs_data_extra(source: str | Path) -> ConfigError:
-    return ConfigError(f"{source} needs the library datasets", install_command("data"))
-
-
-def _bad_row(source: str, row: int, why: str) -> ConfigError:
-    return ConfigError(f"{source}, row {row} (from 0): {why}", "correct the row, or name another data.field")

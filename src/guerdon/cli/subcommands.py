@@ -273,9 +273,12 @@ def run_ppo(args: argparse.Namespace) -> int:
 
 
 def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
-    """Checks the settings and the installation before anything is loaded."""
+    """Checks the settings, the prompts and the installation before anything is loaded."""
+    from guerdon.actor import prompt_sources
+
     if num_started() == 1:  # with several ranks, the first checks them once the others are connected
         check_actor(config)
+        prompt_sources.check_prompts(config.data)
     console.set_up_logging("info")
     console.require_modules("torch", "tensorboard", "matplotlib")
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
