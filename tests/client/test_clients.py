@@ -403,7 +403,8 @@ def test_clients_are_pickled_and_copied_by_their_settings(url: str) -> None:
 
 SCORE = {"texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "prompts", "labels"}
 SCORE |= {"priority", "timeout_s", "pad_to_length"}
-INFER = SCORE - {"steps", "prompts", "labels", "priority"}
+INFER = SCORE - {"steps", "prompts", "labels", "priority"} | {"lengths"}
+TRAIN = {"tokens", "returns", "prev_values", "mask", "lengths"}
 
 
 @pytest.mark.parametrize(
@@ -414,8 +415,10 @@ INFER = SCORE - {"steps", "prompts", "labels", "priority"}
         (LocalRewardModel, ["score", "submit"], SCORE),
         (CriticClient, ["infer", "infer_with_rewards", "submit", "submit_with_rewards"], INFER),
         (AsyncCriticClient, ["infer", "infer_with_rewards", "submit"], INFER),
-        (CriticClient, ["train"], {"tokens", "returns", "prev_values", "mask", "train_id"}),
-        (AsyncCriticClient, ["train"], {"tokens", "returns", "prev_values", "mask", "train_id"}),
+        (CriticClient, ["train"], TRAIN | {"train_id"}),
+        (CriticClient, ["train_loss", "validate"], TRAIN),
+        (AsyncCriticClient, ["train"], TRAIN | {"train_id"}),
+        (AsyncCriticClient, ["validate"], TRAIN),
     ],
 )
 def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], arguments: set[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from guerdon import errors
 from guerdon.client.calls import ModelSignature, make_request
@@ -57,13 +58,50 @@ def test_arrays_are_rows_of_one_length() -> None:
     assert request.mask.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
+FORMS = {
+    "lists": ([[5, 6, 7, 8], [9, 10]], None),
+    "tuples": (((5, 6, 7, 8), (9, 10)), None),
+    "arrays": ([np.array([5, 6, 7, 8]), np.array([9, 10], np.int32)], None),
+    "an object array": (np.array([[5, 6, 7, 8], [9, 10]], dtype=object), None),
+    "a padded array": (np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), [4, 2]),
+    "padded lists": ([[5, 6, 7, 8], [9, 10, 0, 0]], np.array([4, 2])),
+    "tensors": (torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([4, 2])),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_and_values_take_the_same_forms_of_rows(form: str) -> None:
+    tokens, lengths = FORMS[form]
+    inferred = make_request(tokens=tokens, lengths=lengths)
+    assert [row.tolist() for row in inferred.tokens or ()] == [[5, 6, 7, 8], [9, 10]]
+    others = [[1.0, 2.0, 3.0], [4.0]] if lengths is None else np.array([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0]])
+    trained = make_train_request(tokens, others, others, others, lengths=lengths)
+    assert trained.tokens.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
+    for numbers in (trained.returns, trained.prev_values, trained.mask):
+        assert numbers.tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+@pytest.mark.parametrize("tokens", [[], 7, "abc", [1, 2], [[1, 2], "ab"], [[1, 2], [0.5]], np.zeros((1, 2, 3), int)])
+def test_training_and_values_refuse_the_same_rows_with_the_same_words(tokens: Any) -> None:
+    with pytest.raises(errors.InvalidRequest) as inferred:
+        make_request(tokens=tokens)
+    with pytest.raises(errors.InvalidRequest) as trained:
+        make_train_request(tokens, [[1]], [[1]], [[1]])
+    assert str(inferred.value) == str(trained.value)
+
+
+def test_lengths_go_with_tokens_only() -> None:
+    with pytest.raises(errors.InvalidRequest, match="lengths go with tokens, not with texts"):
+        make_request(texts=["a"], lengths=[1])
+
+
 ROWS = {"tokens": [[1, 2, 3], [4, 5]], "returns": [[1, 2], [3]], "prev_values": [[1, 2], [3]], "mask": [[1, 1], [1]]}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": []}, "tokens must have at least one row"),
+        ({"tokens": []}, "tokens must be a list of at least one sample, not empty"),
         ({"returns": [[1, 2]]}, "returns has 1 rows, tokens 2"),
         ({"mask": [[1, 1], [1, 1]]}, r"mask\[1\] has 2 entries for 2 tokens; it must have one fewer"),
         ({"prev_values": np.zeros((2, 3))}, r"prev_values\[0\] has 3 entries for 3 tokens"),
@@ -71,7 +109,12 @@ ROWS = {"tokens": [[1, 2, 3], [4, 5]], "returns": [[1, 2], [3]], "prev_values": 
         ({"tokens": [[1, 2, 3], [4.5, 1]]}, r"tokens\[1\] must be a flat list of integers"),
         ({"returns": [[1, 2], ["x"]]}, r"returns\[1\] must be a flat list of numbers"),
         ({"returns": [[1, [2]], [3]]}, r"returns\[0\] cannot be read as numbers"),
-        ({"tokens": [1, 2]}, r"tokens\[0\] must be a flat list"),
+        ({"tokens": [1, 2]}, r"tokens is one sample, and must be a list of samples"),
+        ({"lengths": [3]}, "lengths has 1 entries for 2 rows of tokens"),
+        ({"lengths": [3, 3]}, r"lengths\[1\] is 3, and tokens\[1\] has 2 ids"),
+        ({"lengths": [3, 0]}, r"lengths\[1\] is 0"),
+        ({"lengths": [3, 1.5]}, "lengths must be a flat list of integers"),
+        ({"lengths": [3, 2], "mask": [[1, 1], []]}, r"mask\[1\] has 0 entries for 2 tokens"),
     ],
 )
 def test_a_malformed_train_call_says_which_argument_and_row(change: dict[str, Any], message: str) -> None:

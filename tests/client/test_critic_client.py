@@ -118,6 +118,14 @@ def test_values_of_tokens_and_texts(url: str) -> None:
         assert [row.tolist() for row in client.infer(texts=["abc", "d"]).values] == [[97, 98, 99], [100]]
 
 
+def test_values_of_padded_rows_are_those_of_the_rows_without_padding(url: str) -> None:
+    padded = np.array([[1, 2, 3], [4, 0, 0]])
+    with CriticClient(url) as client:
+        expected = client.infer(tokens=[[1, 2, 3], [4]]).values
+        for got in (client.infer(padded, lengths=[3, 1]), client.submit(padded, lengths=[3, 1]).result()):
+            assert [row.tolist() for row in got.values] == [row.tolist() for row in expected]
+
+
 def test_a_failed_sample_leaves_its_neighbours(url: str) -> None:
     with CriticClient(url) as client:
         scores = client.infer(tokens=[[1, 2], [-5]])

@@ -126,24 +126,28 @@ def make_request(
     priority: int = 0,
     timeout_s: float | None = None,
     pad_to_length: int | None = None,
+    lengths: Integers | None = None,
 ) -> ScoreRequest:
     """Returns the request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
 
-    `tokens` are token ids, one sequence a sample, of any length up to `pad_to_length`. `groups`, `prompt_lengths`,
-    `steps`, `prompts` and `labels` have one entry a sample, as in `ScoreRequest`.
+    `tokens` are token ids, one sequence a sample, of any length up to `pad_to_length`; see `token_rows`. `groups`,
+    `prompt_lengths`, `steps`, `prompts` and `labels` have one entry a sample, as in `ScoreRequest`.
     """
     given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
     if len(given) != 1:
         raise InvalidRequest(f"give exactly one of texts, messages and tokens, not {' and '.join(given) or 'none'}")
     ((name, samples),) = given.items()
-    _check_samples(name, samples)
+    if lengths is not None and tokens is None:
+        raise InvalidRequest(f"lengths go with tokens, not with {name}")
+    if tokens is None:
+        _check_samples(name, samples)
     request = ScoreRequest(priority=priority, timeout_s=timeout_s, pad_to_length=pad_to_length)
     if texts is not None:
         request.texts = list(texts)
     elif messages is not None:
         request.messages = [list(conversation) for conversation in messages]
     elif tokens is not None:
-        request.tokens = id_rows("tokens", tokens)
+        request.tokens = token_rows(tokens, lengths)
         for i, row in enumerate(request.tokens):
             if pad_to_length is not None and len(row) > pad_to_length:
                 raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
@@ -372,6 +376,24 @@ def number_row(name: str, values: Any, kinds: str, dtype: Any) -> np.ndarray:
 def id_rows(name: str, rows: Any) -> list[np.ndarray]:
     """Returns rows of integers as int64."""
     return [number_row(f"{name}[{i}]", values, "iu", np.int64) for i, values in enumerate(rows)]
+
+
+def token_rows(tokens: TokenRows, lengths: Integers | None = None) -> list[np.ndarray]:
+    """Returns each sample's token ids, from lists, arrays or an array `[N, T]`, without padding if `lengths` are given.
+
+    `lengths` has one entry a sample, and padding is on the right. Raises InvalidRequest naming the row at fault.
+    """
+    _check_samples("tokens", tokens)
+    rows = id_rows("tokens", tokens)
+    if lengths is None:
+        return rows
+    counts = number_row("lengths", lengths, "iu", np.int64).tolist()
+    if len(counts) != len(rows):
+        raise InvalidRequest(f"lengths has {len(counts)} entries for {len(rows)} rows of tokens")
+    for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if not 0 < count <= len(row):
+            raise InvalidRequest(f"lengths[{i}] is {count}, and tokens[{i}] has {len(row)} ids")
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def pad_rows(rows: list[np.ndarray], dtype: Any, fill: int = 0, width: int | None = None) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from guerdon.client import calls
-from guerdon.client.calls import Call, ModelSignature, id_rows, number_row, pad_rows
+from guerdon.client.calls import Call, Integers, ModelSignature, TokenRows, number_row, pad_rows, token_rows
 from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
@@ -21,7 +21,7 @@ from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 Result = TypeVar("Result", TrainReport, CheckpointInfo, CriticState)
 Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
-"""One row a sample: an array `[N, T]`, or rows of different lengths."""
+"""One row a sample: an array `[N, T - 1]`, or rows of different lengths."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,21 +50,26 @@ class CriticScores:
 
 
 def make_train_request(
-    tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, train_id: str | None = None
+    tokens: TokenRows,
+    returns: Rows,
+    prev_values: Rows,
+    mask: Rows,
+    train_id: str | None = None,
+    lengths: Integers | None = None,
 ) -> TrainRequest:
     """Returns the request to train on N rows, padded to the longest; copies the arrays, because it may be sent again.
 
-    Row i of `tokens` has T_i ids, and row i of the others T_i - 1 numbers. Raises InvalidRequest naming the row at
-    fault.
+    Row i of `tokens` has T_i ids, and row i of the others T_i - 1 numbers; with `lengths`, which has each T_i, all may
+    be padded. Raises InvalidRequest naming the row at fault.
     """
-    ids = id_rows("tokens", tokens)
-    if not ids:
-        raise InvalidRequest("tokens must have at least one row")
+    ids = token_rows(tokens, lengths)
     targets = {}
     for name, rows in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if len(rows) != len(ids):
             raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
         numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
+        if lengths is not None:
+            numbers = [found[: max(0, len(row) - 1)] for row, found in zip(ids, numbers, strict=True)]
         for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
             if len(found) != len(row) - 1:
                 raise InvalidRequest(

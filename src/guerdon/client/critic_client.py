@@ -106,10 +106,11 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
 
     def infer(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -117,21 +118,24 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     ) -> CriticScores:
         """Returns the samples' values, without rewards; blocks. Raises the class that the server raised.
 
-        Give exactly one of `texts`, `messages` and `tokens`: a list of samples, as to `RewardClient.score`. `groups`
-        and `prompt_lengths` are hints as in `ScoreRequest`. `timeout_s` limits this call from when it is first sent.
+        Give exactly one of `texts`, `messages` and `tokens`: a list of samples, as to `RewardClient.score`; `tokens`
+        may be padded if `lengths` has each row's own number of tokens, as for `train`. `groups` and `prompt_lengths`
+        are hints as in `ScoreRequest`. `timeout_s` limits this call from when it is first sent.
         `pad_to_length` is for servers that batch only requests of one width; guerdon's needs none.
         """
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return self._wait(self._infer(request))
 
     def infer_with_rewards(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -139,16 +143,18 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     ) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return self._wait(self._infer(request, needs_rewards=True))
 
     def submit(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -156,16 +162,18 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     ) -> Future[CriticScores]:
         """Returns a future of `infer`'s result, at once; thousands may be under way."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return self._infer(request)
 
     def submit_with_rewards(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -173,38 +181,51 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     ) -> Future[CriticScores]:
         """Returns a future of `infer_with_rewards`'s result, at once."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return self._infer(request, needs_rewards=True)
 
     def train(
-        self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
+        self,
+        tokens: TokenRows,
+        returns: Rows,
+        prev_values: Rows,
+        mask: Rows,
+        *,
+        lengths: Integers | None = None,
+        train_id: str | None = None,
     ) -> TrainFuture[TrainReport]:
         """Returns a future of the report on training on these rows, at once.
 
-        Row i has T_i tokens and T_i - 1 entries of each other array. A `train_id` (default: a new one) is never applied
-        twice; the second time the server repeats its answer. A failure is logged; if nobody has looked at the future
-        by the next call, that call raises it.
+        Row i has T_i tokens and T_i - 1 entries of each other array. Rows may be padded if `lengths` has each T_i.
+        Without it, an array `[N, T]` is N rows of T tokens, of which the mask says what is learnt. A `train_id`
+        (default: a new one) is never applied twice; the second time the server repeats its answer. A failure is logged;
+        if nobody has looked at the future by the next call, that call raises it.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, train_id)
+        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths)
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, train_id), future, alone=True)
 
-    def train_loss(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainFuture[float]:
+    def train_loss(
+        self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
+    ) -> TrainFuture[float]:
         """Trains as `train` does, for the loss alone: also at other servers of these tensors, such as PyTriton's.
 
         Those do not recognise a request by its id, so one that may have arrived is not sent again: the future fails.
         """
-        request = make_train_request(tokens, returns, prev_values, mask)
+        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
         session = self._here().session
         future: TrainFuture[float] = TrainFuture(self._here(), request.id)
         steps = session.caller.ask(prepare_train_loss(self._model(Operation.TRAIN), request))
         return self._start(steps, future, alone=True)
 
-    def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
+    def validate(
+        self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
+    ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks."""
-        request = make_train_request(tokens, returns, prev_values, mask)
+        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
         return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -284,10 +305,11 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
 
     async def infer(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -295,16 +317,18 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     ) -> CriticScores:
         """Returns the samples' values. Cancelling the task cancels the request, at the server too."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return await self._infer(request)
 
     async def infer_with_rewards(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -312,16 +336,18 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     ) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return await self._infer(request, needs_rewards=True)
 
     def submit(
         self,
+        tokens: TokenRows | None = None,
         *,
+        lengths: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
         groups: Integers | None = None,
         prompt_lengths: Integers | None = None,
         timeout_s: float | None = None,
@@ -329,24 +355,34 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     ) -> asyncio.Task[CriticScores]:
         """Returns a task of `infer`, started at once."""
         request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, timeout_s=timeout_s, pad_to_length=pad_to_length
-        )
+            texts, messages, tokens, groups, prompt_lengths,
+            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
+        )  # fmt: skip
         return self._infer(request)
 
     def train(
-        self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows, *, train_id: str | None = None
+        self,
+        tokens: TokenRows,
+        returns: Rows,
+        prev_values: Rows,
+        mask: Rows,
+        *,
+        lengths: Integers | None = None,
+        train_id: str | None = None,
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, train_id)
+        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths)
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(self._session, request, train_id)
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
         task.add_done_callback(functools.partial(self._end_training, future))
         return future
 
-    async def validate(self, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainReport:
+    async def validate(
+        self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
+    ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training."""
-        request = make_train_request(tokens, returns, prev_values, mask)
+        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
         return await self._start(self._validate_steps(self._session, request))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
