@@ -42,6 +42,11 @@ def agreement(texts: list[str], prompts: Any = None, labels: Any = None) -> list
     return [float(text.count(str(label))) for text, label in zip(texts, labels, strict=True)]
 
 
+def graded_answer(responses: list[str], labels: Any = None) -> list[float]:
+    """A user's function of the assistant's answers: how often an answer has its label's digit in it."""
+    return agreement(responses, labels=labels)
+
+
 def flaky(texts: list[str]) -> list[float]:
     """A user's function that has no score for some texts."""
     return [math.nan if FAILS in text else float(len(text)) for text in texts]
@@ -63,15 +68,21 @@ def plain(folder: Path) -> Iterator[RunningServer]:
 
 @contextmanager
 def sums(folder: Path) -> Iterator[RunningServer]:
-    """The same model as `helpful`, the functions `agreement` and `flaky`, and `total`, a sum of the first two."""
+    """The same model as `helpful`, the functions above, and two sums: `total` for texts, `graded` for conversations."""
     models = [
         ModelConfig(model=str(reward_model(folder / "rm")), name="helpful", deterministic=True),
         ModelConfig(model="served:agreement", name="agreement"),
         ModelConfig(model="served:flaky", name="flaky"),
+        ModelConfig(model="served:graded_answer", name="graded_answer"),
     ]
-    parts = [ComponentConfig(model="helpful"), ComponentConfig(model="agreement", weight=0.5, clip=3.0)]
-    total = RewardConfig(name="total", components=parts)
-    with running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as server:
+    rewards = [
+        RewardConfig(
+            name=name,
+            components=[ComponentConfig(model="helpful"), ComponentConfig(model=function, weight=0.5, clip=3.0)],
+        )
+        for name, function in (("total", "agreement"), ("graded", "graded_answer"))
+    ]
+    with running(ServerConfig(port=0, grpc_port=0, models=models, rewards=rewards)) as server:
         yield server
 
 

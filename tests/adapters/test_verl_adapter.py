@@ -6,14 +6,16 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import served
 from guerdon import RewardClient
-from guerdon.adapters.verl import compute_score, compute_score_async
+from guerdon.adapters.verl import RewardManager, compute_score, compute_score_async
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 
 QUESTION = [
@@ -84,3 +86,103 @@ def test_a_malformed_response_gets_no_score(url: str) -> None:
         ask(partial(compute_score, url=url, model="flaky"), None, {"prompt": "a"})  # type: ignore[arg-type]
     with pytest.raises(SampleFailed, match="row 0: message 3 needs a content"):
         ask(partial(compute_score, url=url, model="helpful"), None, {"prompt": QUESTION})  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- the manager
+
+
+class Rollouts:
+    """Rollouts as verl's DataProto has them: padded tensors, and columns of objects."""
+
+    def __init__(self, responses: list[str], width: int = 24, **columns: list[Any]) -> None:
+        self.columns = columns
+        ids = [[ord(c) for c in text] for text in responses]
+        self.responses = torch.tensor([row + [ord("x")] * (width - len(row)) for row in ids])
+        self.mask = torch.tensor([[0, 1, 1] + [1] * len(row) + [0] * (width - len(row)) for row in ids])
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice):
+            part = object.__new__(Rollouts)
+            part.responses, part.mask = self.responses[rows], self.mask[rows]
+            part.columns = {name: values[rows] for name, values in self.columns.items()}
+            return part
+        batch = {"responses": self.responses[rows], "attention_mask": self.mask[rows]}
+        return SimpleNamespace(
+            batch=batch, non_tensor_batch={name: values[rows] for name, values in self.columns.items()}
+        )
+
+
+class Characters:
+    def decode(self, ids: torch.Tensor, *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, ids.tolist()))
+
+
+def manager(**settings: Any) -> RewardManager:
+    """The manager as verl makes it."""
+    config = SimpleNamespace(reward={"reward_kwargs": settings} if settings else {})
+    return RewardManager(
+        config=config,
+        tokenizer=Characters(),
+        compute_score=len,
+        reward_router_address=None,
+        reward_model_tokenizer=None,
+    )
+
+
+GSM8K = {
+    "data_source": ["openai/gsm8k"],
+    "reward_model": [{"style": "rule", "ground_truth": "4"}],
+    "extra_info": [{"index": 3, "question": "What is 2+2?"}],
+}
+
+
+def test_the_manager_scores_the_answer_to_the_prompt_that_verl_passes(url: str) -> None:
+    expected = {}
+    with RewardClient(url, "graded") as client:
+        for answer in ("4.", "44.", ""):
+            scores = client.score(messages=[[*QUESTION, {"role": "assistant", "content": answer}]], labels=["4"])
+            (components,) = scores.raise_for_failed().attributes.tolist()
+            expected[answer] = {
+                **dict(zip(scores.attribute_names, components, strict=True)),
+                "score": scores.rewards[0],
+            }
+    assert [expected[answer]["graded_answer"] for answer in expected] == [1.0, 2.0, 0.0]
+    made = manager(url=[url], model="graded", timeout_s=60)
+    for prompt in (QUESTION, np.array(QUESTION, dtype=object)):  # as the agent loop gives them
+        for answer, components in expected.items():
+            told = asyncio.run(made.run_single(Rollouts([answer], raw_prompt=[prompt], **GSM8K)))
+            assert told == {"reward_score": components["score"], "reward_extra_info": components}
+
+
+def test_the_manager_scores_the_last_of_several_sequences_and_needs_no_label(url: str) -> None:
+    with RewardClient(url, "helpful") as client:
+        (expected,) = client.score(messages=[[*QUESTION, {"role": "assistant", "content": "4."}]])
+    several = Rollouts(["nonsense", "4."], raw_prompt=[QUESTION, QUESTION], reward_model=[{}, {}])
+    told = asyncio.run(manager(url=url, model="helpful").run_single(several))
+    assert told == {"reward_score": expected, "reward_extra_info": {"score": expected}}
+
+
+def test_the_manager_raises_for_what_has_no_score(url: str) -> None:
+    made = manager(url=url, model="helpful")
+    with pytest.raises(InvalidRequest, match="has no raw_prompt"):
+        asyncio.run(made.run_single(Rollouts(["4."], **GSM8K)))
+    picture = [{"role": "user", "content": [{"type": "image", "image": "x"}]}]
+    with pytest.raises(SampleFailed, match="is no text"):
+        asyncio.run(made.run_single(Rollouts(["4."], raw_prompt=[picture], **GSM8K)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"reward\.reward_kwargs\.url is not given"),
+        ({"model": "m"}, r"reward\.reward_kwargs\.url is not given"),
+        (
+            {"url": "h:1", "max_resp_len": 8},
+            r"unknown setting reward\.reward_kwargs\.max_resp_len; known here: url, model",
+        ),
+    ],
+)
+def test_wrong_settings_of_the_manager_are_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        manager(**settings)

@@ -3,8 +3,10 @@
     drive_verl.py loop FILE.py SAMPLES KWARGS NAME       the reward loop's naive manager, with a function of a file
     drive_verl.py classic FILE.py SAMPLES KWARGS NAME    the older NaiveRewardManager, likewise
     drive_verl.py vllm|sglang HOST:PORT SAMPLES          the reward loop's requests to a reward model's server
+    drive_verl.py manager FLAGS SAMPLES TOKENIZER        the whole reward loop, on Ray, with the flags of its command
 
-In place of a tokenizer stands one whose tokens are characters. Prints {"rewards": [...], "extra": {...}}.
+In place of a tokenizer stands one whose tokens are characters, but for the last. Prints {"rewards": [...], "extra":
+{...}}, and for the last also the rewards' places in the responses.
 """
 
 from __future__ import annotations
@@ -60,6 +62,59 @@ def batch_of(samples: list[dict[str, Any]]) -> DataProto:
     )
 
 
+def gsm8k(samples: list[dict[str, Any]], tokenizer: Any) -> DataProto:
+    """The rollouts of a data set as verl's examples/data_preprocess/gsm8k.py writes it, in the agent loop's shape."""
+    prompts = [tokenizer(s["prompt"]).input_ids for s in samples]
+    responses = [
+        [*tokenizer(s["response"], add_special_tokens=False).input_ids, tokenizer.eos_token_id] for s in samples
+    ]
+    left, right = max(map(len, prompts)), max(map(len, responses))
+    columns: dict[str, list[Any]] = {
+        "data_source": ["openai/gsm8k"] * len(samples),
+        "raw_prompt": [[{"role": "user", "content": s["prompt"]}] for s in samples],
+        "ability": ["math"] * len(samples),
+        "reward_model": [{"style": "rule", "ground_truth": s["label"]} for s in samples],
+        "extra_info": [{"split": "train", "index": i, "question": s["prompt"]} for i, s in enumerate(samples)],
+    }
+    objects = {name: np.empty(len(samples), dtype=object) for name in columns}
+    for name, values in columns.items():
+        objects[name][:] = values
+    mask = [
+        [0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor([[0] * (left - len(ids)) + ids for ids in prompts]),
+            "responses": torch.tensor([ids + [0] * (right - len(ids)) for ids in responses]),
+            "attention_mask": torch.tensor(mask),
+        },
+        non_tensors=objects,
+    )
+
+
+def manager(flags: list[str], samples: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    import ray
+    from hydra import compose, initialize_config_module
+    from transformers import AutoTokenizer
+    from verl.experimental.reward_loop import RewardLoopManager, migrate_legacy_reward_impl
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*flags, f"actor_rollout_ref.model.path={folder}", "reward.num_workers=2"])
+    ray.init(num_cpus=2, include_dashboard=False)
+    batch = gsm8k(samples, tokenizer)
+    told = RewardLoopManager(migrate_legacy_reward_impl(config)).compute_rm_score(batch)
+    ray.shutdown()
+    rewards = told.batch["rm_scores"]
+    return {
+        "rewards": rewards.sum(1).tolist(),
+        "places": [row.nonzero().flatten().tolist() for row in rewards],
+        "last": (batch.batch["attention_mask"][:, -rewards.shape[1] :].sum(1) - 1).tolist(),
+        "extra": {name: told.non_tensor_batch[name].tolist() for name in told.meta_info["reward_extra_keys"]},
+    }
+
+
 def settings(path: str | None, kwargs: dict[str, Any], name: str, engine: str = "vllm") -> Any:
     return OmegaConf.create(
         {
@@ -107,8 +162,11 @@ async def served(config: Any, batch: DataProto, address: str) -> dict[str, Any]:
 if __name__ == "__main__":
     kind, target, path = sys.argv[1:4]
     with open(path) as file:
-        batch = batch_of(json.load(file))
-    if kind in ("vllm", "sglang"):
+        samples = json.load(file)
+    batch = batch_of(samples)
+    if kind == "manager":
+        told = manager(json.loads(target), samples, sys.argv[4])
+    elif kind in ("vllm", "sglang"):
         told = asyncio.run(served(settings(None, {}, "", kind), batch, target))
     else:
         config = settings(target, json.loads(sys.argv[4]), sys.argv[5])

@@ -25,12 +25,14 @@ HOME = Path(os.environ.get("GUERDON_TRAINERS", ROOT / ".venvs"))
 class Environment:
     """What one trainer needs: packages without and with their dependencies, and a source where it is not on PyPI.
 
-    `older` releases lie beside the one that is imported, each in a folder of its own.
+    `older` releases lie beside the one that is imported, each in a folder of its own. An environment is whole once its
+    modules in `imports` can be imported.
     """
 
     alone: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
     older: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
     source: str = ""
     commit: str = ""
 
@@ -41,7 +43,11 @@ ENVIRONMENTS = {
         ["ray", "aiohttp", "einops", "jsonlines"],
         [f"openrlhf=={version}" for version in ("0.5.0", "0.5.9", "0.6.4", "0.8.2", "0.8.11", "0.9.0")],
     ),
-    "verl": Environment(["verl==0.9.1", "tensordict==0.10.0", "pyvers"], ["ray", "codetiming", "hydra-core"]),
+    "verl": Environment(
+        ["verl==0.9.1", "tensordict==0.10.0", "pyvers<0.2"],
+        ["ray", "cloudpickle", "codetiming", "hydra-core"],
+        imports=["verl.trainer.ppo.reward", "verl.experimental.reward_loop", "verl.workers.reward_manager"],
+    ),
     "areal": Environment(
         ["areal==1.0.4", "torchdata"],
         ["aiofiles", "aiohttp", "colorlog", "einops", "flask", "hydra-core", "lark", "numba", "openai", "ray",
@@ -59,6 +65,7 @@ ENVIRONMENTS = {
         ["rewardbench==0.1.4", "transformers==4.51.0", "tokenizers==0.21.4", "huggingface_hub==0.36.2", "trl==0.16.1",
          "accelerate==1.6.0", "fschat"],
         ["setuptools<81", "wandb"],
+        imports=["rewardbench.rewardbench"],
     ),
     "slime": Environment(
         ["pylatexenc"],
@@ -121,6 +128,8 @@ def make(name: str) -> None:
         subprocess.run([*git, "init", "-q"], check=True)
         subprocess.run([*git, "fetch", "-q", "--depth", "1", wanted.source, wanted.commit], check=True)
         subprocess.run([*git, "checkout", "-q", "FETCH_HEAD"], check=True)
+    if wanted.imports:
+        subprocess.run([python, "-c", f"import {', '.join(wanted.imports)}"], check=True)
     stamp_of(name).touch()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import yaml
 import served
 import zoo
 from guerdon import CriticClient, RewardClient
+from guerdon.messages import answered
 from guerdon.server.runtime import RunningServer
 from processes import environment
 from trainers import environments
@@ -144,6 +147,24 @@ def test_verl_with_an_async_function(sums: RunningServer, tmp_path: Path) -> Non
     told = drive_verl("loop", {"url": sums.http_url, "model": "total"}, "compute_score_async", tmp_path)
     assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
     assert_same(told["extra"]["agreement"], rewards_of(sums, "agreement", SAMPLES))
+
+
+def test_verls_reward_loop_with_the_manager_of_its_page_and_gsm8ks_data(sums: RunningServer, tmp_path: Path) -> None:
+    page = (Path(served.__file__).parents[1] / "docs/trainers/verl.md").read_text()
+    (command,) = re.findall(r"(?s)```\n(python -m verl[^`]*reward_manager[^`]*)```", page)
+    flags = [flag for flag in shlex.split(command.replace("\\\n", "")) if "=" in flag]
+    flags = [flag.replace("http://127.0.0.1:5555", sums.http_url) for flag in flags] + [
+        "+reward.reward_kwargs.model=graded"
+    ]
+    folder = zoo.tokenizer(tmp_path / "policy")
+    told = drive("verl", "drive_verl.py", "manager", json.dumps(flags), "SAMPLES", str(folder), tmp=tmp_path)
+    with RewardClient(sums.http_url, "graded") as client:
+        chats = [answered([{"role": "user", "content": s["prompt"]}], s["response"]) for s in SAMPLES]
+        expected = client.score(messages=chats, labels=[s["label"] for s in SAMPLES]).raise_for_failed()
+    assert_same(told["rewards"], expected.rewards)
+    assert told["places"] == [[place] for place in told["last"]]
+    assert set(told["extra"]) == {"helpful", "graded_answer", "score"}
+    assert_same(told["extra"]["score"], expected.rewards)
 
 
 def drive_verl(manager: str, kwargs: dict[str, Any], name: str, tmp: Path) -> Any:
