@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from guerdon.settings.config import ParallelConfig
 
 
 def test_a_rank_lost_at_the_end_hides_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     exits: list[int] = []
 
     def leave(status: int) -> None:
@@ -43,7 +45,7 @@ def test_a_rank_lost_at_the_end_hides_no_error(
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     config = ReinforceRunConfig(
         parallel=ParallelConfig(),
-        data=DataConfig(prompts="prompts.jsonl"),
+        data=DataConfig(prompts=str(tmp_path / "prompts.jsonl"), num_validation=0),
         run=RunConfig(steps=1, output_dir="/out"),
         remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=["http://localhost:1"])),
     )
