@@ -90,10 +90,22 @@ def test_memory_is_counted_by_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "essence"), [("nowhere/at/all", "no folder"), ("model.gguf", "guerdon convert"), ("empty", "config.json")]
+    ("name", "essence"),
+    [
+        ("nowhere/at/all", "no folder"),
+        ("nowhere.gguf", "no file"),
+        ("model.gguf", "guerdon convert"),
+        ("empty", "config.json"),
+        ("download", "download/model.gguf FOLDER"),
+        ("half", "half/model.gguf FOLDER"),
+    ],
 )
 def test_what_cannot_be_loaded_is_one_problem_with_help(tmp_path: Path, name: str, essence: str) -> None:
-    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path, tmp_path / "empty", tmp_path / "download", tmp_path / "half"):
+        folder.mkdir(exist_ok=True)
+        if folder.name != "empty":
+            (folder / "model.gguf").touch()
+    (tmp_path / "half/config.json").write_text("{}")
     (found,) = examine_model(str(tmp_path / name))
     assert found.level == "problem"
     assert essence in f"{found.text} {found.help}"

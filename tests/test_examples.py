@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,42 @@ def test_the_parts_share_no_review(reviews: Path) -> None:
     assert num_rows == 240
     assert accuracy == 1.0
     assert positive > 0.9
+
+
+WHOLE = {"prompt": "a", "chosen": "b c", "rejected": "d e"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (None, "No such file"),
+        ("", "has 0 pairs"),
+        ([WHOLE], "has 1 pairs, of which 0 are useful"),
+        ([WHOLE, {"prompt": "a", "chosen": "b"}], 'line 2: "rejected" is missing'),
+        ([WHOLE | {"prompt": [WHOLE]}], 'line 1: "prompt" is [{"prompt'),
+        ([WHOLE | {"chosen": None}], 'line 1: "chosen" is null, not text'),
+        ([WHOLE, "text"], "line 2: not a JSON object"),
+        ('\n{"prompt": ', "line 2: not valid JSON"),
+    ],
+)
+def test_the_chat_example_says_what_is_wrong_with_the_pairs(lines: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    if lines is not None:
+        path.write_text(lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines))
+    code = "import sys, pathlib, pairs; pairs.read_parts(pathlib.Path(sys.argv[1]), 0)"
+    assert_refused([sys.executable, "-c", code, path], f"{path}", said, PYTHONPATH=str(EXAMPLES / "smollm2"))
+
+
+def test_the_chat_example_says_that_its_model_is_missing(pairs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "smollm2/run.py", "--data", pairs, "--model", tmp_path / "a/b/c"]
+    assert_refused(command, "there is no model", "make real", **environment())
+
+
+def assert_refused(command: list[Any], *said: str, **environ: str) -> None:
+    """Asserts that the command ends with an error that says this, and without a traceback."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert "error: " in done.stderr and all(part in done.stderr for part in said), done.stderr
 
 
 def test_no_pair_tells_by_its_lengths_which_answer_is_better(pairs: Path) -> None:

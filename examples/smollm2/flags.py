@@ -20,14 +20,16 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500, help="steps of each run, if time permits (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seeds the split, the models and the runs (%(default)s)")
     args = parser.parse_args()
+    if not args.model.exists() and len(args.model.parts) != 2:  # two may be a name on the hub
+        parser.error(f"there is no model {args.model}: `make real` gets SmolLM2; --model takes another chat model")
     args.limits = {name: round(share * args.minutes, 2) for name, share in SHARES.items()}
     return args
 
 
 def prepare(args: argparse.Namespace) -> dict[str, list[dict]]:
     """Splits the pairs; writes them and their prompts, a file for each part; returns the pairs."""
-    args.out.mkdir(parents=True, exist_ok=True)
     parts = read_parts(args.data, args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
     for name, pairs in parts.items():
         write_rows(pairs, args.out / f"{name}.jsonl")
         prompts = sorted({pair["prompt"] for pair in pairs})

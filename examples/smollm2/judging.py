@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import numpy as np
-from pairs import first_words
+from cutting import first_words
 
 FEWEST_USES = 3
 STEPS, RATE, DECAY = 300, 0.3, 0.03

@@ -285,9 +285,11 @@ def test_paths_that_cannot_be(tmp_path: Path, client: RewardClient) -> None:
     source = write(tmp_path / "in.jsonl", [{"text": "a"}])
     with pytest.raises(StartError, match="cannot read"):
         score_file(client, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
-    with pytest.raises(StartError, match="cannot read"):
-        score_file(client, tmp_path / "cut.jsonl.gz", tmp_path / "out.jsonl")
+    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
+    for damaged in (whole[:-20], whole[:10] + b"\xff" + whole[11:]):
+        (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(StartError, match="cannot read"):
+            score_file(client, tmp_path / "damaged.jsonl.gz", tmp_path / "out.jsonl")
     for target in (source, tmp_path / "out.jsonl.gz", tmp_path / "no folder" / "out.jsonl", tmp_path):
         with pytest.raises(StartError, match="cannot write to"):
             score_file(client, source, target)

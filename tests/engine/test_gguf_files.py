@@ -29,8 +29,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.tokenizer(folder)
 
 
-def write_gguf(source: Path, path: Path, *, quantised: bool, architecture: str = "llama") -> dict[str, torch.Tensor]:
-    """Writes the checkpoint as llama.cpp's converter does; returns the weights that the file stands for."""
+def write_gguf(
+    source: Path, path: Path, *, quantised: bool, architecture: str = "llama", without: str = ""
+) -> dict[str, torch.Tensor]:
+    """Writes the checkpoint as llama.cpp's converter does; returns the weights that the file stands for.
+
+    The tensor `without` is left out.
+    """
     model = AutoModelForCausalLM.from_pretrained(source)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -50,6 +55,8 @@ def write_gguf(source: Path, path: Path, *, quantised: bool, architecture: str =
         if name == "lm_head.weight":  # tied
             continue
         own = names.get_name(name, try_suffixes=(".weight",))
+        if own == without:
+            continue
         values = tensor.numpy()
         if quantised and values.ndim == 2:
             values = gguf.quants.dequantize(gguf.quants.quantize(values, Q4_1), Q4_1)
@@ -144,6 +151,18 @@ def test_files_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
     write_gguf(source, tmp_path / "whole.gguf", quantised=False)
     (tmp_path / "half.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-5000])
     assert "no whole GGUF file" in refused(tmp_path / "half.gguf", tmp_path / "out")
+
+
+def test_a_file_without_an_architecture_is_named(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(source, path, quantised=False)
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectuer", 1))
+    assert "does not say 'general.architecture'" in refused(path, tmp_path / "out")
+
+
+def test_a_missing_weight_is_not_made_up(source: Path, tmp_path: Path) -> None:
+    write_gguf(source, tmp_path / "model.gguf", quantised=True, without="blk.1.ffn_up.weight")
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refused(tmp_path / "model.gguf", tmp_path / "out")
 
 
 def test_an_architecture_that_transformers_does_not_read(source: Path, tmp_path: Path) -> None:

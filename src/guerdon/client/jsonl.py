@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def read_rows(path: Path, name: Path | None = None) -> Iterator[tuple[int, dict[
                 if not isinstance(row, dict):
                     raise _malformed(name, number, "not a JSON object")
                 yield number, row
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise StartError(f"cannot read {name}: {e}", "check the path, and that a .gz file is whole") from e
 
 

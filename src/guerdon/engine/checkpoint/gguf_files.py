@@ -44,8 +44,10 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         reader = GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
-    except (ValueError, KeyError, IndexError, OSError) as e:
-        raise CheckpointError(f"{path} is no whole GGUF file: {e}", "download it again") from e
+    except (ValueError, IndexError, OSError) as e:
+        raise CheckpointError(f"{path} is no whole GGUF file: {e}", "give one; if it is one, download it again") from e
+    except KeyError as e:
+        raise CheckpointError(f"{path} does not say {e}", "give the GGUF file of a language model") from e
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     num_parameters = sum(prod(map(int, tensor.shape)) for tensor in reader.tensors)
     return GgufFile(path, architecture, num_parameters, dict(types.most_common()))
@@ -80,8 +82,11 @@ def _load(file: GgufFile, dtype: str) -> tuple[Any, Any]:
 
     where = {"pretrained_model_name_or_path": file.path.parent, "gguf_file": file.path.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **where,
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as e:
@@ -89,6 +94,10 @@ def _load(file: GgufFile, dtype: str) -> tuple[Any, Any]:
             f"transformers cannot read {file.path} (architecture {file.architecture}): {e}",
             "upgrade transformers, or give the checkpoint that the file was made from",
         ) from e
+    # transformers only warns, and fills them with random numbers.
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        raise CheckpointError(f"{file.path} lacks {missing[0]}{more}", "give the file of a whole model")
     # The saved model is dense. Some versions of transformers leave the entry, and would look for quantised blocks.
     vars(model.config).pop("quantization_config", None)
     return model, tokenizer

@@ -169,6 +169,8 @@ def find_folder(model: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":
+        if not folder.is_file():
+            raise CheckpointError(f"there is no file {model}", "check the path; a GGUF file must be converted first")
         raise CheckpointError(
             f"{model} is a GGUF file, which cannot be served directly",
             f"`guerdon convert {model} FOLDER` writes a folder that can",
@@ -210,6 +212,7 @@ def _check_config(folder: Path) -> None:
     if not has_config:
         if (folder / "model_index.json").is_file():
             raise CheckpointError(f"{folder} holds a diffusion pipeline", "give the folder of a reward model")
+        _refuse_gguf(folder, "config.json")
         raise CheckpointError(
             f"{folder} has no config.json", "give a checkpoint's own folder, or copy the base model's config.json there"
         )
@@ -237,7 +240,16 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         found = [p for p in sorted(folder.glob(pattern)) if not NOT_WEIGHTS.search(p.name)]
         if found:
             return tuple(found)
+    _refuse_gguf(folder, "weights that transformers loads")
     raise CheckpointError(f"{folder} has no weights", "it needs *.safetensors or *.bin files beside config.json")
+
+
+def _refuse_gguf(folder: Path, what: str) -> None:
+    """Raises CheckpointError if the folder, which lacks `what`, holds a GGUF file instead."""
+    if file := next(folder.glob("*.gguf"), None):
+        raise CheckpointError(
+            f"{folder} has a GGUF file, but no {what}", f"`guerdon convert {file} FOLDER` writes a folder that has"
+        )
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
