@@ -7,8 +7,6 @@ reference is transformers by its own defaults, in float32: nothing is set so tha
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from released import MARKS, SMOLLM2, chats
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -24,57 +23,31 @@ from transformers import (
 )
 
 from guerdon import RewardClient
+from guerdon.actor.prompts import Prompts
+from guerdon.actor.remote_rewards import RemoteRewards
+from guerdon.actor.rollouts import Rollout
 from guerdon.assembly import build_scorer, build_service
 from guerdon.core import Sequence
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.logprobs import LanguageEngine
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import DataConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.settings.config import LanguageModelConfig, ModelConfig, ServerConfig
-from processes import environment
+from server.form_examples import EXAMPLES, Example
 
-ROOT = Path(__file__).parents[2]
-SMOLLM2 = ROOT / "out/real/smollm2"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not SMOLLM2.exists(), reason="make real gets SmolLM2-135M-Instruct"),
-]
+pytestmark = MARKS
 
 TOLERANCE = 2e-5
 """Largest accepted difference of a reward: thirty layers of float32's rounding; the rewards' deviation is about one."""
-QUESTIONS = ["What does a reward model do?", "How do I bake bread at home?", "Say hello in three languages, please."]
-WORDS = (ROOT / "docs/engine.md").read_text(encoding="utf-8").split()
 LENGTHS = (3, 12, 40, 41, 90, 160, 320, 1)
 """Words of the answers to a question."""
-
-
-def chats() -> list[list[dict[str, str]]]:
-    """Eight answers to each question; each begins elsewhere in a page of real text."""
-    return [
-        [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": " ".join(WORDS[50 * (8 * i + j) :][:length])},
-        ]
-        for i, question in enumerate(QUESTIONS)
-        for j, length in enumerate(LENGTHS)
-    ]
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("real") / "reward_model"
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(SMOLLM2, num_labels=1, dtype=torch.float32)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(SMOLLM2).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[np.ndarray]:
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    return [np.array(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)) for chat in chats()]
+    return [np.array(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)) for chat in chats(LENGTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +81,50 @@ def test_every_path_scores_as_transformers(
     assert_close([score.reward for score in engine.score([Sequence(row) for row in rows])], want)  # type: ignore[union-attr]
 
 
-def test_every_form_scores_as_transformers(server: RunningServer, rows: list[np.ndarray], want: np.ndarray) -> None:
+def test_tokens_messages_and_texts_score_as_transformers(
+    server: RunningServer, rows: list[np.ndarray], want: np.ndarray
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats()]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats(LENGTHS)]
     assert server.grpc_url is not None
     for url in (server.http_url, server.grpc_url):
         with RewardClient(url) as client:
             assert_close(client.score(tokens=rows).rewards, want)
-            assert_close(client.score(messages=chats()).rewards, want)
+            assert_close(client.score(messages=chats(LENGTHS)).rewards, want)
             assert_close(client.score(texts=texts).rewards, want)
             singles = [client.submit(tokens=[row]) for row in rows]
             assert_close([single.result(600).rewards[0] for single in singles], want)
-    post = httpx.Client(base_url=server.http_url, timeout=600).post
-    classes = post("/classify", json={"input": [row.tolist() for row in rows], "use_activation": False}).json()
+    body = {"input": [row.tolist() for row in rows], "use_activation": False}
+    classes = httpx.post(f"{server.http_url}/classify", json=body, timeout=600).json()
     assert_close([one["probs"][0] for one in classes["data"]], want)
-    assert_close(post("/get_reward", json={"query": texts, "prompts": texts}).json()["rewards"], want)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_every_form_scores_as_transformers(example: Example, server: RunningServer, want: np.ndarray) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats(LENGTHS)[::5]]
+    with httpx.Client(base_url=server.http_url, timeout=600) as client:
+        assert_close([example.scored(example.ask(client, text)) for text in texts], want[::5])
+
+
+@pytest.mark.parametrize("send", ["tokens", "text", "messages"])
+def test_an_actors_answers_have_the_rewards_of_whole_conversations(
+    send: str, server: RunningServer, want: np.ndarray, tmp_path: Path
+) -> None:
+    """Answers that EOS ended and truncated ones; the policy's own tokens have no line break behind the EOS."""
+    path, tokenizer = tmp_path / "prompts.jsonl", AutoTokenizer.from_pretrained(SMOLLM2)
+    path.write_text("".join(json.dumps({"prompt": chat[:1]}) + "\n" for chat in chats(LENGTHS)), encoding="utf-8")
+    data = DataConfig(prompts=str(path), num_validation=0)
+    read = Prompts(data, tokenizer, prompts_per_step=1, max_prompt_length=None, seed=0, output_dir=tmp_path)
+    rollouts, eos = [], tokenizer.eos_token_id
+    for i, (prompt, chat) in enumerate(zip(read.training, chats(LENGTHS), strict=True)):
+        has_eos = i % 2 == 0
+        answer = tokenizer(chat[1]["content"], add_special_tokens=False).input_ids + [eos] * has_eos
+        rollouts.append(Rollout.of(prompt, i, 0, answer, [0.0] * len(answer), has_eos, tokenizer, [eos]))
+    with RemoteRewards(RemoteRewardConfig(RewardModelServer(urls=[server.http_url]), send=send)) as rewards:
+        rewards.score(rollouts)
+    assert [rollout.error for rollout in rollouts] == [None] * len(rollouts)
+    assert_close([rollout.reward for rollout in rollouts], want)
 
 
 @torch.no_grad()
@@ -149,22 +151,3 @@ def test_values_are_those_of_transformers(tmp_path: Path, rows: list[np.ndarray]
     for row, score in zip(rows, scores, strict=True):
         values = model(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy()
         assert_close(score.values[: len(row)], values)  # type: ignore[union-attr, index]
-
-
-def test_one_step_of_reinforce_with_lora(tmp_path: Path, server: RunningServer) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS), encoding="utf-8")
-    settings = {
-        "policy": {"model": str(SMOLLM2), "learning_rate": 1e-4, "lora": 8},
-        "data": {"prompts": str(prompts), "template": True, "num_validation": 0},
-        "rollouts": {"prompts_per_step": 2, "rollouts_per_prompt": 4, "max_new_tokens": 16},
-        "reinforce": {"advantage_estimator": "rloo", "kl_coefficient": 0.1, "global_batch_size": 8},
-        "remote_rm": {"reward_model": {"urls": [server.http_url]}, "send": "messages"},
-        "run": {"steps": 2, "output_dir": str(tmp_path / "run")},
-    }
-    config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "guerdon", "reinforce", config], check=True, env=environment())
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1]["step"] == 2
-    assert all(np.isfinite(row["reward"]) for row in metrics[1:])
