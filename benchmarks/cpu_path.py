@@ -6,6 +6,8 @@
                                            default; on the main thread and on another, as in a server
   python benchmarks/cpu_path.py threads    sequences/s by number of torch's threads, alone and beside another busy
                                            Python thread
+  python benchmarks/cpu_path.py devices    milliseconds of a request to each of two equal models and to their sum: both
+                                           models on `cpu` with half of the cores, with all, and on `cpu:0` and `cpu:1`
 
 Text in the shape of RLHF scoring, and by default a random Llama; `--model` takes any reward model's folder, such as the
 one that `make demo` trains. Forms alternate; medians over the rounds are printed. Run it on an idle machine.
@@ -14,6 +16,7 @@ one that `make demo` trains. Forms alternate; medians over the rounds are printe
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -34,9 +37,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from guerdon.assembly import build_scorer
-from guerdon.core import Sequence
-from guerdon.settings.config import ModelConfig
+from guerdon.assembly import build_scorer, build_service
+from guerdon.core import ScoreRequest, Sequence
+from guerdon.server.service import Service
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from report import machine
 from workload import DEMO_PROMPTS, MAX_LENGTH, make_models, read_groups
 
@@ -239,7 +243,48 @@ def threads(args: argparse.Namespace) -> None:
     )
 
 
-TABLES = {"dtypes": dtypes, "memory": memory, "threads": threads}
+# ------------------------------------------------------------------------------------------------------ devices
+
+
+def devices(args: argparse.Namespace) -> None:
+    request = ScoreRequest(tokens=[s.tokens for group in read(args) for s in group])
+    cores = torch.get_num_threads()
+    asked = ("a", "b", "sum")
+    places = {
+        "cpu, half of the cores": (["cpu", "cpu"], max(1, cores // 2)),
+        "cpu, all cores": (["cpu", "cpu"], cores),
+        "cpu:0 and cpu:1": (["cpu:0", "cpu:1"], cores),  # which divide them
+    }
+    with asyncio.Runner() as runner:
+        forms = {}
+        for place, (names, num_threads) in places.items():
+            torch.set_num_threads(num_threads)
+            service = build_service(two_models(args.model, names))
+            runner.run(start(service))
+            for name in asked:
+                forms[f"{place}: {name}"] = run = lambda s=service, n=name: runner.run(s.score(n, request))
+                run()  # each thread that computes takes over torch's number of threads now
+        took = medians(forms, args.rounds)
+    rows = [" | ".join([place, *(f"{1e3 * took[f'{place}: {name}']:.1f}" for name in asked)]) for place in places]
+    table(f"devices | a, ms | b, ms | their sum, ms, {len(request)} sequences", rows)
+    half, *_, two = places
+    alone = max(took[f"{half}: a"], took[f"{half}: b"])
+    print(f"The sum on two devices takes {took[f'{two}: sum'] / alone:.2f} times the slower model alone.")
+
+
+def two_models(model: Path, devices: list[str]) -> ServerConfig:
+    models = [
+        ModelConfig(model=str(model), name=name, device=device) for name, device in zip("ab", devices, strict=True)
+    ]
+    components = [ComponentConfig(model=model.name) for model in models]
+    return ServerConfig(models=models, rewards=[RewardConfig(name="sum", components=components)])
+
+
+async def start(service: Service) -> None:
+    service.start()
+
+
+TABLES = {"dtypes": dtypes, "memory": memory, "threads": threads, "devices": devices}
 
 if __name__ == "__main__":
     main()

@@ -148,7 +148,7 @@ def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None
     cancelled = summing.submit(tokens=[[1]] * 7)
     assert cancelled.cancel()
     summing.submit(tokens=[[2]])  # behind which the cancellation has come through
-    wait_until(lambda: [waiting for waiting, _ in summing._service._loop.depth().values()] == [1])
+    wait_until(lambda: [waiting for waiting, _ in summing._service.loops.depth().values()] == [1])
     scorers.hold.set()
     blocking.result(timeout=60)
     assert list(summing.score(tokens=[[3]])) == [3.0]

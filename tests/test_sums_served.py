@@ -384,11 +384,11 @@ async def test_whoever_leaves_costs_no_component_anything() -> None:
         await until(rewarding.is_held.is_set)
         gone = asyncio.create_task(service.score("reward_model", ScoreRequest(texts=["a", "b", "c"])))
         # One thread computes, and waits.
-        await until(lambda: service._loop.depth() == {"brevity": (3, 3), "answer": (3, 3)})
+        await until(lambda: service.loops.depth() == {"brevity": (3, 3), "answer": (3, 3)})
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        assert service._loop.depth() == {"brevity": (0, 0), "answer": (0, 0)}
+        assert service.loops.depth() == {"brevity": (0, 0), "answer": (0, 0)}
         rewarding.hold.set()
         await first
         await service.score("brevity", ScoreRequest(texts=["d"]))
@@ -400,11 +400,11 @@ async def test_where_one_component_is_full_the_others_drop_the_request_too() -> 
         first = asyncio.create_task(service.score("brevity", ScoreRequest(texts=["WAIT"])))
         await until(rewarding.is_held.is_set)
         waiting = asyncio.create_task(service.score("brevity", ScoreRequest(texts=["a", "b"])))
-        await until(lambda: service._loop.depth()["brevity"][0] == 2)
+        await until(lambda: service.loops.depth()["brevity"][0] == 2)
         with pytest.raises(Overloaded, match="brevity: the queue has no room for 1 more") as refused:
             await service.score("reward_model", ScoreRequest(texts=["c"]))
         assert refused.value.retry_after_s == 1.0
-        assert service._loop.depth()["answer"] == (0, 0)
+        assert service.loops.depth()["answer"] == (0, 0)
         rewarding.hold.set()
         await asyncio.gather(first, waiting)
         reply = await service.score("reward_model", ScoreRequest(texts=["c"]))
@@ -422,7 +422,7 @@ async def test_priorities_hold_for_the_components() -> None:
             done.append(name)
 
         tasks = [asyncio.create_task(ask("low", 0)), asyncio.create_task(ask("high", 5))]
-        await until(lambda: {n for n, _ in service._loop.depth().values()} == {4})
+        await until(lambda: {n for n, _ in service.loops.depth().values()} == {4})
         rewarding.hold.set()
         await asyncio.gather(first, *tasks)
     assert done == ["high", "low"]

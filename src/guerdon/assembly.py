@@ -21,12 +21,13 @@ from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.stopping import asking
-from guerdon.engine.host import end_pool
+from guerdon.engine.host import divide_cores, end_pool
 from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
 from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
+from guerdon.server.batching.loops import by_device
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import (
@@ -324,6 +325,11 @@ def _service(
 
     Raises _Stopped if `stop` is set before a durable critic is restored.
     """
+    num_on_cpu = sum(
+        place.startswith("cpu:") for place in by_device([(model, served.info) for model, served in models.served])
+    )
+    if ranks.size == 1 and num_on_cpu > 1:
+        divide_cores(num_on_cpu)  # before a critic's journal is replayed: the same threads give the same weights
     of_ranks: dict[str, Any] = {"num_parts": ranks.data_size, "is_alone": ranks.size == 1}
     if config.critic is None:
         service = Service(group, models.served, config, parts.limits, **of_ranks)

@@ -46,6 +46,37 @@ def test_many_compute_and_one_builds() -> None:
     assert max(each["computing"] for each in told) > 1
 
 
+def test_what_is_short_passes_a_builder_that_waits_for_something_long() -> None:
+    here, is_over, order = Computing(), threading.Event(), []
+    begun = threading.Event()
+
+    def compute_long(name: str) -> None:
+        with here.computing(is_long=True):
+            begun.set()
+            is_over.wait(60)
+            order.append(name)
+
+    def build() -> None:
+        with here.building():
+            order.append("built")
+
+    first, builder = threading.Thread(target=compute_long, args=("first",)), threading.Thread(target=build)
+    first.start()
+    begun.wait(60)
+    builder.start()
+    while not here.is_building:
+        time.sleep(0.001)
+    with here.computing():
+        order.append("short")
+    second = threading.Thread(target=compute_long, args=("second",))
+    second.start()
+    time.sleep(0.01)  # it would begin now, if it did not wait for the builder
+    is_over.set()
+    for thread in (first, builder, second):
+        thread.join()
+    assert order == ["short", "first", "built", "second"] and not here.is_building
+
+
 def test_release_collects_cycles_except_frozen_ones() -> None:
     outside = Cycle()
     stays = weakref.ref(outside)

@@ -72,7 +72,7 @@ def held(service: Service, name: str = "reward_model") -> Any:
         stands.set()
         go_on.wait(60)
 
-    service._loop.order(name, Order(wait))
+    service.loops.of[name].order(name, Order(wait))
     stands.wait(30)
     try:
         yield

@@ -307,7 +307,7 @@ async def test_a_full_queue_refuses_trains_and_their_ids_stay_free() -> None:
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: bool(service.trainer.trained))
         queued = asyncio.create_task(train(service, request("queued", 1, 2, 3)))
-        await until(lambda: service._loop.depth()["critic_infer"][0] == 3)
+        await until(lambda: service.loops.depth()["critic_infer"][0] == 3)
         with pytest.raises(Overloaded):
             await train(service, request("refused", 1))
         with pytest.raises(Overloaded):
@@ -344,8 +344,8 @@ async def test_when_the_thread_that_computes_ends_everyone_who_waits_is_told() -
         asyncio.create_task(values(service, 1)),
         asyncio.create_task(state(service)),
     ]
-    await until(lambda: service._loop.requests()["critic_infer"][1] == 4)
-    service._loop._metrics = None  # type: ignore[assignment]  # a bug: the next batch finds no metrics
+    await until(lambda: service.loops.requests()["critic_infer"][1] == 4)
+    service.loops.of["critic_infer"]._metrics = None  # type: ignore[assignment]  # a bug: the next batch finds no metrics
     service.trainer.go.set()
     assert (await running_now).step == 1
     told = await asyncio.gather(*waiting, return_exceptions=True)

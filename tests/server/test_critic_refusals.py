@@ -110,7 +110,7 @@ async def test_whatever_does_not_end_in_success_is_said_once_and_counted(tmp_pat
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: "wait" in service.trainer.trained)
         queued = asyncio.create_task(train(service, request("queued", 1, 2, 3)))
-        await until(lambda: service._loop.depth()["critic_infer"][0] == 3)
+        await until(lambda: service.loops.depth()["critic_infer"][0] == 3)
         with pytest.raises(Overloaded):
             await train(service, request("refused", 1))
         with pytest.raises(Overloaded):
@@ -263,11 +263,11 @@ async def test_an_operation_whose_client_has_left_is_dropped_before_it_begins(tm
                 await control(service, operation, timeout_s=0.01)
         leaves = asyncio.create_task(service.call("critic_validate", request("v", 1)))
         offloads = asyncio.create_task(control(service, Operation.OFFLOAD))
-        await until(lambda: service._loop.depth()["critic_infer"] == (2, 3))
+        await until(lambda: service.loops.depth()["critic_infer"] == (2, 3))
         for task in (leaves, offloads):
             task.cancel()
         await asyncio.gather(leaves, offloads, return_exceptions=True)
-        assert service._loop.depth()["critic_infer"] == (1, 0)  # what was to change something stays
+        assert service.loops.depth()["critic_infer"] == (1, 0)  # what was to change something stays
         service.trainer.go.set()
         await blocked
         told = await state(service)
@@ -293,7 +293,7 @@ def test_over_http_too_a_save_is_dropped_when_its_client_leaves(tmp_path: Path) 
             wait_until(has_left)
             with pytest.raises((Refused, httpx.TimeoutException)):
                 over.call("critic_save", control_tensors(), timeout_s=0.2)
-            wait_until(lambda: service._loop.depth()["critic_infer"] == (0, 0))
+            wait_until(lambda: service.loops.depth()["critic_infer"] == (0, 0))
         service.trainer.go.set()
 
 
@@ -417,12 +417,12 @@ def test_an_outcome_after_the_end_of_the_event_loop_is_no_error(caplog: pytest.L
 async def test_retry_after_counts_requests_held_back_behind_orders() -> None:
     async with running(max_queue_sequences=4) as service:
         await values(service, *range(100))
-        scheduler = service._loop._schedulers["critic_infer"]
+        scheduler = service.loops.of["critic_infer"]._schedulers["critic_infer"]
         scheduler.room.pace._tokens_per_s = 10.0
         blocked = asyncio.create_task(train(service, request("wait", 4, first_token=WAIT_TOKEN)))
         await until(lambda: bool(service.trainer.trained))
         queued = asyncio.create_task(train(service, request("queued", 1, 2, 3, 4, length=100)))
-        await until(lambda: service._loop.depth()["critic_infer"][0] == 4)
+        await until(lambda: service.loops.depth()["critic_infer"][0] == 4)
         with pytest.raises(Overloaded) as refused:
             await values(service, 1)
         assert refused.value.retry_after_s == 20.0

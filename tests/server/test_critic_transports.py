@@ -160,7 +160,7 @@ def test_a_client_that_leaves_does_not_stop_its_train(client: Any, service: Arit
         return has_come()
 
     wait_until(lambda: left(waiting, lambda: service.trainer.trained == ["a"]))
-    wait_until(lambda: left(train(request("b", 2)), lambda: service._loop.depth()["critic_infer"][0] == 1))
+    wait_until(lambda: left(train(request("b", 2)), lambda: service.loops.depth()["critic_infer"][0] == 1))
     service.trainer.go.set()
     wait_until(lambda: service.trainer.step == 2)
     assert told(client.call("critic_train", waiting), "report")["step"] == 1

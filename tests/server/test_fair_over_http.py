@@ -91,7 +91,7 @@ async def behind_a_train(url: str, service: ArithmeticService) -> None:
         flood = [asyncio.create_task(asked("critic_infer", SCORE, rows, len(rows))) for _ in range(40)]
         await asyncio.to_thread(wait_until, lambda: sum(task.done() for task in flood) == 18)  # they are refused
         trains += [trained(f"waits {i}") for i in range(4)]
-        await asyncio.to_thread(wait_until, lambda: service._loop.depth()["critic_infer"][0] >= 22 + 4)
+        await asyncio.to_thread(wait_until, lambda: service.loops.depth()["critic_infer"][0] >= 22 + 4)
         service.trainer.go.set()
         assert await asyncio.gather(*trains) == [200] * 5
         assert Counter(await asyncio.gather(*flood)) == {200: 22, 503: 18}

@@ -83,11 +83,11 @@ async def test_earlier_requests_are_scored_by_the_old_model_later_ones_by_the_ne
         old = version(service)
         with held(service):
             before = asyncio.create_task(score(service))
-            await until(lambda: service._loop.depth()["reward_model"][0] == len(ROWS))
+            await until(lambda: service.loops.depth()["reward_model"][0] == len(ROWS))
             loading = asyncio.create_task(service.repository.load("reward_model", "new"))
             await until(lambda: version(service) != old)
             after = asyncio.create_task(score(service))
-            await until(lambda: service._loop.depth()["reward_model"][0] > 2 * len(ROWS))
+            await until(lambda: service.loops.depth()["reward_model"][0] > 2 * len(ROWS))
             assert not loading.done()
         new = await loading
         assert ((await before).weights_version, (await after).weights_version) == (old, new)
@@ -256,7 +256,7 @@ async def test_a_checkpoint_that_cannot_replace_the_model_changes_nothing(
             assert "serves on as before" in str(told.value) or "folder" in str(told.value), what
             assert version(service) == old and status.is_ready(service, "reward_model")
             assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5), what
-        assert not service._loop._group._beside  # type: ignore[attr-defined]
+        assert not service.loops.of["reward_model"]._group._beside  # type: ignore[attr-defined]
         with pytest.raises(UnknownModel):
             await service.repository.load("../reward_model", None)
 
@@ -381,7 +381,7 @@ async def test_a_full_queue_keeps_no_admin_out(root: Path) -> None:
     async with serving(root, max_queue_sequences=len(ROWS)) as service:
         with held(service):
             waiting = asyncio.create_task(score(service))
-            await until(lambda: service._loop.depth()["reward_model"][0] == len(ROWS))
+            await until(lambda: service.loops.depth()["reward_model"][0] == len(ROWS))
             with pytest.raises(Overloaded):
                 await score(service)
             with pytest.raises(Overloaded):
@@ -416,7 +416,7 @@ async def test_an_unloaded_model_refuses_requests_and_can_be_loaded_again(
         runtime.settle()  # as every server does once it has loaded: what it has then no collection looks at
         with held(service):
             waiting = asyncio.create_task(score(service))
-            await until(lambda: service._loop.depth()["reward_model"][0] == len(ROWS))
+            await until(lambda: service.loops.depth()["reward_model"][0] == len(ROWS))
             unloading = asyncio.create_task(service.repository.unload("reward_model"))
             await until(lambda: not status.is_ready(service, "reward_model"))
             with pytest.raises(Unavailable, match="reward_model is unloaded; an admin may load it"):
@@ -475,7 +475,7 @@ async def test_a_change_holds_the_server_up_for_no_collection_of_all_its_memory(
 async def test_the_batches_are_as_the_model_that_serves_needs_them(root: Path) -> None:
     zoo.tokenizer(zoo.checkpoint("bert", root / "bert", seed=3))
     async with serving(root) as service:
-        scheduler = service._loop._schedulers["reward_model"]
+        scheduler = service.loops.of["reward_model"]._schedulers["reward_model"]
         scheduler.resize(64)  # as where there was no memory for more
         assert scheduler.limits.shares
         await service.repository.load("reward_model", "bert")
@@ -506,8 +506,9 @@ async def test_one_request_has_no_more_samples_than_the_server_takes(root: Path)
 async def test_jobs_are_their_clients(root: Path) -> None:
     async with serving(root) as service:
         seen: list[str] = []
-        submit = service._loop.submit
-        service._loop.submit = lambda name, job: (seen.append(job.client), submit(name, job))[1]  # type: ignore
+        for loop in service.loops.of.values():
+            submit = loop.submit
+            loop.submit = lambda name, job, submit=submit: (seen.append(job.client), submit(name, job))[1]  # type: ignore
         await service.score("total", ScoreRequest(texts=["a"]), "trainer")
         await service.score("length", ScoreRequest(texts=["a"]))
     assert seen == ["trainer", "trainer", ""]
@@ -515,7 +516,7 @@ async def test_jobs_are_their_clients(root: Path) -> None:
 
 async def test_the_plain_forward_is_asked_of_the_model_that_serves(root: Path, wanted: dict[str, np.ndarray]) -> None:
     async with serving(root) as service:
-        group = service._loop._group
+        group = service.loops.of["reward_model"]._group
         entry = service.catalog.entries["reward_model"].loaded()
         assert entry.info.path == "packed+shared"
         sequences = [Sequence(row) for row in ROWS]

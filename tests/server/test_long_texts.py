@@ -124,7 +124,7 @@ async def test_texts_are_not_tokenised_if_the_queue_has_no_room_for_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(folder, monkeypatch) as (service, seen):
-        room = service._loop._schedulers["reward_model"].room
+        room = service.loops.of["reward_model"]._schedulers["reward_model"].room
         room.take(waiting := room.sequences.total - 1, 1, "")
         with pytest.raises(Overloaded):
             await service.score("reward_model", ScoreRequest(texts=["the ring"] * 2))

@@ -41,7 +41,7 @@ WAITS = request("waits", 7.0, first_token=WAIT_TOKEN)
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that waits for a lost rank is soon given up."""
-    monkeypatch.setattr("guerdon.server.batching.loop._BREAKS_S", 0.2)
+    monkeypatch.setattr("guerdon.server.batching.loops._BREAKS_S", 0.2)
 
 
 async def lose(service: ArithmeticService) -> None:
@@ -121,7 +121,7 @@ async def one_runs_and_one_waits(folder: Path) -> tuple[ArithmeticService, async
     running = asyncio.create_task(service.call("critic_train", WAITS))
     await begun(service)
     waiting = asyncio.create_task(service.call("critic_train", LATER))
-    while not service._loop.depth()["critic_infer"][0]:
+    while not service.loops.depth()["critic_infer"][0]:
         await asyncio.sleep(0.01)
     return service, running, waiting
 
@@ -269,7 +269,7 @@ def test_a_rank_told_to_stop_during_a_replay_leaves_between_two_records(tmp_path
 
 
 def test_all_transports_name_the_lost_rank_and_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guerdon.server.batching.loop._BREAKS_S", 20.0)
+    monkeypatch.setattr("guerdon.server.batching.loops._BREAKS_S", 20.0)
     service, told, begun, go = EchoService(), [], threading.Event(), threading.Event()
     score = service.scorer.score
 
@@ -290,7 +290,7 @@ def test_all_transports_name_the_lost_rank_and_the_server_ends(monkeypatch: pyte
     for thread in threads:
         thread.start()
         assert begun.wait(30)  # the others are in no batch with the first
-    wait_until(lambda: sum(n for n, _ in service._loop.depth().values()) == 2)
+    wait_until(lambda: sum(n for n, _ in service.loops.depth().values()) == 2)
     with httpx.Client() as kept, InferenceServerClient(str(running.grpc_url).removeprefix("grpc://")) as client:
         kept.get(url + "/v2/health/live")
         tokens = InferInput("tokens", [1, 1], "INT64")

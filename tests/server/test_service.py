@@ -180,7 +180,7 @@ async def test_a_full_queue_refuses_at_once_and_answers_what_it_accepted() -> No
         running_now = asyncio.create_task(service.score("reward_model", request([77])))
         await until(lambda: bool(scorers.calls))
         waiting = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
-        await until(lambda: service._loop.depth()["reward_model"][0] == 3)
+        await until(lambda: service.loops.depth()["reward_model"][0] == 3)
         with pytest.raises(Overloaded) as refused:
             await service.score("reward_model", request([4]))
         assert refused.value.retry_after_s == 1.0
@@ -193,7 +193,7 @@ async def test_a_client_that_leaves_costs_nothing_more() -> None:
         first = asyncio.create_task(service.score("reward_model", request([77])))
         await until(lambda: bool(scorers.calls))
         gone = asyncio.create_task(service.score("reward_model", request([1], [2], [3])))
-        await until(lambda: service._loop.depth()["reward_model"][0] == 3)
+        await until(lambda: service.loops.depth()["reward_model"][0] == 3)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
@@ -225,7 +225,7 @@ async def test_higher_priority_is_answered_first() -> None:
             done.append(name)
 
         tasks = [asyncio.create_task(ask("low", 0)), asyncio.create_task(ask("high", 5))]
-        await until(lambda: service._loop.depth()["reward_model"][0] == 4)
+        await until(lambda: service.loops.depth()["reward_model"][0] == 4)
         scorers.hold.set()
         await asyncio.gather(first, *tasks)
     assert done == ["high", "low"]

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from typing import Literal, TextIO
 
 from guerdon import errors
@@ -54,12 +55,19 @@ def describe_model(info: ModelInfo) -> str:
     if info.kind == "sum":
         return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
     path = info.path + (f" ({info.why})" if info.why else "")
-    parts = [info.kind, f"{info.dtype} on {info.device}", f"weights {info.weights_version}"]
+    parts = [info.kind, f"weights {info.weights_version}"]
+    if info.kind != "function":  # which computes wherever it likes
+        parts.insert(1, f"{info.dtype} on {info.device}")
     if info.pooling:
         parts.append(f"pooling {info.pooling}")
     if lacks_tokenizer(info):
         parts.append(f"no tokenizer in {info.source}: accepts token ids only")
     return f"{info.name}: {', '.join([*parts, path])}"
+
+
+def describe_places(places: Mapping[str, Iterable[str]]) -> str:
+    """Returns which devices compute at the same time, each with its models."""
+    return "at the same time compute: " + ", ".join(f"{place} ({', '.join(names)})" for place, names in places.items())
 
 
 def describe_persistence(critic: CriticConfig) -> str:

@@ -154,6 +154,8 @@ def _serve(config: ServerConfig) -> None:
         for info in service.catalog.models():
             if isinstance(info, ModelInfo):
                 console.say(console.describe_model(info))
+        if len(service.loops.places) > 1:
+            console.say(console.describe_places(service.loops.places))
         if critic:
             console.say(console.describe_persistence(critic))
 

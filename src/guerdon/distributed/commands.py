@@ -62,13 +62,14 @@ class Trainer(Protocol):
 
 
 class Worker:
-    """Holds this rank's scorers and trainers by name and executes one command at a time.
+    """Holds this rank's scorers and trainers by name and executes one command of each model at a time.
 
     Splits a FORWARD's sequences over the data-parallel ranks, unless the scorer `takes_all`. A trainer splits its rows
     itself, global batch by global batch.
 
-    A scorer is loaded beside the one that serves; on a single rank that has a thread of its own, so any other command
-    may run at the same time as LOAD and RELEASE.
+    On a single rank each device has a thread, which executes the commands of its models. A scorer is loaded beside the
+    one that serves; there that has a thread of its own, so any other command may run at the same time as LOAD and
+    RELEASE. With several ranks all commands come one after the other.
     """
 
     def __init__(
@@ -105,18 +106,18 @@ class Worker:
                 scorer: Any = self._scorers[name]
                 own = self._own_part(command, takes_all=scorer.takes_all)
                 score = scorer.score_plainly if command.plain else scorer.score
-                with computing.HERE.computing():
+                with computing.HERE.computing(is_long=scorer.info.kind == "function"):  # which may ask a judge
                     results = list(score(own)) if own or self._ranks.in_step else []
                 if len(results) != len(own):
                     raise ServerFault(f"{name} gave {len(results)} results for {len(own)} samples")
                 return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
             case Signal.TRAIN:
                 assert command.train is not None
-                with computing.HERE.computing():
+                with computing.HERE.computing(is_long=True):
                     return self._trainers[name].train(command.train, command.first_steps)
             case Signal.VALIDATE:
                 assert command.train is not None
-                with computing.HERE.computing():
+                with computing.HERE.computing(is_long=True):
                     return self._trainers[name].validate(command.train)
             case Signal.LOAD if name not in self._trainers:
                 assert self._load is not None
@@ -130,7 +131,7 @@ class Worker:
                 self._beside.pop(name, None)
                 computing.release()
             case Signal.SAVE | Signal.LOAD | Signal.OFFLOAD | Signal.ONLOAD:
-                with computing.HERE.computing():
+                with computing.HERE.computing(is_long=True):
                     self._operate(self._trainers[name], command)
         return None
 

@@ -15,25 +15,36 @@ class Computing:
 
     While transformers instantiates a model it changes torch's defaults for all threads, such as the dtype of new
     tensors: a concurrent forward could compute something else.
+
+    Newcomers wait for a waiting builder, with one exception: as long as something long runs, such as a critic's train
+    step, what is short goes on beside it. So loading a model does not make rewards wait for a critic on another device.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_computing = 0
+        self._num_long = 0
         self._num_building = 0
 
+    @property
+    def is_building(self) -> bool:
+        """Whether somebody builds, or waits for it."""
+        return self._num_building > 0
+
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Waits until nobody builds; nobody does inside the context."""
+    def computing(self, *, is_long: bool = False) -> Iterator[None]:
+        """Waits until nobody builds; nobody does inside the context, which may last seconds if it `is_long`."""
         with self._changed:
-            while self._num_building:
+            while self._num_building and (is_long or not self._num_long):
                 self._changed.wait()
             self._num_computing += 1
+            self._num_long += is_long
         try:
             yield
         finally:
             with self._changed:
                 self._num_computing -= 1
+                self._num_long -= is_long
                 self._changed.notify_all()
 
     @contextlib.contextmanager

@@ -55,6 +55,8 @@ class FunctionScorer:
     the prompts that clients send, or the assistant's last message of each conversation; `tokens: list[int64 array]`.
     Parameters named `prompts` (`list[str]`) and `labels` (any JSON values) get what clients send with each sample. If
     one has no default, samples without it fail; else they get None.
+
+    One thread at a time calls the functions of a process, but models may compute on others meanwhile.
     """
 
     encoder = None

@@ -8,9 +8,10 @@ has found its place; it is returned when a model is unloaded or memory seems sho
 **Threads.** Each Python thread that computes has its own pool of OpenMP threads. Between two operators the threads of a
 pool spin for a while before they sleep. If there are more threads than cores, idle pools included, libgomp puts all of
 them to sleep at once, and waking them takes longer than a small operator. If another process needs the core of one
-thread, the others spin at the barrier in vain, for longer than that process's time slice would have taken.
+thread, the others spin at the barrier in vain, for longer than that process's time slice would have taken. So threads
+that compute at the same time on the CPU divide its cores.
 
-Nothing here imports torch: `limit_spinning` only works before that.
+Importing this does not import torch: `limit_spinning` only works before that.
 """
 
 from __future__ import annotations
@@ -81,6 +82,25 @@ def limit_spinning() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and "torch" not in sys.modules:
         os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT
+
+
+def divide_cores(num_loops: int) -> None:
+    """Divides torch's threads by the number of threads that will compute on the CPU at the same time.
+
+    It holds for this thread and for those that are started later. Call it before computing anything whose bits matter:
+    with another number of threads sums may be added in another order.
+    """
+    import torch
+
+    torch.set_num_threads(max(1, _num_threads() // num_loops))
+
+
+@functools.cache
+def _num_threads() -> int:
+    """Returns torch's threads before they were divided for the first time."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def end_pool() -> None:

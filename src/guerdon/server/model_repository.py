@@ -32,7 +32,7 @@ from guerdon.errors import (
 )
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
-from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.orders import Order
 from guerdon.server.catalog import Catalog, Entry, Served
 from guerdon.server.logs import failure
@@ -63,7 +63,7 @@ class Repository:
     def __init__(
         self,
         catalog: Catalog,
-        loop: Loop,
+        loops: Loops,
         group: Executor,
         root: str | None,
         limits: Callable[[ServedModelConfig, Served], Limits],
@@ -75,7 +75,7 @@ class Repository:
         `limits` gives what a batch of a model may hold. Unless `is_alone`, all ranks load between two batches, and
         nothing is scored meanwhile; a single process loads on a thread of its own.
         """
-        self._catalog, self._loop, self._group = catalog, loop, group
+        self._catalog, self._loops, self._group = catalog, loops, group
         self._root = None if root is None else Path(root)
         self._limits = limits
         self._is_alone = is_alone
@@ -230,10 +230,10 @@ class Repository:
         def switch(group: Executor) -> None:
             group.execute(Command(signal, name))
             if served is not None:
-                self._loop.change(name, self._limits(config, served))
+                self._loops.of[name].change(name, self._limits(config, served))
 
         order = Order(switch)
-        self._loop.order(name, order, finds_room=True)
+        self._loops.of[name].order(name, order, finds_room=True)
         # No await between: the next request queues behind the order.
         self._catalog.put(name, config, served)
         try:
@@ -253,7 +253,7 @@ class Repository:
         if self._is_alone:
             return await _on_a_thread(lambda: self._group.execute(command))
         order = Order(lambda group: group.execute(command))
-        self._loop.order(name, order, finds_room=True)
+        self._loops.of[name].order(name, order, finds_room=True)
         return await asyncio.wrap_future(order.outcome)
 
 

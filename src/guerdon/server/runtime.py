@@ -136,8 +136,10 @@ async def serve(
                 async with asyncio.timeout_at(ends):
                     while admission.num_requests:  # noqa: ASYNC110 - only at the end, and seldom long
                         await asyncio.sleep(0.01)
-            if admission.num_requests and service.loss is None:
+            if admission.num_requests and not isinstance(service.loss, RanksLost):
+                crash = service.loss  # of one device, which has failed its own requests
                 await asyncio.to_thread(service.end_after_loss, late)
+                service.loss = crash or late
             ending = [http_server.stop(_LAST_ANSWERS_S)]
             if grpc is not None:
                 ending.append(grpc.stop(grace=_LAST_ANSWERS_S))

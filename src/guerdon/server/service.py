@@ -16,7 +16,7 @@ from guerdon.server import reading, sums, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job, Limits
-from guerdon.server.batching.loop import Loop
+from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.catalog import Catalog, Served, batch_limits
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
@@ -49,7 +49,7 @@ class Service:
         """`limits` overrides the config's batch limits, by model name; the trainer of `critic` is among the models.
 
         Each of `num_parts` computes its part of a batch, so that batches are as many times larger, unless the model
-        `takes_all`. `is_alone` is true if this process is the whole `group`.
+        `takes_all`. `is_alone` is true if this process is the whole `group`: then its devices compute at once.
         """
         self.ready = False
         self.loss: GuerdonError | None = None
@@ -69,21 +69,21 @@ class Service:
         def own_limits(model: ServedModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)
 
-        self._loop = Loop(
+        self.loops = Loops(
             group,
+            [(model, served.info) for model, served in models],
             {served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models},
             self._deliver,
             self.metrics,
             on_crash=self._end_after_crash,
-            recheck={served.info.name: model.recheck_share for model, served in models},
-            dtypes={served.info.name: served.info.dtype for _, served in models},
             traces=self.traces,
+            is_alone=is_alone,
         )
         root = config.model_repository
-        self.repository = Repository(self.catalog, self._loop, group, root, own_limits, is_alone=is_alone)
-        self.triton = triton.Family(self.metrics, self.catalog.names(), self._loop.requests)
-        self.recorder = PageRecorder(config, self.metrics, self.catalog, self._loop.depth)
-        self.metrics.watch(self._loop.depth, self._loop.requests, self.catalog.loaded, self.triton.text)
+        self.repository = Repository(self.catalog, self.loops, group, root, own_limits, is_alone=is_alone)
+        self.triton = triton.Family(self.metrics, self.catalog.names(), self.loops.requests)
+        self.recorder = PageRecorder(config, self.metrics, self.catalog, self.loops.depth)
+        self.metrics.watch(self.loops.depth, self.loops.requests, self.catalog.loaded, self.triton.text)
 
     # ------------------------------------------------------------------------------------------------ scores
 
@@ -113,7 +113,7 @@ class Service:
         try:
             async with asyncio.timeout(allowed_s):
                 served, sequences, errors = await self.reader.read(
-                    entry, request, client, lambda: self._loop.check_room(name, len(request), client=client)
+                    entry, request, client, lambda: self.loops.of[name].check_room(name, len(request), client=client)
                 )
                 accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
@@ -121,11 +121,11 @@ class Service:
                     assert self._asyncio is not None, "start() comes first"
                     job.owner = scored = self._asyncio.create_future()
                     job.traced = tracing.part(name)
-                    self._loop.submit(name, job)
+                    self.loops.of[name].submit(name, job)
                     try:
                         await scored
                     except asyncio.CancelledError:
-                        self._loop.cancel(name, job)
+                        self.loops.of[name].cancel(name, job)
                         raise
                     finally:
                         if job.traced is not None:
@@ -164,7 +164,7 @@ class Service:
         made = self.catalog.sums.get(name)
         for component in (name,) if made is None else made.components:
             self.catalog.entry(component).loaded()
-            self._loop.check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
+            self.loops.of[component].check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
 
     async def call(
         self, name: str, request: TrainRequest | ControlRequest | UnreadRequest, client: str = ""
@@ -172,14 +172,15 @@ class Service:
         """Does a critic's operation; raises what `Critic.call` raises."""
         assert self.critic is not None
         tracing.tell(model=name)
-        return await self.critic.call(self.catalog.operations[name].operation, request, self._loop, client)
+        loop = self.loops.of[self.critic.scorer_name]
+        return await self.critic.call(self.catalog.operations[name].operation, request, loop, client)
 
     # -------------------------------------------------------------------------------- readiness and shutdown
 
     def start(self) -> None:
         """Begins to serve; call it on the asyncio loop that will call `score`."""
         self._asyncio = asyncio.get_running_loop()
-        self._loop.start()
+        self.loops.start()
         self.recorder.start()
         self.ready = self.loss is None
 
@@ -192,15 +193,15 @@ class Service:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the thread that leads the ranks is alive; it may be inside a command."""
-        return self._loop.is_running
+        """Whether a thread that computes is alive; it may be inside a command."""
+        return self.loops.is_running
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Finishes what is queued and ends the worker; blocks until then, at most `timeout_s`."""
+        """Finishes what is queued and ends the threads that compute; blocks until then, at most `timeout_s`."""
         self.ready = False
         self.recorder.stop()
-        has_ended = self._loop.stop(timeout_s)
-        self.loss = self.loss or self._loop.loss
+        has_ended = self.loops.stop(timeout_s)
+        self.loss = self.loss or self.loops.loss
         if self.critic is not None and has_ended:
             self.critic.close()
         self.reader.close()
@@ -219,21 +220,21 @@ class Service:
         """Fails all requests and ends the service; call it on a thread that neither computes nor serves."""
         self.ready, self.loss = False, loss
         try:
-            self._loop.fail_waiting(loss)  # before the journal, which may wait for a slow disk
+            self.loops.fail_waiting(loss)  # before the journal, which may wait for a slow disk
             if self.critic is not None:
                 self.critic.give_up(loss)
-            self._loop.fail(loss)
+            self.loops.fail(loss)
         finally:
             self.end()
 
     def _end_after_crash(self) -> None:
-        """Called on the loop's thread when it crashes: nothing will be scored any more."""
-        self.ready, self.loss = False, self.loss or self._loop.loss
+        """Called on a loop's thread when it crashes: its models will not be scored any more."""
+        self.ready, self.loss = False, self.loss or self.loops.loss
         if not isinstance(self.loss, RanksLost):  # else `end_after_loss` answers the clients first
             self.end()
 
     def _deliver(self, jobs: list[Job]) -> None:
-        """Called on the loop's thread; a batch wakes the asyncio loop once."""
+        """Called on a loop's thread; a batch wakes the asyncio loop once."""
         if not jobs:
             return
         assert self._asyncio is not None

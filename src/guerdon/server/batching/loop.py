@@ -1,4 +1,4 @@
-"""The one thread that owns the worker: take the next batch or order, execute it, hand the results back."""
+"""A thread that computes: takes its models' next batch or order, executes it, hands the results back."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ log = logging.getLogger(__name__)
 _STOPPING = "the server is stopping; try again later"
 _STOPPING_SCORES = "the server is stopping; try another one, or again later"
 _LATE = "too much waits to score this in the time that is left; try again later, or allow more time"
-_BREAKS_S = 2.0
-"""How soon a command that waits for a lost rank fails by itself, unless the rank's host vanished silently."""
 _RECOVERS_S = 0.1
 """How long to wait when there was no memory to choose a batch."""
 
 
 class Loop:
-    """Runs the batches and orders of all models in turn, on a thread of its own.
+    """Runs the batches and orders of its models in turn, on a thread of its own.
 
     Calls `deliver(jobs)` on that thread with the jobs that a batch completed, and `on_crash()` if the thread
     crashes; then `loss` says why, and every waiting job fails. `recheck` is the share of results, by model, that is
@@ -169,11 +167,11 @@ class Loop:
         jobs = {job: None for waiting, _ in dropped for job in waiting}
         self._fail(loss, list(jobs), [order for _, waiting in dropped for order in waiting])
 
-    def fail(self, loss: RanksLost) -> None:
-        """Fails from another thread what waits at once, and what runs unless it soon ends by itself."""
+    def fail(self, loss: RanksLost, breaks_s: float) -> None:
+        """Fails from another thread what waits at once, and what runs unless it ends by itself within `breaks_s`."""
         self.fail_waiting(loss)
         if self._thread.is_alive():
-            self._thread.join(_BREAKS_S)
+            self._thread.join(breaks_s)
         self._fail(loss, *self._running_work())
 
     def _running_work(self) -> tuple[list[Job], list[Order]]:
