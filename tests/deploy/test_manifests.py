@@ -164,12 +164,17 @@ def test_kustomizations_name_files_that_exist() -> None:
         assert (DEPLOY / "kubernetes/gpu" / folder / "kustomization.yaml").exists()
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds it")
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds it")
+
+
+def kustomized(folder: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@needs_kubectl
 def test_the_gpu_overlay_gives_each_server_a_gpu() -> None:
-    done = subprocess.run(
-        ["kubectl", "kustomize", DEPLOY / "kubernetes/gpu"], capture_output=True, text=True, check=True
-    )
-    built = list(yaml.safe_load_all(done.stdout))
+    built = kustomized(DEPLOY / "kubernetes/gpu")
     pods = [document["spec"]["template"]["spec"] for document in built if "template" in document["spec"]]
     assert len(pods) == 2
     for pod in pods:
@@ -310,3 +315,27 @@ def test_every_manifest_is_tested() -> None:
     found = {path.relative_to(DEPLOY).as_posix() for path in DEPLOY.rglob("*.yaml")}
     has_kind = {name for name in found if any("kind" in document for document in documents(name))}
     assert has_kind == {*SERVERS, *OTHERS, "kubernetes/base/kustomization.yaml", "kubernetes/gpu/kustomization.yaml"}
+
+
+KUBERNETES = (ROOT / "docs/deploy/kubernetes.md").read_text()
+
+
+def test_the_pages_pipe_makes_a_rule_of_the_alerts() -> None:
+    (command,) = re.findall(r"^(\(printf .*?) \| kubectl apply -f -$", KUBERNETES, re.MULTILINE | re.DOTALL)
+    made = yaml.safe_load(subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True).stdout)
+    assert (made["kind"], made["metadata"]) == ("PrometheusRule", {"name": JOB})
+    assert made["spec"] == yaml.safe_load((DEPLOY / "prometheus/guerdon.rules.yml").read_text())
+
+
+@needs_kubectl
+def test_the_pages_overlay_changes_what_it_names(tmp_path: Path) -> None:
+    (overlay,) = re.findall(r"^```yaml\n(# kustomization.yaml\n.*?)^```", KUBERNETES, re.MULTILINE | re.DOTALL)
+    (tmp_path / "kustomization.yaml").write_text(overlay)
+    (tmp_path / "guerdon").symlink_to(ROOT)
+    built = kustomized(tmp_path)
+    assert {document["metadata"]["namespace"] for document in built} == {"rewards"}
+    (deployment,) = (document["spec"] for document in built if document["kind"] == "Deployment")
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert (deployment["replicas"], container["image"]) == (4, f"ghcr.io/me/guerdon:{PROJECT['version']}")
+    config = settings(container["args"])
+    assert (config.models[0].model, config.models[0].max_length) == ("/models/other-model", 4096)

@@ -288,6 +288,22 @@ def test_replicas_come_and_go_with_the_load_and_nothing_accepted_is_dropped(pati
         assert one.result()
 
 
+def test_a_keyless_servers_file_works_unchanged_on_loopback(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my-reward-model").symlink_to(folder)
+    (tmp_path / "server.yaml").write_text("models:\n  - {model: ./my-reward-model}\n")
+    monkeypatch.chdir(tmp_path)
+    serve.run(deployment("server.yaml", **SMALL), name="file", route_prefix="/file")
+    try:
+        with RewardClient(f"{url}/file") as client:
+            assert client.score(texts=["abc"]).raise_for_failed().rewards.shape == (1,)
+        foreign = httpx.post(f"{url}/file/get_reward", json={"query": ["abc"]}, headers={"Host": "rewards.example.com"})
+        assert foreign.status_code == 403  # as a plain server there: the page of a rebound name
+    finally:
+        serve.delete("file")
+
+
 def test_a_file_is_read_where_the_application_is_built(tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
     path.write_text("models:\n  - {model: ./rm}\n")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -37,13 +38,21 @@ def ingress(app: Any) -> Callable[[type], type]:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+def proxies() -> SimpleNamespace:
+    """Where Ray's proxies listen."""
+    return SimpleNamespace(host="0.0.0.0")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch, proxies: SimpleNamespace) -> Any:
     """`guerdon.deploy.ray` over the stand-in, without any keys in the environment."""
     monkeypatch.delenv("GUERDON_API_KEYS", raising=False)
     ray, serve = ModuleType("ray"), ModuleType("ray.serve")
     ray.serve, serve.ingress = serve, ingress  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    context = ModuleType("ray.serve.context")
+    context._get_global_client = lambda: SimpleNamespace(http_config=proxies)  # type: ignore[attr-defined]
+    for name, stand_in in (("ray", ray), ("ray.serve", serve), ("ray.serve.context", context)):
+        monkeypatch.setitem(sys.modules, name, stand_in)
     path = Path(guerdon.deploy.__path__[0]) / "ray.py"
     spec = importlib.util.spec_from_file_location("ray_over_a_stand_in", path)
     assert spec is not None and spec.loader is not None
@@ -116,6 +125,35 @@ def test_a_replica_needs_keys_or_a_word(module: Any, tmp_path: Path, monkeypatch
     monkeypatch.setenv("GUERDON_API_KEYS", f"score me {SCORE}")  # by `runtime_env`
     (reply,) = asked(module, from_mapping(ServerConfig, MODELS), [post("/get_reward")])
     assert reply.status_code == 401
+
+
+def test_proxies_on_loopback_need_no_keys_as_a_plain_server_there(module: Any, proxies: SimpleNamespace) -> None:
+    config = from_mapping(ServerConfig, MODELS)
+    for proxies.host in ("127.0.0.1", "::1"):
+        named = [post("/get_reward", Host=name) for name in ("localhost:8000", "rewards.example.com")]
+        assert [reply.status_code for reply in asked(module, config, named)] == [200, 403]
+
+
+def test_a_file_for_another_address_does_for_rays(module: Any, proxies: SimpleNamespace) -> None:
+    proxies.host = "127.0.0.1"
+    settings = module._settings(MODELS | {"host": "0.0.0.0", "port": 1})
+    module._check(settings)
+    (reply,) = asked(module, settings, [post("/get_reward", Host="localhost")])
+    assert reply.status_code == 200
+
+
+def test_relative_paths_start_where_the_application_is_built(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm").mkdir()
+    given = {
+        "models": [{"model": "./rm", "name": "a"}, {"model": "someone/model", "name": "b"}],
+        "api_keys_file": "keys",
+    }
+    config = module._with_absolute_paths(module._settings(given))
+    assert [model.model for model in config.models] == [str(tmp_path / "rm"), "someone/model"]
+    assert config.api_keys_file == os.path.join(tmp_path, "keys")
 
 
 def test_no_replica_loads_or_unloads_for_itself(module: Any, tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported, in
 from guerdon.server import runtime, status
 from guerdon.server.front import http_app
 from guerdon.server.model_repository import Repository
-from guerdon.settings.access import KEYS_VARIABLE, has_keys
+from guerdon.settings.access import KEYS_VARIABLE, has_keys, is_loopback
 from guerdon.settings.config import ParallelConfig, ServerConfig, check_settings
 from guerdon.settings.fields import from_mapping
 from guerdon.settings.sources import read_yaml
 
 try:
     from ray import serve
+    from ray.serve.context import _get_global_client  # no public function tells where the proxies listen
 except ImportError as e:
     raise StartError("ray is not installed", install_command("ray")) from e
 
@@ -54,12 +55,13 @@ def deployment(config: ServerConfig | dict[str, Any] | str | Path, **options: An
     """Returns the application for `serve.run`: all HTTP protocols of `config`'s server; one process per replica.
 
     `config` is a ServerConfig, a mapping of its settings, or a YAML file of them, which the replicas do not read. Its
-    addresses are ignored, because Ray's proxies listen. `options` are those of `serve.deployment`, such as
-    `num_replicas`, `autoscaling_config` and `ray_actor_options={"num_gpus": 1}`, and override this module's defaults.
+    addresses are ignored, because Ray's proxies listen; relative paths start in this process's working directory.
+    `options` are those of `serve.deployment`, such as `num_replicas`, `autoscaling_config` and
+    `ray_actor_options={"num_gpus": 1}`, and override this module's defaults.
 
     Raises ConfigError if the settings are invalid, or do not allow replicas.
     """
-    settings = _settings(config)
+    settings = _with_absolute_paths(_settings(config))
     _check(settings)
     options = {**_OPTIONS, "max_ongoing_requests": min(settings.max_requests, MAX_ONGOING_REQUESTS), **options}
     scaling = options.get("autoscaling_config")
@@ -102,11 +104,11 @@ class Replica(serve.ingress(_DeferredApp())(_IngressBase)):  # type: ignore[misc
     """One process with the models and their service; Ray creates it, and calls its methods on the service's loop."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Loads the models; raises the errors of `build_service`, and ConfigError without keys."""
+        """Loads the models; raises the errors of `build_service`, and ConfigError if keys are needed and missing."""
         await super().__init__()
         logging.getLogger("guerdon").setLevel(config.log_level.upper())
+        config = dataclasses.replace(config, host=await asyncio.to_thread(_proxies_host))
         _check_keys(config)
-        config = dataclasses.replace(config, host="")  # the proxies' addresses are unknown
         self._service = await asyncio.to_thread(build_service, config)
         self._service.repository = _ReadOnlyRepository()
         runtime.settle()
@@ -150,8 +152,17 @@ def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfi
     return settings
 
 
+def _with_absolute_paths(config: ServerConfig) -> ServerConfig:
+    """Returns the settings for replicas, whose working directory is that in which Ray was started."""
+    models = [
+        dataclasses.replace(m, model=os.path.abspath(m.model)) if os.path.exists(m.model) else m for m in config.models
+    ]
+    keys = config.api_keys_file and os.path.abspath(config.api_keys_file)
+    return dataclasses.replace(config, models=models, api_keys_file=keys)
+
+
 def _check(config: ServerConfig) -> None:
-    check_settings(config)
+    check_settings(dataclasses.replace(config, host=ServerConfig.host))  # its own address has no effect here
     if config.critic is not None:
         raise ConfigError(
             "a critic cannot have replicas: they would diverge, and write to one journal",
@@ -183,11 +194,20 @@ def _check(config: ServerConfig) -> None:
                 )
 
 
+def _proxies_host() -> str:
+    """Returns the address on which Ray's proxies listen."""
+    host: str = _get_global_client().http_config.host
+    return host
+
+
 def _check_keys(config: ServerConfig) -> None:
-    """Raises ConfigError without keys; call it in the replica, because only its environment may have them."""
-    if not (has_keys(config) or config.allow_anonymous):
+    """Raises ConfigError if other machines reach the proxies' `host`, and there are no keys.
+
+    Call it in the replica, because only its environment may have them.
+    """
+    if not (is_loopback(config.host) or has_keys(config) or config.allow_anonymous):
         raise ConfigError(
-            "no keys are set, and other machines may reach Ray's proxies",
+            f"no keys are set, and other machines reach Ray's proxies, which listen on {config.host}",
             f"set `api_keys_file`, or {KEYS_VARIABLE} for the replicas by `runtime_env`; set `allow_anonymous: true` "
             "if everybody who reaches the proxies may use them",
         )
