@@ -67,7 +67,8 @@ also takes these flags. Without `kind`, an item is a reward model or a function.
 TEACHERS = """
 ## Teachers
 
-An item of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher`.
+An item of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher`. [teacher.md](teacher.md) explains
+them.
 """
 
 CRITIC = """

@@ -183,8 +183,8 @@ class ModelInfo:
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`, `logprobs`;
     `attribute_names` are the columns of `attributes`, empty if unknown. Without `merges_attributes` the tensor
     `rewards` has a column for each attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded.
-    `takes_prompts` and `takes_labels` say that a user's function has such parameters. A teacher gives at most the
-    `max_top_k` likeliest ids of a position, and hidden states of `hidden_size` numbers.
+    `takes_prompts` and `takes_labels` say that a user's function has such parameters; prompts also stand before a
+    teacher's texts. It gives at most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers.
     `path` tells how it runs (`packed+shared`, `packed`, `padded`, `single`), and `why` the reason. `source` is the
     folder, hub id or function that it was loaded from, as it was named at the start. `pooling` names the token
     that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where steps end, and

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 ANSWER_BYTES_A_TOKEN = 1 << 16
-"""A batch that gives so many bytes of answers is as large as one that computes a token more: it bounds their memory."""
+"""In a batch, so many bytes of answers count as much as a computed token, so that a batch's memory is bounded."""
+MAX_ANSWER_BYTES = 1 << 30
+"""Largest answer of a request, its samples padded to the longest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +41,16 @@ class LogprobQuery:
     with_next: bool = False
     with_hidden: bool = False
     rounds_hidden: bool = False
+    answer_bytes: int = 0
+
+    def with_given(self, ids: np.ndarray) -> LogprobQuery:
+        """Returns the query with these ids given."""
+        return dataclasses.replace(self, given=ids)
+
+    def sized(self, num_asked: int, hidden_bytes: int) -> LogprobQuery:
+        """Returns the query with the size of its answer about so many tokens; a hidden state has `hidden_bytes`."""
+        a_token = 12 + 8 * self.top_k + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
+        return dataclasses.replace(self, answer_bytes=num_asked * a_token)
 
     def first(self, prompt_length: int | None) -> int:
         """Returns the position of the first asked token."""
@@ -52,11 +66,6 @@ class LogprobQuery:
     def num_given(self) -> int:
         """How many ids are given for each position."""
         return 0 if self.given is None else self.given.shape[-1]
-
-    def answer_bytes(self, num_asked: int, hidden_bytes: int) -> int:
-        """Returns about the size of an answer about so many tokens; a hidden state has `hidden_bytes`."""
-        a_token = 12 + 12 * self.top_k + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
-        return num_asked * a_token
 
     def find_fault(self, tokens: int, prompt_length: int | None, vocab_size: int, max_top_k: int) -> str | None:
         """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
@@ -115,3 +124,16 @@ class TokenLogprobs:
     def num_bytes(self) -> int:
         """Size of all arrays."""
         return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """A teacher's output head as a safetensors file of `num_bytes`, whose `pieces` are read when they are sent.
+
+    `digest` covers the tensors and all that is needed to make logits with them; it is in the file's metadata, too.
+    """
+
+    digest: str
+    weights_version: str
+    num_bytes: int
+    pieces: Callable[[], Iterator[bytes | memoryview]]

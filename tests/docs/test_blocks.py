@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from blocks import ROOT, Reader, blocks_of, commands
+from safetensors.numpy import load_file
 
 import zoo
 from demo import parts
@@ -96,6 +97,14 @@ def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
         assert list((reader.folder / "critic/journal").iterdir())
     else:
         assert reader.ports["5559"] in reader.servers
+
+
+def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
+    (reader.folder / "my-model").symlink_to(reader.folder / "my-policy")
+    for block in blocks_of(ROOT / "docs/teacher.md"):
+        if block.language in ("", "python"):
+            reader.read(block)
+    assert "weight" in load_file(reader.folder / "head.safetensors")
 
 
 def test_a_shell_block_is_split_into_commands() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import zoo
 from guerdon.core import Score, Sequence
@@ -18,9 +17,10 @@ from guerdon.engine import logprobs as logprobs_module
 from guerdon.engine import teacher as module
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.teacher import TeacherEngine
-from guerdon.errors import CheckpointError, SampleFailed
+from guerdon.errors import CheckpointError, SampleFailed, Unsupported
 from guerdon.settings.config import TeacherConfig
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from teaching import check, plain
 
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
 PROMPTS = [40, 40, 40, 20, 20, 4, 40]
@@ -44,47 +44,6 @@ def answers(engine: TeacherEngine, sequences: list[Sequence], path: str | None =
         assert isinstance(result, Score) and result.logprobs is not None and np.isnan(result.reward)
         found.append(result.logprobs)
     return found
-
-
-@torch.no_grad()
-def plain(folder: Path, rows: list[np.ndarray]) -> list[torch.Tensor]:
-    """The logits `[T,V]` of each sequence by itself, as transformers computes them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return [model(input_ids=torch.from_numpy(row)[None], use_cache=False).logits[0] for row in rows]
-
-
-def check(answer: TokenLogprobs, logits: torch.Tensor, s: Sequence) -> None:
-    """Asserts that all that was asked for equals what the plain logits give."""
-    query = s.query or LogprobQuery()
-    first = query.first(s.prompt_length)
-    table = torch.log_softmax(logits / query.temperature, -1).numpy()
-    asked, targets = table[first - 1 : -1], s.tokens[first:]
-    near = {"rtol": 0, "atol": 1e-5}
-    if query.with_logprobs:
-        actual = asked[np.arange(len(targets)), targets]
-        np.testing.assert_allclose(answer.logprobs, actual, **near)
-    if query.with_ranks:
-        assert answer.ranks is not None
-        near_ties = np.abs(asked - asked[np.arange(len(targets)), targets, None]) < 1e-5
-        at_least = (asked >= asked[np.arange(len(targets)), targets, None]).sum(1)
-        assert (np.abs(answer.ranks - at_least) < near_ties.sum(1)).all()
-    if query.with_entropy:
-        np.testing.assert_allclose(answer.entropy, -(np.exp(asked) * asked).sum(1), **near)
-    if query.top_k:
-        assert answer.top_ids is not None and answer.top_ids.shape == (len(targets), query.top_k)
-        np.testing.assert_allclose(answer.top_logprobs, np.take_along_axis(asked, answer.top_ids, 1), **near)
-        # The same ids; two that are apart by less than 1e-6 may change places.
-        best = -np.sort(-asked, 1)[:, : query.top_k]
-        np.testing.assert_allclose(answer.top_logprobs, best, **near)
-        differs = answer.top_ids != np.argsort(-asked, 1, kind="stable")[:, : query.top_k]
-        assert (np.abs(np.take_along_axis(asked, answer.top_ids, 1) - best)[differs] < 1e-6).all()
-    if query.given is not None:
-        given = np.broadcast_to(query.given, (len(targets), query.given.shape[-1]))[: len(targets)]
-        want = np.where(given < 0, 0, np.take_along_axis(asked, np.maximum(given, 0), 1))
-        np.testing.assert_allclose(answer.given_logprobs, want, **near)
-    if query.with_next:
-        assert answer.next_ids is not None and answer.next_ids[0] == table[-1].argmax()
-        np.testing.assert_allclose(answer.next_logprobs, table[-1][answer.next_ids], **near)
 
 
 @pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
@@ -215,6 +174,13 @@ def test_a_model_without_a_language_models_head_is_refused(tmp_path: Path) -> No
             build(folder)
     with pytest.raises(CheckpointError, match="encoder"):
         build(zoo.checkpoint("bert", tmp_path / "bert"))
+
+
+def test_a_head_that_is_more_than_a_matrix_is_not_given_away(tmp_path: Path) -> None:
+    engine = build(zoo.language_model("llama", tmp_path))
+    engine._model.config.final_logit_softcapping = 3.0  # which its code does not apply
+    with pytest.raises(Unsupported, match="not one matrix times its hidden states"):
+        engine.head_file()
 
 
 def test_its_info_tells_what_it_is(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ table `[T,V]` is ever in memory.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -23,12 +24,13 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.engine import deduplicate
 from guerdon.engine.forward import HiddenStates
+from guerdon.engine.head_export import export_head
 from guerdon.engine.layers import free_weights
 from guerdon.engine.logprobs import IMPOSSIBLE, LanguageEngine, row_slices, scale
 from guerdon.engine.self_check import check_finite
-from guerdon.errors import SampleFailed
+from guerdon.errors import SampleFailed, Unsupported
 from guerdon.settings.config import TeacherConfig
-from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.teacher_core import HeadFile, LogprobQuery, TokenLogprobs
 
 LOGITS = 1 << 25
 """Logits that the head makes at once, 128 MiB in float32; soft caps and scales make up to two copies of them."""
@@ -58,9 +60,12 @@ class TeacherEngine(LanguageEngine):
             outputs=("logprobs",),
             max_top_k=config.max_top_k,
             hidden_size=loaded.head.width,
+            takes_prompts=self.encoder is not None,
             vocabulary="" if self.encoder is None else self.encoder.all_tokens_digest(),
             tokenizer="" if self.encoder is None else self.encoder.identity(),
         )
+        self._exporting = threading.Lock()
+        self._head_file: HeadFile | None = None
         super().__init__(dataclasses.replace(loaded, info=info))
         check_finite(self, self._probe, every=False)
 
@@ -96,6 +101,19 @@ class TeacherEngine(LanguageEngine):
         """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
         with self.plain_attention():
             return self.score(sequences, path="single")
+
+    def head_file(self) -> HeadFile:
+        """Returns the output head, from any thread; raises Unsupported if it is split over ranks or of another form."""
+        with self._exporting:
+            if self._head_file is None:
+                if self.ranks.is_sharded:
+                    raise Unsupported(
+                        f"the head of {self.info.name} is split over ranks; fetch it from a server without "
+                        "--tensor-parallel, or read it from the checkpoint"
+                    )
+                info = self.info
+                self._head_file = export_head(self._model, self.head, info.name, info.weights_version)
+            return self._head_file
 
     def discard(self) -> None:
         """Frees the weights, even if something else refers to the model; nothing can be computed any more."""

@@ -14,6 +14,7 @@ from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
 from guerdon.settings.config import RewardConfig, ServedModelConfig
+from guerdon.teacher_core import HeadFile
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Tokenises in short steps; returns rows of ids, or what is wrong with them."""
@@ -53,6 +54,13 @@ class Served(Protocol):
     encoder: Encoder | None
     max_batch_tokens: int
     takes_all: bool
+
+
+@runtime_checkable
+class Teacher(Served, Protocol):
+    """A model whose output head clients may fetch."""
+
+    def head_file(self) -> HeadFile: ...
 
 
 def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:
@@ -165,12 +173,12 @@ class Catalog:
     def scored_by(self, name: str) -> ModelInfo:
         """Returns the model that a form names: by its name, else by its checkpoint's folder or hub id.
 
-        Without a name it is the first: sums before models, each in the order of the settings. Raises UnknownModel, also
-        if several models were loaded from that checkpoint.
+        Without a name it is the first that gives rewards, if any: sums before models, each in the order of the
+        settings. Raises UnknownModel, also if several models were loaded from that checkpoint.
         """
         infos = self.infos()
         if not name:
-            return infos[0]
+            return next((info for info in infos if "rewards" in info.outputs), infos[0])
         found = [info for info in infos if info.name == name] or [info for info in infos if info.source == name]
         if len(found) == 1:
             return found[0]

@@ -11,13 +11,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation
+from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation, common_prefix
 from guerdon.errors import InvalidRequest
 from guerdon.messages import response
 from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
 from guerdon.settings.config import ServedModelConfig
+from guerdon.teacher_core import MAX_ANSWER_BYTES
 from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ INLINE_BYTES = 1 << 20
 """Work on more bytes runs in a thread."""
 
 _NUM_THREADS = 2
+_SHOWN_IDS = 8
 
 Rows = ListLike[np.ndarray | str | InvalidRequest]
 """Of each sample its ids, or its text, or what is wrong with it."""
@@ -70,14 +72,20 @@ class Reader:
             served = entry.loaded()
             cut = truncation(request, entry.config, served.info)
             check(served, request)
+            lengths = request.prompt_lengths
             if request.tokens is not None:
                 rows: Rows = request.tokens
             else:
                 if served.encoder is not None:
                     check_room()
-                rows = await self._read_text(served, request, cut, client)
+                if _is_apart(request, served.info):
+                    rows, lengths = await self._read_joined(served, request, client)
+                else:
+                    rows = await self._read_text(served, request, cut, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
+        if lengths is not request.prompt_lengths:
+            request = dataclasses.replace(request, prompt_lengths=lengths)
         sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
         if cut is not None:
             sequences = [truncated(s, cut) for s in sequences]
@@ -85,7 +93,29 @@ class Reader:
             row if isinstance(row, InvalidRequest) else find_fault(s, served.info)
             for row, s in zip(rows, sequences, strict=True)
         ]
+        if request.queries is not None:
+            size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], served.info)
         return served, sequences, errors
+
+    async def _read_joined(self, served: Served, request: ScoreRequest, client: str) -> tuple[Rows, np.ndarray]:
+        """Tokenises each prompt and its response together; returns the rows, and the prompts' lengths in tokens.
+
+        A response whose prompt has other tokens without it gets an error.
+        """
+        texts, prompts = request.texts or [], request.prompts or []
+        joined = dataclasses.replace(request, texts=[p + t for p, t in zip(prompts, texts, strict=True)])
+        distinct = list(dict.fromkeys(prompts))
+        rows = list(await self._read_text(served, joined, None, client))
+        alone = await self._read_text(served, dataclasses.replace(request, texts=distinct), None, client)
+        ids = dict(zip(distinct, alone, strict=True))
+        lengths = np.zeros(len(rows), np.int64)
+        for i, (row, prompt) in enumerate(zip(rows, map(ids.__getitem__, prompts), strict=True)):
+            if isinstance(row, np.ndarray) and isinstance(prompt, np.ndarray):
+                lengths[i] = len(prompt)
+                rows[i] = changed_seam(prompt, row) or row
+            elif isinstance(prompt, InvalidRequest):
+                rows[i] = prompt
+        return rows, lengths
 
     async def _read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
@@ -112,6 +142,8 @@ def check(served: Served, request: ScoreRequest) -> None:
     info = served.info
     if not len(request):
         raise InvalidRequest("the request has no samples; send at least one")
+    if _is_apart(request, info) and (request.texts is None or request.prompt_lengths is not None):
+        raise InvalidRequest("prompts go with sentences, the responses to them, and without prompt_lengths")
     if request.tokens is not None:
         if not info.takes_tokens:
             raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
@@ -127,6 +159,18 @@ def check(served: Served, request: ScoreRequest) -> None:
         )
 
 
+def changed_seam(prompt: np.ndarray, joined: np.ndarray) -> InvalidRequest | None:
+    """Returns an error if the prompt's tokens are others with the response behind it: nobody could tell them apart."""
+    same = common_prefix(prompt, joined)
+    if same == len(prompt):
+        return None
+    shown = slice(same, same + _SHOWN_IDS)
+    return InvalidRequest(
+        f"the tokens change where the prompt ends: from token {same} on the prompt alone has {prompt[shown].tolist()}, "
+        f"and with the response {joined[shown].tolist()}; send token ids, or split the text elsewhere"
+    )
+
+
 def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
     """Returns the request's sample `i`, which the scorer reads as `row`."""
     return Sequence(
@@ -140,7 +184,24 @@ def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: i
         None if request.labels is None else request.labels[i],
         request.messages is not None,
         request.width,
+        None if request.queries is None else request.queries[i],
     )
+
+
+def size_answers(sequences: list[Sequence], info: ModelInfo) -> None:
+    """Notes how large each sequence's answer will be; raises InvalidRequest if they are too large together."""
+    hidden_bytes = info.hidden_size * (4 if info.dtype == "float32" else 2)
+    for s in sequences:
+        assert s.query is not None
+        num_asked = len(s.tokens) - s.query.first(s.prompt_length)
+        s.query = s.query.sized(max(0, num_asked), 2 * info.hidden_size if s.query.rounds_hidden else hidden_bytes)
+    # Tables are as wide as the longest row.
+    num_bytes = len(sequences) * max((s.query.answer_bytes for s in sequences if s.query is not None), default=0)
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise InvalidRequest(
+            f"the answer would have {num_bytes / (1 << 20):,.0f} MiB, and may have at most "
+            f"{MAX_ANSWER_BYTES >> 20:,} MiB: ask about fewer samples, tokens or ids at once"
+        )
 
 
 def truncation(request: ScoreRequest, model: ServedModelConfig, info: ModelInfo) -> Truncation | None:
@@ -190,6 +251,10 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
         return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
         return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
+    if s.query is not None:
+        fault = s.query.find_fault(len(tokens), s.prompt_length, info.vocab_size or 0, info.max_top_k)
+        if fault is not None:
+            return InvalidRequest(fault)
     if info.max_length is not None and len(tokens) > info.max_length:
         # Only a model that answers for whole samples may lose some of their tokens.
         instead = "" if info.is_by_token else ", or start the server with --truncation left or right"
@@ -211,6 +276,11 @@ def _advance(steps: Steps) -> Rows | None:
         return next(steps)
     except StopIteration as e:
         return e.value
+
+
+def _is_apart(request: ScoreRequest, info: ModelInfo) -> bool:
+    """Whether the request's texts are responses to its prompts, and are read behind them."""
+    return request.prompts is not None and "logprobs" in info.outputs
 
 
 def _why(info: ModelInfo) -> str:

@@ -11,6 +11,7 @@ from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, TrainFailed, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
+from guerdon.wire.signature import PARAMETERS
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
 Head = TypeVar("Head", bound="RequestBody | ReplyBody")
@@ -22,12 +23,6 @@ ServedReply = ScoreReply | TrainReport | CheckpointInfo | CriticState | None
 """A TrainReport answers train and validate, a CheckpointInfo save and load, a CriticState state."""
 
 _DATATYPES = {"enum": ["BYTES", *DTYPES]}
-_MEANINGS = {
-    "timeout": {"type": "integer", "minimum": 0, "description": "microseconds from arrival; 0: the server's own limit"},
-    "priority": {"type": "integer", "minimum": 0, "description": "1 goes first; 0 is the default"},
-    "binary_data_output": {"type": "boolean"},
-    "train_id": {"type": "string", "description": "names a train request, which is applied once"},
-}
 _BINARY_DATA = {"properties": {"binary_data": {"type": "boolean"}}}
 
 Dimension = Annotated[int, Meta(ge=0, le=MAX_DIMENSION - 1)]
@@ -59,7 +54,7 @@ class RequestBody(msgspec.Struct, omit_defaults=True):
     example = '{"inputs": [...]}'
     inputs: list[TensorBody] | None = None
     outputs: list[OutputBody] | None = None
-    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"properties": _MEANINGS})] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"properties": PARAMETERS})] = None
     id: str | int | None = ""
 
 

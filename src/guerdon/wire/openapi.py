@@ -118,6 +118,8 @@ def _kserve(names: list[str]) -> dict[str, Any]:
         "/v2/health/ready": _path(_READ, "Whether all models are ready", ready, is_open=True),
         "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
     }
+    head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
+    head |= _described("the client has it already", 304)
     paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", statistics)
     for version in ("", "/versions/{version}"):
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
@@ -128,6 +130,7 @@ def _kserve(names: list[str]) -> dict[str, Any]:
         paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
         paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)
         paths[model + "/ready"] = _path(_READ, "Whether the model is ready", ready, parameters=where)
+        paths[model + "/head"] = _path(_READ, "A teacher's output head, as safetensors", head, parameters=where)
         paths[model + "/infer"] = _path(
             _WRITE,
             "Scores, or an operation on a critic",

@@ -12,6 +12,7 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
+from guerdon.wire import teacher_tensors
 from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values
 from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integers
@@ -21,6 +22,8 @@ DEFAULT_PRIORITY_LEVEL = 100
 
 _MAX_NUMBERS = 1 << 26
 """Most numbers in one output, whose rows are as long as the longest: many more than the characters sent."""
+
+_NUMBER_BYTES = 4
 
 _CONTENTS = {"sentences", "messages", "tokens", "input_ids"}
 
@@ -75,6 +78,8 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         score.labels = _jsons(inputs["labels"], _row_texts(inputs["labels"], num_rows))
     if "step_positions" in inputs:
         score.steps = _step_rows(inputs["step_positions"], num_rows)
+    if "logprobs" in info.outputs:
+        score.queries = teacher_tensors.to_queries(request, num_rows)
     return score
 
 
@@ -89,7 +94,8 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     if requested is None or "errors" not in requested:
         scores_of(reply)
     outputs: list[Tensor] = []
-    for name in requested or (*info.outputs, "exceeded"):
+    is_teacher = "logprobs" in info.outputs
+    for name in teacher_tensors.usual_outputs(request) if is_teacher else requested or (*info.outputs, "exceeded"):
         outputs += _output(name, reply, request, info)
         if name == "step_rewards" and requested is None:
             outputs += _output("step_counts", reply, request, info)
@@ -99,6 +105,17 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     if is_clear and any(tensor.name == "attributes" for tensor in outputs):
         parameters["attribute_names"] = ",".join(names)
     return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
+
+
+def table_bytes(reply: ScoreReply, info: ModelInfo) -> int:
+    """Returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample.
+
+    All rows of a table are as long as the longest.
+    """
+    if "logprobs" in info.outputs:
+        said = [r.logprobs.num_bytes for r in reply.results if isinstance(r, Score) and r.logprobs is not None]
+        return len(said) * max(said, default=0)
+    return _NUMBER_BYTES * len(reply.results) * max(reply.lengths, default=0) if info.is_by_token else 0
 
 
 def prompt_groups(prompts: Iterable[str]) -> np.ndarray:
@@ -188,7 +205,7 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
         raise InvalidRequest("input 'input_ids' has rows of no tokens: shape " + str(list(tensor.shape)))
     else:
         ends = np.full(num_rows, width)
-        if info.eos_token_id is not None:
+        if info.eos_token_id is not None and "logprobs" not in info.outputs:
             is_eos = ids == info.eos_token_id
             ends = np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, width)
     return [row[:end] for row, end in zip(ids, ends.tolist(), strict=True)]
@@ -217,6 +234,8 @@ def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo
             return [dataclasses.replace(attributes, name=name)]
     results = reply.results
     num_rows = len(results)
+    if "logprobs" in info.outputs and (said := teacher_tensors.output(name, results, request, info)) is not None:
+        return [said]
     if name == "rewards":
         rewards = np.array([r.reward if isinstance(r, Score) else np.nan for r in results], np.float32)
         return [Tensor.of(name, rewards if "input_ids" in request.inputs else rewards.reshape(num_rows, 1))]

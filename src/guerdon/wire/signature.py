@@ -11,11 +11,21 @@ from msgspec import Meta
 from guerdon.core import ModelInfo
 from guerdon.critic_core import Operation, OperationInfo
 from guerdon.errors import InvalidRequest
+from guerdon.wire import teacher_tensors
 
 MODEL_VERSION = "1"
 """The only version of every model; new weights change its weights_version instead."""
 
 PLATFORM = "guerdon"
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "timeout": {"type": "integer", "minimum": 0, "description": "microseconds from arrival; 0: the server's own limit"},
+    "priority": {"type": "integer", "minimum": 0, "description": "1 goes first; 0 is the default"},
+    "binary_data_output": {"type": "boolean"},
+    "train_id": {"type": "string", "description": "names a train request, which is applied once"},
+    **teacher_tensors.PARAMETERS,
+}
+"""The parameters of a request, as JSON schemas."""
 
 Info = ModelInfo | OperationInfo
 Spec = tuple[str, str, tuple[int, ...]]
@@ -154,6 +164,8 @@ def input_specs(info: Info) -> tuple[Spec, ...]:
     if info.takes_tokens:
         specs += [("tokens", "INT64", (-1,)), ("sequence_lengths", "INT64", (1,)), ("input_ids", "INT32", (-1,))]
     specs += [("group_ids", "INT64", (1,)), ("prompt_lengths", "INT64", (1,))]
+    if "logprobs" in info.outputs:
+        specs += teacher_tensors.INPUTS
     if info.takes_prompts:
         specs.append(("prompts", "BYTES", (1,)))
     if info.takes_labels:
@@ -178,6 +190,8 @@ def output_specs(info: Info) -> tuple[Spec, ...]:
         if info.operation is Operation.STATE:
             return (("state", "BYTES", (1,)),)
         return (("status", "INT64", (1,)),)
+    if "logprobs" in info.outputs:
+        return teacher_tensors.OUTPUTS
     num_attributes = len(info.attribute_names) or -1
     widths = {"rewards": 1 if info.merges_attributes else num_attributes, "attributes": num_attributes}
     specs: list[Spec] = [(name, "FP32", (widths.get(name, -1),)) for name in info.outputs]
@@ -227,7 +241,10 @@ def _more_outputs(info: Info) -> tuple[Spec, ...]:
     if isinstance(info, OperationInfo):
         has_report = _is_on_rows(info.operation) or info.operation in (Operation.SAVE, Operation.LOAD)
         return (("report", "BYTES", (1,)),) if has_report else ()
-    more: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if "values" in info.outputs else ()
+    has_lengths = "values" in info.outputs or "logprobs" in info.outputs
+    more: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if has_lengths else ()
+    if "logprobs" in info.outputs:
+        more += teacher_tensors.more_outputs(info)
     if not info.merges_attributes and "attributes" not in info.outputs:
         more += (("attributes", "FP32", (-1,)),)
     return (*more, ("errors", "BYTES", (1,)))

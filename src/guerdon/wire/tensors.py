@@ -21,7 +21,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{n}": np.dtype(f"<f{n // 8}") for n in (16, 32, 64)},
     "BF16": np.dtype("<f4"),
 }
-"""numpy's type of each numeric datatype. numpy lacks BF16, which is float32 here."""
+"""numpy's type of each numeric datatype. numpy lacks BF16, which is float32 here, or uint16 of its bits."""
 
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 _ELEMENTS: dict[str, set[type]] = {"BYTES": {str}, "b": {bool}, "i": {int}, "u": {int}, "f": {int, float, type(None)}}
@@ -111,7 +111,7 @@ def from_raw(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memo
             f"input '{name}': {datatype} {list(shape)} takes {prod(shape) * itemsize} bytes, but {len(raw)} came"
         )
     if datatype == "BF16":
-        data = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+        data = _from_bits(np.frombuffer(raw, "<u2"))
     else:
         data = np.frombuffer(raw, dtype)
     if not data.flags.aligned:
@@ -164,7 +164,7 @@ def to_raw(tensor: Tensor) -> bytes:
     """Returns the tensor's bytes: little-endian, row-major; BYTES with a 32-bit length before each element."""
     if isinstance(tensor.data, list):
         return b"".join(part for element in tensor.data for part in (struct.pack("<I", len(element)), element))
-    if tensor.datatype == "BF16":
+    if tensor.datatype == "BF16" and tensor.data.dtype != np.uint16:
         bits = np.ascontiguousarray(tensor.data, "<f4").view("<u4")
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         return np.where(np.isnan(tensor.data), 0x7FC0, rounded).astype("<u2").tobytes()
@@ -180,7 +180,8 @@ def to_json(tensor: Tensor) -> list[str] | np.ndarray:
             f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {MAX_VALUES:,}; "
             "ask for it in binary form (binary_data), or send fewer samples"
         )
-    return np.ravel(tensor.data)
+    has_bits = tensor.datatype == "BF16" and tensor.data.dtype == np.uint16
+    return np.ravel(_from_bits(tensor.data) if has_bits else tensor.data)
 
 
 def check_output(name: str, parameters: Container[str]) -> None:
@@ -211,6 +212,11 @@ def floats(tensor: Tensor) -> np.ndarray:
 def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:
     """Returns the error's text for `count` elements that do not fit `shape`."""
     return f"input '{name}': shape {list(shape)} takes {prod(shape)} elements, but {count} came"
+
+
+def _from_bits(bits: np.ndarray) -> np.ndarray:
+    """Returns the float32 numbers of bfloat16's bits."""
+    return (bits.astype("<u4") << 16).view("<f4")
 
 
 def _unknown(name: str, datatype: str) -> InvalidRequest:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListLike
 
 from guerdon.core import MIN_SHARED, Sequence, common_prefix
 from guerdon.server.batching.jobs import Job
+from guerdon.teacher_core import ANSWER_BYTES_A_TOKEN
 
 
 class PrefixGroups:
@@ -45,7 +46,7 @@ class PrefixGroups:
         for s in sequences:
             first = firsts.setdefault(_key(s), s) if self._is_on else s
             alike = 0 if first is s else common_prefix(first.tokens, s.tokens)
-            costs.append(s.num_tokens - (alike if alike >= MIN_SHARED else 0))
+            costs.append(s.num_tokens - (alike if alike >= MIN_SHARED else 0) + _answer_tokens(s))
         return costs
 
     def members(self, job: Job, budget: int) -> list[tuple[Job, int, int]]:
@@ -56,7 +57,7 @@ class PrefixGroups:
         """
         first = job.sequences[job.waiting[0]]
         if not self._is_on:
-            return [(job, job.waiting[0], first.num_tokens)]
+            return [(job, job.waiting[0], first.num_tokens + _answer_tokens(first))]
         group = self._groups[_key(first)]
         own = ((j, i) for j, i in group if j is job and j.queued[i])
         others = ((j, i) for j, i in group if j is not job and j.queued[i])
@@ -65,7 +66,7 @@ class PrefixGroups:
         for owner, i in itertools.chain(own, others):
             s = owner.sequences[i]
             alike = common_prefix(first.tokens, s.tokens) if members else 0
-            cost = s.num_tokens - (alike if alike >= MIN_SHARED else 0)
+            cost = s.num_tokens - (alike if alike >= MIN_SHARED else 0) + _answer_tokens(s)
             if len(members) == 1:
                 surplus = max(0, alike - budget // 2)
                 members[0] = (*members[0][:2], members[0][2] - surplus)
@@ -75,6 +76,11 @@ class PrefixGroups:
             if total > budget and len(members) > 1:
                 break
         return members
+
+
+def _answer_tokens(s: Sequence) -> int:
+    """Returns what a teacher's answer adds to the cost, since it stays in memory until the batch is done."""
+    return 0 if s.query is None else -(-s.query.answer_bytes // ANSWER_BYTES_A_TOKEN)
 
 
 def shared_tokens(members: list[tuple[Job, int, int]]) -> int:

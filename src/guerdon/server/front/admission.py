@@ -22,14 +22,12 @@ from guerdon.server.reading import INLINE_BYTES
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
+from guerdon.wire.score_tensors import table_bytes
 from guerdon.wire.tensors import InferRequest
 
 ReplyT = TypeVar("ReplyT", covariant=True)
 
 RETRY_AFTER_S = 1.0
-
-_NUMBER_BYTES = 4
-
 
 Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
 """Returns the tensors, None without any, and what is asked of the model, None for nothing."""
@@ -222,15 +220,12 @@ class Visit(Place):
         tracing.tell(model=label)
 
     def hold_answer(self, answer: Any, info: ModelInfo | OperationInfo) -> int:
-        """Holds and returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample.
-
-        All rows of a table are as long as the longest.
-        """
-        if not isinstance(answer, ScoreReply) or not isinstance(info, ModelInfo) or not info.is_by_token:
+        """Holds and returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample."""
+        if not isinstance(answer, ScoreReply) or not isinstance(info, ModelInfo):
             return 0
-        table_bytes = _NUMBER_BYTES * len(answer.results) * max(answer.lengths, default=0)
-        self.reach(table_bytes)
-        return table_bytes
+        num_bytes = table_bytes(answer, info)
+        self.reach(num_bytes)
+        return num_bytes
 
     def keep_bytes(self) -> None:
         """Has the bytes held until `release`, beyond the end of this context."""

@@ -26,8 +26,10 @@ from guerdon.errors import (
     ServerFault,
     Unauthenticated,
     Unavailable,
+    Unsupported,
 )
 from guerdon.server import logs, status, tracing
+from guerdon.server.catalog import Teacher
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
 from guerdon.server.front.http_exchanges import FormExchange, KServeExchange
@@ -38,6 +40,7 @@ from guerdon.server.front.http_request import (
     Headers,
     HttpRequest,
     Reply,
+    Stream,
     UploadTooSlow,
     send_reply,
     version_header,
@@ -210,6 +213,7 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         ("", handlers.model_metadata),
         ("/config", handlers.model_config),
         ("/stats", handlers.statistics),
+        ("/head", handlers.head),
     ):
         routes += [Route(f"{model}{version}{path}", GET, handler) for version in ("", "/versions/{version}")]
     if config.dashboard:
@@ -265,6 +269,20 @@ class _Handlers:
     async def statistics(self, request: HttpRequest) -> Reply:
         names = request.names
         return _json(status.statistics(self._service, names.get("name", ""), names.get("version", "")))
+
+    async def head(self, request: HttpRequest) -> Reply:
+        """Sends a teacher's output head; nothing if the client has it already."""
+        info = self._model(request)
+        served = None if isinstance(info, OperationInfo) else self._service.catalog.entry(info.name).loaded()
+        if not isinstance(served, Teacher):
+            raise Unsupported(f"{info.name} is no teacher, and gives no head; guerdon serve-teacher serves one")
+        file = await asyncio.to_thread(served.head_file)
+        tag = b'"%s"' % file.digest.encode()
+        headers = [version_header(file.weights_version), (b"etag", tag)]
+        if request.headers.get(b"if-none-match") == tag:
+            return 304, headers, b""
+        pieces = () if request.scope["method"] == "HEAD" else file.pieces()
+        return 200, [*headers, (b"content-type", b"application/octet-stream")], Stream(file.num_bytes, pieces)
 
     async def index(self, request: HttpRequest) -> Reply:
         body = await self._read_body(request)

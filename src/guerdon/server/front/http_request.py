@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,17 @@ from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies
 
 Headers = list[tuple[bytes, bytes]]
-Reply = tuple[int, Headers, bytes]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A large body of `num_bytes`, of which only the piece that is being sent is in memory."""
+
+    num_bytes: int
+    pieces: Iterable[bytes | memoryview]
+
+
+Reply = tuple[int, Headers, bytes | Stream]
 """Status, headers and body."""
 
 JSON = (b"content-type", b"application/json")
@@ -164,8 +175,13 @@ Handler = Callable[[HttpRequest], Awaitable[Reply]]
 async def send_reply(send: Send, reply: Reply, *, more_body: bool = False) -> None:
     """Sends status, headers and body; with `more_body` the connection stays open for the caller."""
     status, headers, body = reply
-    headers.append((b"content-length", b"%d" % len(body)))
+    num_bytes = body.num_bytes if isinstance(body, Stream) else len(body)
+    headers.append((b"content-length", b"%d" % num_bytes))
     await send({"type": "http.response.start", "status": status, "headers": headers})
+    if isinstance(body, Stream):
+        for piece in body.pieces:
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+        body = b""
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
