@@ -31,7 +31,7 @@ def test_a_mapping_becomes_nested_settings() -> None:
 @pytest.mark.parametrize(
     ("data", "message", "help_text"),
     [
-        ({"prot": 1}, "unknown setting prot", "critic, dashboard, dashboard_samples, fsdp"),
+        ({"prot": 1}, "unknown setting prot", "critic, dashboard, dashboard_samples, data_parallel"),
         ({"models": [{"model": "m"}, {"nmae": "x"}]}, "unknown setting models[1].nmae", "attribute_weights"),
         ({"port": "5555"}, "port is '5555'", "type int"),
         ({"port": True}, "port is True", "type int"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import Member, _check_layout
 from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.settings.config import ParallelConfig
 from launched import forked
 
 
@@ -48,9 +51,12 @@ def test_a_group_of_one_needs_no_others() -> None:
 
 def test_ranks_of_unlike_settings_are_told_so() -> None:
     members = (Member(0, "one", 7), Member(1, "two", 8))
-    layouts = [{"tensor_parallel": 2, "fsdp": fsdp} for fsdp in (False, True)]
+    layouts = [dataclasses.asdict(ParallelConfig(tensor_parallel=2, fsdp=fsdp)) for fsdp in (False, True)]
     with pytest.raises(ConfigError, match=r"fsdp is False for rank 0 \(one, process 7\), and True for rank 1 \(two, "):
         _check_layout(members, layouts)
     _check_layout(members, layouts[:1] * 2)
     with pytest.raises(ConfigError, match="3 processes cannot be parts of 2"):
         _check_layout((*members, Member(2, "two", 9)), layouts[:1] * 3)
+    _check_layout(members, [layouts[0] | {"data_parallel": 1}] * 2)
+    with pytest.raises(ConfigError, match="data_parallel is 2, and 2 processes are 1 data-parallel parts"):
+        _check_layout(members, [layouts[0] | {"data_parallel": 2}] * 2)

@@ -49,7 +49,8 @@ class Preemption:
     """Decides whether to stop now, and why; the time limit counts from its creation.
 
     From `listen` to `close` it handles SIGTERM and SIGINT, if this is the main thread: the first one asks the run to
-    save and stop, the second kills it.
+    save and stop, the second kills it. With several ranks the second is ignored: launchers and terminals may both send
+    one.
     """
 
     def __init__(self, time_limit: str | None) -> None:
@@ -93,11 +94,9 @@ class Preemption:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._signal = number
+        is_alone = num_started() == 1
         for other in _SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+            signal.signal(other, signal.SIG_DFL if is_alone else signal.SIG_IGN)
         # Not by logging: the interrupted code may hold its locks.
-        name = signal.Signals(number).name
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2,
-            f"\n{name}: saving and stopping; send it again to kill\n".encode(),
-        )
+        text = f"\n{signal.Signals(number).name}: saving and stopping{'; send it again to kill' if is_alone else ''}\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from guerdon.cli import console
 from guerdon.cli.subcommands import make_parser
 from guerdon.engine.host import limit_spinning
-from guerdon.errors import Exit, GuerdonError, StartError
+from guerdon.errors import Exit
 
 __all__ = ["main", "make_parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, one of `Exit`."""
-    try:
-        status = _main(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # as with `| head`; Python would report it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.PIPE_CLOSED
+    return console.exit_status(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str]) -> int | None:
     parser = make_parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -36,11 +29,5 @@ def _main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     console.set_format(getattr(args, "log_format", "text"))
     limit_spinning()
-    try:
-        return int(args.run(args) or Exit.DONE)
-    except StartError as e:
-        return console.fail(e, e.help, Exit.CANNOT_START)
-    except GuerdonError as e:
-        return console.fail(e, console.advise(e), Exit.FAILED)
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
+    status: int | None = args.run(args)
+    return status

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
 from guerdon import errors
 from guerdon.core import ModelInfo
 from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
-from guerdon.errors import ConfigError, GuerdonError, StartError, install_command
+from guerdon.errors import ConfigError, Exit, GuerdonError, StartError, install_command
 from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
@@ -100,7 +101,7 @@ def require_modules(*modules: str) -> None:
 
 
 def check_single_process(command: str) -> None:
-    """Raises ConfigError if torchrun has started several processes of a command that needs one."""
+    """Raises ConfigError if a launcher has started several processes of a command that needs one."""
     if num_started() > 1:
         raise ConfigError(
             f"guerdon {command} is one process, but torchrun started {num_started()}",
@@ -191,6 +192,7 @@ def fail(what: object, help_text: str, status: int) -> int:
     if not _is_first("LOCAL_RANK"):
         # As a rule the host's first rank fails likewise and prints it, and the launcher then ends this one. If this one
         # left earlier, the launcher would end the first one before it printed anything.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank that ends ignores it
         time.sleep(_FIRST_FAILS_S)
     notes = getattr(what, "__notes__", ())
     if _format == "json":
@@ -201,6 +203,23 @@ def fail(what: object, help_text: str, status: int) -> int:
         print(f"  {note}", file=sys.stderr)
     print(f"{coloured('help:', 'cyan', sys.stderr)} {help_text}", file=sys.stderr)
     return status
+
+
+def exit_status(work: Callable[[], int | None]) -> int:
+    """Does the work of a command; prints its error if it has one, and returns the exit status, one of `Exit`."""
+    try:
+        status = int(work() or Exit.DONE)
+        sys.stdout.flush()
+        return status
+    except StartError as e:
+        return fail(e, e.help, Exit.CANNOT_START)
+    except GuerdonError as e:
+        return fail(e, advise(e), Exit.FAILED)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except BrokenPipeError:  # as with `| head`; Python would report it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.PIPE_CLOSED
 
 
 def advise(error: GuerdonError) -> str:

@@ -31,8 +31,8 @@ examples:
   guerdon serve my_module:my_function
   # several models and a sum of them, as below
   guerdon serve --config server.yaml
-  # one model over two GPUs
-  torchrun --nproc-per-node 2 -m guerdon serve MODEL --tensor-parallel 2
+  # one model split over two GPUs, four times: eight GPUs behind one port
+  guerdon serve ./my-reward-model --tensor-parallel 2 --data-parallel 4
 """
 
 SERVE_NOTES = """\
@@ -65,6 +65,8 @@ examples:
   # one that returns rewards beside its values
   guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic \\
       --reward-model ./my-reward-model
+  # trained weights and optimiser sharded over all GPUs
+  guerdon serve-critic ./my-reward-model --checkpoint-dir ./critic --fsdp
   # settings from a file, as below
   guerdon serve-critic --config critic.yaml
 """
@@ -140,8 +142,8 @@ examples:
   guerdon serve ./my-reward-model
   # settings from a file as below, one overridden by a flag
   guerdon reinforce run.yaml --rollouts.temperature 0.9
-  # the policy sharded over four GPUs
-  torchrun --nproc-per-node 4 -m guerdon reinforce run.yaml --parallel.fsdp
+  # the policy sharded over all GPUs
+  guerdon reinforce run.yaml --fsdp
 """
 
 REINFORCE_NOTES = """\
@@ -167,6 +169,8 @@ examples:
       --reward-model ./my-reward-model
   # settings from a file as below, one overridden by a flag
   guerdon ppo run.yaml --run.steps 500
+  # the policy sharded over four GPUs
+  guerdon ppo run.yaml --fsdp --data-parallel 4
 """
 
 PPO_NOTES = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import sys
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from guerdon import __version__
 from guerdon.cli import console, helps
 from guerdon.cli.parser import SHELLS, Parser, completion_script
 from guerdon.core import ModelInfo
+from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, Exit
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, describe_run
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig, ServerConfig, TeacherConfig
 from guerdon.settings.sources import (
     CRITIC_PORTS,
     add_section_flags,
@@ -81,8 +83,8 @@ class _ShowVersions(argparse.Action):
 def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, "serve", "Serve reward models over HTTP and gRPC.", run_serve)
     parser.show_first(
-        "config", "host", "port", "api_keys_file", "name", "dtype", "device", "max_length", "max_batch_tokens",
-        "tensor_parallel",
+        "config", "host", "port", "api_keys_file", "dtype", "device", "max_length", "max_batch_tokens",
+        "tensor_parallel", "data_parallel",
     )  # fmt: skip
     parser.usage = "guerdon serve [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
     parser.add_argument("MODEL", nargs="?", help="Local folder, hub id, or module:function.")
@@ -109,8 +111,8 @@ def _add_serve_teacher(commands: Any) -> None:
         commands, "serve-teacher", "Serve log-probs of a language model, over HTTP and gRPC.", run_serve_teacher
     )
     parser.show_first(
-        "config", "host", "port", "api_keys_file", "name", "max_top_k", "dtype", "device", "max_length",
-        "tensor_parallel",
+        "config", "host", "port", "api_keys_file", "max_top_k", "dtype", "device", "max_length",
+        "tensor_parallel", "data_parallel",
     )  # fmt: skip
     parser.usage = "guerdon serve-teacher [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
     parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a causal language model.")
@@ -120,24 +122,30 @@ def _add_serve_teacher(commands: Any) -> None:
     add_server_flags(parser, ServerConfig, TeacherConfig)
 
 
-def run_serve(args: argparse.Namespace) -> None:
-    """Loads reward models and serves them until SIGTERM or SIGINT."""
-    _serve(read_server_settings(args))
+def run_serve(args: argparse.Namespace) -> int:
+    """Loads reward models and serves them until SIGTERM or SIGINT; returns the exit status."""
+    return _serve(read_server_settings(args))
 
 
-def run_serve_critic(args: argparse.Namespace) -> None:
-    """Loads a critic, replays its journal, and serves it until SIGTERM or SIGINT."""
-    _serve(read_critic_settings(args))
+def run_serve_critic(args: argparse.Namespace) -> int:
+    """Loads a critic, replays its journal, and serves it until SIGTERM or SIGINT; returns the exit status."""
+    return _serve(read_critic_settings(args))
 
 
-def run_serve_teacher(args: argparse.Namespace) -> None:
-    """Loads a teacher and serves it until SIGTERM or SIGINT."""
-    _serve(read_server_settings(args, TeacherConfig))
+def run_serve_teacher(args: argparse.Namespace) -> int:
+    """Loads a teacher and serves it until SIGTERM or SIGINT; returns the exit status."""
+    return _serve(read_server_settings(args, TeacherConfig))
 
 
-def _serve(config: ServerConfig) -> None:
+def _serve(config: ServerConfig) -> int:
     console.set_up_logging(config.log_level, config.log_format)
     console.require_modules("torch", "starlette", "uvicorn")
+    device = _shared_device(config)
+    if wants_ranks(config):
+        from guerdon.server import runtime
+
+        runtime.check_addresses(config)
+        return _launch(config, device, functools.partial(_serve, config), _SERVER_MODULES)
     critic = config.critic
     paths = [*(model.model for model in config.models), *([critic.model] if critic else [])]
     if critic and critic.reward_model:
@@ -162,23 +170,46 @@ def _serve(config: ServerConfig) -> None:
     def on_started(http_url: str, grpc_url: str | None) -> None:
         console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
 
-    assembly.run(config, device=_shared_device(config), on_loaded=on_loaded, on_started=on_started)
+    assembly.run(config, device=device, on_loaded=on_loaded, on_started=on_started)
     for service in started:
         requests = service.metrics.totals("guerdon_requests", "_total")
         num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
         console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
         if critic and service.critic is not None:
             console.say(console.describe_stopped(critic, service.critic.state()))
+    return Exit.DONE
 
 
 def _shared_device(config: ServerConfig) -> str:
     """Returns the device of all models; raises ConfigError if there are several ranks and several devices."""
     devices = sorted({model.device for model in [*config.models, *([config.critic] if config.critic else [])]})
-    if len(devices) > 1 and num_started() > 1:
+    if len(devices) > 1 and (num_started() > 1 or wants_ranks(config)):
         raise ConfigError(
             f"the models' devices are {' and '.join(devices)}, but each rank has one", "give all models the same device"
         )
     return devices[0] if devices else "auto"
+
+
+# the ranks that a command starts itself
+
+_MODELS = ("guerdon.distributed.joining", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+_SERVER_MODULES = (
+    "guerdon.assembly", "guerdon.engine.checkpoint.reward_models", "guerdon.engine.engine",
+    "guerdon.training.critic_trainer", *_MODELS,
+)  # fmt: skip
+_ACTOR_MODULES = ("guerdon.actor.launch", "guerdon.actor.reinforce", "guerdon.actor.ppo", *_MODELS)
+"""What takes the time of a rank's imports; without a part of it a rank only starts later."""
+
+
+def _launch(config: ParallelConfig, device: str, work: Callable[[], int], modules: tuple[str, ...]) -> int:
+    """Does `work` on the ranks that the settings ask for, which import `modules` first; returns the exit status."""
+    from guerdon.distributed import launcher
+    from guerdon.distributed.layout import choose_layout
+
+    layout = choose_layout(config, device)
+    console.say(str(layout))
+    work = functools.partial(console.exit_status, work)
+    return launcher.launch(layout, work, max_restarts=config.max_restarts, preload=modules)
 
 
 # score
@@ -258,24 +289,15 @@ def _add_actor(commands: Any, name: str, summary: str, cls: type, run: Callable[
 
 def run_reinforce(args: argparse.Namespace) -> int:
     """Trains a policy by REINFORCE; returns the exit status."""
-    config = read_actor_settings(args, ReinforceRunConfig)
-    _prepare_actor(config)
-    from guerdon.actor import launch, reinforce
-
-    return launch.run(config, reinforce.train)
+    return _train(read_actor_settings(args, ReinforceRunConfig))
 
 
 def run_ppo(args: argparse.Namespace) -> int:
     """Trains a policy by PPO; returns the exit status."""
-    config = read_actor_settings(args, PPORunConfig)
-    _prepare_actor(config)
-    from guerdon.actor import launch, ppo
-
-    return launch.run(config, ppo.train)
+    return _train(read_actor_settings(args, PPORunConfig))
 
 
-def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
-    """Checks the settings, the prompts and the installation before anything is loaded."""
+def _train(config: ReinforceRunConfig | PPORunConfig) -> int:
     from guerdon.actor import prompt_sources
 
     if num_started() == 1:  # with several ranks, the first checks them once the others are connected
@@ -283,7 +305,14 @@ def _prepare_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
         prompt_sources.check_prompts(config.data)
     console.set_up_logging("info")
     console.require_modules("torch", "tensorboard", "matplotlib")
+    if wants_ranks(config.parallel):
+        return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
+    from guerdon.actor import launch, ppo, reinforce
+
+    if isinstance(config, ReinforceRunConfig):
+        return launch.run(config, reinforce.train)
+    return launch.run(config, ppo.train)
 
 
 # bench, doctor, convert, completion

@@ -18,7 +18,7 @@ from guerdon.server import runtime, status
 from guerdon.server.front import http_app
 from guerdon.server.model_repository import Repository
 from guerdon.settings.access import KEYS_VARIABLE, has_keys, is_loopback
-from guerdon.settings.config import ParallelConfig, ServerConfig, check_settings
+from guerdon.settings.config import ServerConfig, check_settings
 from guerdon.settings.fields import from_mapping
 from guerdon.settings.sources import read_yaml
 
@@ -170,10 +170,10 @@ def _check(config: ServerConfig) -> None:
         )
     if not config.models or not all(model.model for model in config.models):
         raise ConfigError("no model to serve", "add `models:` with `- model:` lines")
-    if (config.tensor_parallel, config.fsdp) != (ParallelConfig.tensor_parallel, ParallelConfig.fsdp):
+    if config.tensor_parallel > 1 or config.data_parallel not in (None, 1) or config.fsdp:
         raise ConfigError(
-            "tensor_parallel and fsdp need several processes per model, and a replica is one process",
-            "remove them, or serve this model with `torchrun -m guerdon serve`",
+            "tensor_parallel, data_parallel and fsdp need several processes per model, and a replica is one process",
+            "remove them, or serve this model with `guerdon serve`",
         )
     if (config.tls_cert, config.tls_key, config.tls_client_ca) != (None, None, None):
         raise ConfigError(

@@ -95,11 +95,11 @@ def _choose_interface() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((leader, 9))  # sends nothing: it asks the kernel for the route
             own = probe.getsockname()[0]
-        if (name := _interface(own)) is not None and name != "lo":
+        if (name := interface_of(own)) is not None and name != "lo":
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _interface(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with this address."""
     import fcntl  # not on Windows
 

@@ -1,7 +1,7 @@
 """This process among those that hold one model, and the collectives between them.
 
-torchrun starts the processes: W of them are W / T data-parallel parts of T tensor-parallel ranks each. Ranks of one
-part are neighbours: rank r belongs to part r // T. Rank 0 leads.
+A launcher starts the processes, torchrun or `launcher.py`: W of them are W / T data-parallel parts of T tensor-parallel
+ranks each. Ranks of one part are neighbours: rank r belongs to part r // T. Rank 0 leads.
 """
 
 from __future__ import annotations
@@ -266,17 +266,18 @@ def _first_line(error: Exception) -> str:
 
 
 def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:
-    """Joins the processes that torchrun has started, or the process group that the caller has made.
+    """Joins the processes of a launch, or the process group that the caller has made.
 
     `device` is `auto`, `cpu` or `cuda`, with one GPU per rank; None for models that the caller places himself: then
     there are neither `device` nor meshes. Raises ConfigError if the number of processes does not fit the settings,
     StartError if they do not find each other.
     """
     if num_started() == 1:
-        if config.tensor_parallel > 1 or config.fsdp:
-            what = f"tensor_parallel is {config.tensor_parallel}" if config.tensor_parallel > 1 else "fsdp is on"
+        if (num_wanted := config.tensor_parallel * (config.data_parallel or 1)) > 1 or config.fsdp:
+            what = f"the settings ask for {num_wanted} ranks" if num_wanted > 1 else "fsdp is on"
             raise ConfigError(
-                f"{what}, and this is one process", "start it by torchrun --nproc-per-node N -m guerdon ..."
+                f"{what}, and this is one process",
+                f"start it by torchrun --nproc-per-node {max(num_wanted, 2)}; the guerdon command does not need that",
             )
         return ALONE
     from torch import distributed
@@ -335,10 +336,16 @@ def _check_layout(members: ListLike[Member], layouts: ListLike[dict[str, Any]]) 
             f"{len(members)} processes cannot be parts of {tensor_size} tensor-parallel ranks",
             "start a multiple of tensor_parallel processes",
         )
+    data_size, num_parts = layouts[0]["data_parallel"], len(members) // tensor_size
+    if data_size not in (None, num_parts):
+        raise ConfigError(
+            f"data_parallel is {data_size}, and {len(members)} processes are {num_parts} data-parallel parts",
+            f"leave it out, or start {data_size * tensor_size} processes",
+        )
 
 
 def num_started() -> int:
-    """Returns how many processes torchrun, or the caller by torch.distributed, has started together."""
+    """Returns how many processes a launcher, or the caller by torch.distributed, has started together."""
     if "torch" in sys.modules:  # whoever has joined a group has imported it
         from torch import distributed
 
@@ -347,13 +354,16 @@ def num_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_device(name: str) -> None:
+    """Raises ConfigError if the setting `device` names one of several devices of a kind."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name}, and every rank has its own", "give auto, cpu or cuda; ranks take turns")
+
+
 def _device(name: str) -> torch.device:
     import torch
 
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(
-            f"device is {name}, and every rank of torchrun has its own", "give auto, cpu or cuda; ranks take turns"
-        )
+    check_device(name)
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -227,7 +227,7 @@ class ActorConfig:
     data: DataConfig = section(DataConfig, "Where prompts come from.")
     rollouts: RolloutConfig = section(RolloutConfig, "How responses are sampled.")
     run: RunConfig = section(RunConfig, "How long the run lasts, and what it saves.")
-    parallel: ParallelConfig = section(ParallelConfig, "How the processes that torchrun starts share the policy.")
+    parallel: ParallelConfig = section(ParallelConfig, "The ranks that share the policy.")
 
 
 @dataclass

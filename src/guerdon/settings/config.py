@@ -44,16 +44,24 @@ class ForwardConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes that torchrun starts share one model."""
+    """The ranks that share one model: processes that the command starts, or torchrun."""
 
-    tensor_parallel: int = setting(
-        1, "Number of ranks that share each layer's weights; the launch's other ranks are data parallel.", least=1
+    tensor_parallel: int = setting(1, "Number of ranks that share each layer's weights.", least=1)
+    data_parallel: int | None = setting(
+        None,
+        "Number of data-parallel parts, of tensor_parallel ranks each; each computes its share of every batch, behind "
+        "one port. auto: all that torchrun started; else, with fsdp, as many as there are GPUs for; else 1.",
+        auto=True,
+        least=1,
     )
     fsdp: bool = setting(
         False, "Shard trained weights, gradients and optimiser state over the data-parallel ranks (FSDP2)."
     )
     rank_timeout_s: float = setting(
         30.0, "Seconds without a heartbeat after which a rank counts as lost and all others exit.", least=2
+    )
+    max_restarts: int = setting(
+        10, "How often the command starts all its ranks again after one was lost; torchrun has its own flag.", least=0
     )
 
 

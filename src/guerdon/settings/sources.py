@@ -32,6 +32,9 @@ _COMMANDS = {ModelConfig: "guerdon serve", TeacherConfig: "guerdon serve-teacher
 _GRPC_OFFSET = 2
 """The gRPC port is the HTTP port plus this if only the HTTP port is given, so one flag moves both."""
 
+SHORT_SECTION = "parallel"
+"""The section of an actor's settings whose flags servers have too, so that they also work without its name."""
+
 GROUPS = {
     "connections and keys": """host port grpc_port api_keys_file allow_anonymous allowed_hosts
         tls_cert tls_key tls_client_ca""",
@@ -44,7 +47,7 @@ GROUPS = {
         reward_attribute_weights reward_mean reward_std""",
     "batching and queue": "max_batch_tokens max_queue_tokens max_queue_sequences",
     "precision and devices": """dtype device deterministic require_packed recheck_share
-        tensor_parallel fsdp rank_timeout_s""",
+        tensor_parallel data_parallel fsdp rank_timeout_s max_restarts""",
     "limits": "max_body_mb max_bodies_mb max_requests max_request_sequences max_connections",
     "timeouts": """request_timeout_s shutdown_timeout_s header_timeout_s read_timeout_s write_timeout_s
         idle_timeout_s""",
@@ -152,17 +155,23 @@ def add_section_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     for section in dataclasses.fields(cls):
         group = parser.add_argument_group(section.name, section.metadata["help"])
         for path, field, hint in nested_fields(hints[section.name], f"{section.name}."):
-            _add_flag(group, path, field, hint, default_of(field))
+            _add_flag(group, path, field, hint, default_of(field), has_short=section.name == SHORT_SECTION)
 
 
 def _add_flag(
-    group: argparse._ArgumentGroup, path: str, field: dataclasses.Field[Any], hint: Any, default: Any
+    group: argparse._ArgumentGroup,
+    path: str,
+    field: dataclasses.Field[Any],
+    hint: Any,
+    default: Any,
+    has_short: bool = False,
 ) -> None:
     flag, hint = "--" + path.replace("_", "-"), without_none(hint)
+    names = [flag, "--" + field.name.replace("_", "-")] if has_short else [flag]
     text = field.metadata["help"].replace("%", "%%")
     options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
     if hint is bool:
-        group.add_argument(flag, help=text, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*names, help=text, action=argparse.BooleanOptionalAction, **options)
         return
     is_list, is_auto = typing.get_origin(hint) is list, field.metadata["auto"]
     if hint == list[str]:
@@ -172,15 +181,15 @@ def _add_flag(
     if default not in (None, [], "") or is_auto:
         text += f" (default: {'auto' if is_auto else ','.join(map(str, default)) if is_list else default})"
     if typing.get_origin(hint) is Literal:
-        group.add_argument(flag, help=text, choices=typing.get_args(hint), **options)
+        group.add_argument(*names, help=text, choices=typing.get_args(hint), **options)
     elif hint == list[str]:
-        group.add_argument(flag, help=text, action="append", metavar="TEXT", **options)
+        group.add_argument(*names, help=text, action="append", metavar="TEXT", **options)
     elif is_list:
-        group.add_argument(flag, help=text, type=_parse_numbers, metavar="X,Y", **options)
+        group.add_argument(*names, help=text, type=_parse_numbers, metavar="X,Y", **options)
     else:
         kind = functools.partial(_parse_number_or_auto, hint) if is_auto else hint
         metavar = {int: "N", float: "X", str: "TEXT"}[hint]
-        group.add_argument(flag, help=text, type=kind, metavar=metavar, **options)
+        group.add_argument(*names, help=text, type=kind, metavar=metavar, **options)
 
 
 def _parse_number_or_auto(kind: type, text: str) -> Any:
