@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import CheckpointError, SampleFailed, Unsupported
 from guerdon.settings.config import TeacherConfig
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from processes import environment
 from teaching import check, plain
 
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
@@ -75,7 +78,7 @@ def test_a_small_model_shares_and_a_recurrent_one_does_not(tmp_path: Path) -> No
 def test_sequences_may_ask_different_things_of_one_batch_in_any_chunks(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOGITS", 3 * size)
+    monkeypatch.setattr(module, "LOGITS", size + 3 * zoo.VOCAB_SIZE)  # the last slice of a chunk is shorter
     monkeypatch.setitem(logprobs_module.CACHED, "cpu", size)
     folder = zoo.language_model("gemma2", tmp_path)
     engine = build(folder)
@@ -189,3 +192,15 @@ def test_its_info_tells_what_it_is(tmp_path: Path) -> None:
     assert (info.name, info.kind, info.outputs, info.max_top_k) == ("kind", "teacher", ("logprobs",), 7)
     assert info.takes_text and info.takes_messages and info.tokenizer and info.vocabulary and info.is_by_token
     assert info.hidden_size == 16 and info.source == str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path: Path) -> None:
+    """All logits of 32,768 tokens and 152,000 ids would take 19 GB."""
+    narrow = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = zoo.language_model("gemma2", tmp_path, vocab_size=152_000, max_position_embeddings=8192, **narrow)
+    command = [sys.executable, str(Path(__file__).parent / "teacher_memory.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=580)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.partition("GROWN ")[2]) < 1024, done.stdout

@@ -299,7 +299,7 @@ def read_head(
     for start in range(0, len(hidden), size):
         logits = head(hidden[start : start + size])
         for rows in row_slices(logits):
-            low, high = np.searchsorted(state_of, [start + rows.start, min(start + rows.stop, len(hidden))])
+            low, high = np.searchsorted(state_of, [start + rows.start, start + min(rows.stop, len(logits))])
             part = scale(logits[rows], form.temperature)
             normaliser = torch.logsumexp(part, -1)
             normaliser.masked_fill_(~normaliser.isfinite(), torch.nan)  # infinite ones would hide in differences
