@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from transformers import AutoTokenizer
 import served
 import zoo
 from guerdon.assembly import build_service
-from guerdon.core import Sequence
+from guerdon.core import Score, ScoreRequest, Sequence
 from guerdon.engine.head_export import rebuild
-from guerdon.errors import ConfigError
+from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.server.catalog import Teacher
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig, check_settings
 from guerdon.settings.fields import from_mapping
@@ -347,6 +349,36 @@ def test_prompts_and_responses_may_come_apart(folder: Path) -> None:
 
         wrong = post(server, "teacher", inputs=[*tokens([5, 6]), texts("prompts", "a")])
         assert wrong.status_code == 400 and "prompts go with sentences" in wrong.json()["error"]
+
+
+async def test_another_checkpoint_takes_its_place_with_a_head_of_its_own(tmp_path: Path) -> None:
+    for seed, name in enumerate(("old", "new")):
+        zoo.language_model("llama", tmp_path / name, seed=seed)
+    zoo.language_model("llama", tmp_path / "wider", hidden_size=2 * zoo.HIDDEN)
+    models: list[Any] = [TeacherConfig(model=str(tmp_path / "old"))]
+    service = build_service(ServerConfig(models=models, model_repository=str(tmp_path)))
+    service.start()
+    request = ScoreRequest(tokens=ROWS, queries=[LogprobQuery()] * len(ROWS))
+    try:
+        versions, digests = [], []
+        for name in ("old", "new"):
+            reply = await service.score("teacher", request)
+            for result, logits, row in zip(reply.results, plain(tmp_path / name, ROWS), ROWS, strict=True):
+                assert isinstance(result, Score) and result.logprobs is not None
+                check(result.logprobs, logits, Sequence(row))
+            served_now = service.catalog.entry("teacher").loaded()
+            assert isinstance(served_now, Teacher)
+            file = served_now.head_file()
+            versions.append(reply.weights_version)
+            digests.append(file.digest)
+            assert file.weights_version == reply.weights_version
+            if name == "old":
+                await service.repository.load("teacher", "new")
+        assert len({*versions}) == len({*digests}) == 2
+        with pytest.raises(InvalidRequest, match="hidden_size is 64 and not 32"):
+            await service.repository.load("teacher", "wider")
+    finally:
+        await asyncio.to_thread(service.stop)
 
 
 def test_yaml_tells_kinds_apart() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from guerdon.core import Sequence
+from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.engine import logprobs as logprobs_module
 from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
@@ -28,7 +28,9 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.layers import recompute_activations
 from guerdon.engine.logprobs import LanguageEngine
-from guerdon.settings.config import LanguageModelConfig, ModelConfig, ParallelConfig
+from guerdon.engine.teacher import TeacherEngine
+from guerdon.settings.config import LanguageModelConfig, ModelConfig, ParallelConfig, TeacherConfig
+from guerdon.teacher_core import LogprobQuery
 
 BUDGET = 80
 """Tokens of a micro-batch: the rows need several of them."""
@@ -112,6 +114,20 @@ def _logprobs(
     return made, found
 
 
+def taught(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> list[np.ndarray]:
+    """What a teacher says of each row's second half: log-probs, the likeliest three, and what the head reads."""
+    config = TeacherConfig(model=str(folder), max_batch_tokens=BUDGET)
+    engine = TeacherEngine(load_policy(config, ranks=ranks.frozen()))
+    asked = LogprobQuery(top_k=3, with_hidden=True)
+    scores = engine.score([Sequence(row, prompt_length=len(row) // 2, query=asked) for row in rows])
+    said = [score.logprobs for score in scores if isinstance(score, Score) and score.logprobs is not None]
+    assert len(said) == len(rows)
+    return [
+        np.concatenate([np.ravel(part) for part in (one.logprobs, one.top_logprobs, one.hidden) if part is not None])
+        for one in said
+    ]
+
+
 def generated(loaded: LoadedPolicy, engine: LanguageEngine, prompts: list[np.ndarray]) -> list[list[int]]:
     """Returns the likeliest tokens after each prompt, one prompt after another."""
     choice = DecoderChoice(loaded, engine)
@@ -177,6 +193,9 @@ def compare(folder: Path, ranks: Ranks, model: str) -> dict[str, float]:
     for kind in ("untied", "tied"):
         numbers = own(ranks, len(rows), least=0)
         mine = [rows[i] for i in numbers]
+        report[f"taught {kind}"] = farthest(
+            taught(folder / f"{model}-{kind}", mine, ranks), [want[f"taught {kind}"][i] for i in numbers]
+        )
         learner = policy(folder / f"{model}-{kind}", ranks, frugal=kind == "tied")
         got, grads = logprobs(*learner, mine, frugal=kind == "tied")
         report[f"logprobs {kind}"] = farthest(got, [want[f"logprobs {kind}"][i] for i in numbers])
@@ -198,6 +217,7 @@ def prepare(folder: Path, model: str, rows: list[np.ndarray]) -> None:
     for kind in ("untied", "tied"):
         learner = policy(folder / f"{model}-{kind}", frugal=kind == "tied")
         made, grads = logprobs(*learner, rows, frugal=kind == "tied")
+        want[f"taught {kind}"] = taught(folder / f"{model}-{kind}", rows)
         want |= {f"logprobs {kind}": made, f"logprob gradients {kind}": grads}
         want[f"generated {kind}"] = generated(*learner, rows)
     torch.save(want, folder / f"{model}.want")

@@ -1,4 +1,4 @@
-"""Prints by how many MiB a teacher's memory grows while it answers about 32,768 tokens, as `test_teacher.py` runs it."""
+"""Prints by how many MiB a teacher's memory grows while it answers about 32,768 tokens; `test_teacher` runs it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def resident_mb() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    engine = TeacherEngine(load_policy(TeacherConfig(model=sys.argv[1])))
-    random = np.random.default_rng(0)
-    rows = random.integers(4, engine.info.vocab_size or 4, (8, 4097))
-    engine.score([Sequence(rows[0, :32], query=ASKED)])  # what is allocated once
+    loaded = load_policy(TeacherConfig(model=sys.argv[1]))
     before = resident_mb()
+    engine = TeacherEngine(loaded)
+    rows = np.random.default_rng(0).integers(4, loaded.vocab_size, (8, 4097))
     results = engine.score([Sequence(row, query=ASKED) for row in rows])
     assert all(isinstance(result, Score) for result in results)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

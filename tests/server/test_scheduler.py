@@ -11,6 +11,7 @@ from guerdon.core import Sequence
 from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.scheduler import Scheduler
+from guerdon.teacher_core import ANSWER_BYTES_A_TOKEN, LogprobQuery
 
 
 def seq(start: int, length: int, **kw: int) -> Sequence:
@@ -86,6 +87,15 @@ def test_a_shared_beginning_costs_once() -> None:
     s.add(Job(rows))
     batch = s.take(0.0)
     assert batch is not None and len(batch.entries) == 5 and batch.num_tokens == 50 + 5 * 10
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_large_answers_make_smaller_batches(shares: bool) -> None:
+    """Equal sequences cost one computation, and each an answer that stays in memory until the batch is done."""
+    s = scheduler(shares=shares)
+    query = LogprobQuery(answer_bytes=20 * ANSWER_BYTES_A_TOKEN)
+    s.add(Job([Sequence(np.arange(30), query=query) for _ in range(8)]))
+    assert taken(s.take(0.0)) == [30] * (3 if shares else 2)
 
 
 def test_sequences_of_one_group_come_together_from_different_requests() -> None:

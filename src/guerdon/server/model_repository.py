@@ -47,6 +47,7 @@ _KEPT = (
     "outputs",
     "attribute_names",
     "vocab_size",
+    "hidden_size",
     "vocabulary",
     "eos_token_id",
     "takes_text",
