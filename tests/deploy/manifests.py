@@ -58,10 +58,7 @@ class Server:
 
     @property
     def config(self) -> ServerConfig:
-        words = self.container["args"]
-        if "command" in self.container:  # torchrun
-            words = words[words.index("guerdon") + 1 :]
-        return settings(words)
+        return settings(self.container["args"])
 
     @property
     def environment(self) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_a_servers_flags_ports_and_mounts_fit(name: str) -> None:
     assert all(any(str(path).startswith(mount) for mount in mounts.values()) for path in paths)
     num_gpus = pod.container["resources"]["limits"].get("nvidia.com/gpu", "1")
     assert str(config.tensor_parallel) == num_gpus
-    assert "command" not in pod.container or f"--nproc-per-node={num_gpus}" in pod.container["args"]
+    assert "command" not in pod.container  # the image's entry point is guerdon
 
 
 @pytest.mark.parametrize("name", SERVERS)
