@@ -8,8 +8,8 @@ of about 1,000 tokens), with 1 to 32 responses each. All forms score one cell af
 come the servers without a model, the forward's share of the machine's limit (rates.py) and the cost by responses per
 prompt (growth.py). Results, tables and pictures are written under --out; a repeated part replaces its old results.
 Peers without an environment are skipped and named; --setup installs the missing ones (gigabytes, once).
-The exit status is 1 if a promise does not hold. Promises are of servers that pad or score one by one; of vLLM there are
-goals, which the results show as reached or not reached.
+The exit status is 1 if a promise does not hold. Promises are of plain transformers and of servers that pad or score
+one by one; of vLLM, OpenVINO and ONNX Runtime there are goals, which the results show as reached or not reached.
 """
 
 from __future__ import annotations

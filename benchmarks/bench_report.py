@@ -6,7 +6,7 @@ import statistics
 
 import growth
 import rates
-from claims import best, is_vllm, rate
+from claims import best, rate, rival_of
 from forms import FORMS
 from in_process import ENGINE, IN_PROCESS
 from workload import PROMPTS
@@ -83,9 +83,9 @@ def _best(cells: list[dict]) -> str:
         "| times faster | " + " | ".join(str(cell["responses"]) for cell in cells) + " |",
         "| --- |" + " --- |" * len(cells),
     ]
-    kinds = {"the best padded peer": {"pads": True}, "the fastest form of any peer but vLLM": {"vllm": False}}
-    if all(any(map(is_vllm, cell["forms"])) for cell in cells):
-        kinds["vLLM's fastest form"] = {"vllm": True}
+    kinds = {"the best padded peer": {"pads": True}, "the fastest form of any other peer": {"rival": ""}}
+    for rival in sorted(set.intersection(*({*map(rival_of, cell["forms"])} for cell in cells)) - {""}):
+        kinds[f"{rival}'s fastest form"] = {"rival": rival}
     for title, kind in kinds.items():
         told = [f"{best(cell, ours=True, served=True)[1] / best(cell, **kind)[1]:.2f}" for cell in cells]
         lines.append(f"| than {title} | {' | '.join(told)} |")

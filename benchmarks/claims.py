@@ -11,7 +11,9 @@ import rates
 OF_PADDED = {"short": 2.5, "long": 6.0}
 OF_FASTEST, OF_FASTEST_ALONE = 1.8, 1.1
 """The promises, in times: at 8 responses of the best padded peer, by load, and of the fastest form of any peer, and at
-1 response of the fastest form. vLLM is none of these peers."""
+1 response of the fastest form. The rivals below are none of these peers: of them the same bounds are goals."""
+RIVALS = ("vLLM", "OpenVINO", "ONNX Runtime")
+"""The peers that compute with kernels of their own."""
 OF_VLLM = {
     "small": {("short", 1): 1.3, ("short", 8): 1.6, ("long", 8): 1.8},
     "smollm2": {("short", 1): 1.2, ("short", 8): 1.4, ("long", 8): 1.6},
@@ -57,27 +59,28 @@ def rate(row: dict) -> float:
 
 
 def best(
-    cell: dict, *, ours: bool = False, pads: bool | None = None, served: bool = False, vllm: bool | None = None
+    cell: dict, *, ours: bool = False, pads: bool | None = None, served: bool = False, rival: str | None = None
 ) -> tuple[str, float]:
     """Returns the fastest form of a cell and its rate, among guerdon's or the peers'.
 
-    `pads` takes only forms that pad, or only others; `served` only servers; `vllm` only vLLM's forms, or only others.
+    `pads` takes only forms that pad, or only others; `served` only servers; `rival` only that rival's forms, or with ""
+    only those of no rival.
     """
     found = {
         name: rate(row)
         for name, row in cell["forms"].items()
         if row["ours"] == ours
         and pads in (None, row["pads"])
-        and vllm in (None, is_vllm(name))
+        and rival in (None, rival_of(name))
         and not (served and name.startswith("in process"))
     }
     name = max(found, key=found.__getitem__)
     return name, found[name]
 
 
-def is_vllm(name: str) -> bool:
-    """Returns whether vLLM is what the form measures."""
-    return name.startswith("vLLM")
+def rival_of(name: str) -> str:
+    """Returns which rival a form measures; "" for all other forms."""
+    return next((rival for rival in RIVALS if name.removeprefix("in process: ").startswith(rival)), "")
 
 
 def claims_of(results: dict) -> list[Claim]:
@@ -88,18 +91,17 @@ def claims_of(results: dict) -> list[Claim]:
     for cell in peers.get("cells", []):
         _, mine = best(cell, ours=True, served=True)
         padded, its = best(cell, pads=True)
-        fastest, most = best(cell, vllm=False)
+        fastest, most = best(cell, rival="")
         where = f"{cell['load']} prompts, {cell['responses']} response{'s' * (cell['responses'] > 1)}"
-        of_fastest = f"{where}, of the fastest form of any peer but vLLM ({fastest})"
+        of_fastest = f"{where}, of the fastest form of any other peer ({fastest})"
         if cell["responses"] == 8 and cell["load"] in OF_PADDED and not busy:
             told.append(Claim(f"{where}, of the best padded peer ({padded})", mine / its, OF_PADDED[cell["load"]]))
             told.append(Claim(of_fastest, mine / most, OF_FASTEST))
         elif cell["responses"] == 1 and not busy:
             told.append(Claim(of_fastest, mine / most, OF_FASTEST_ALONE))
-        if any(map(is_vllm, cell["forms"])):
-            form, its = best(cell, vllm=True)
-            goal = 1.0 if busy else OF_VLLM[peers["shape"]].get((cell["load"], cell["responses"]), 1.0)
-            told.append(Claim(f"{where}, of vLLM ({form})", mine / its, goal, is_goal=True))
+        for rival in sorted({*map(rival_of, cell["forms"])} - {""}):
+            form, its = best(cell, rival=rival)
+            told.append(Claim(f"{where}, of {rival} ({form})", mine / its, _goal(rival, cell, peers), is_goal=True))
     if "rates" in results:
         row = results["rates"]["models"][0]
         share = statistics.median(rates.shares_of(row))
@@ -110,6 +112,15 @@ def claims_of(results: dict) -> list[Claim]:
         text = "the cost of 1 to 32 responses a prompt, off c·(P + N·R) with the best c"
         told.append(Claim(text, off, growth.MOST_OFF, at_most=True, percent=True))
     return told
+
+
+def _goal(rival: str, cell: dict, peers: dict) -> float:
+    """Returns how many times as many sequences as the rival guerdon's servers should score in the cell."""
+    if peers.get("busy", False):
+        return 1.0
+    if rival == "vLLM":
+        return OF_VLLM[peers["shape"]].get((cell["load"], cell["responses"]), 1.0)
+    return {1: OF_FASTEST_ALONE, 8: OF_FASTEST}.get(cell["responses"], 1.0)
 
 
 def are_kept(claims: list[Claim]) -> bool:

@@ -36,13 +36,13 @@ from workload import DEMO_PROMPTS, make_models, make_tokenizer, read_groups
 HERE = Path(__file__).parent
 START_S = 300
 TENSOR = ("--tensor-parallel", "2")
-SERVED: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "1 process": (1, 1, ()),
-    "2 ranks, data parallel": (1, 2, ()),
-    "2 ranks, tensor parallel": (1, 2, TENSOR),
-    "2 replicas": (2, 1, ()),
+SERVED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "1 process": (1, ()),
+    "2 ranks, data parallel": (1, ("--data-parallel", "2")),
+    "2 ranks, tensor parallel": (1, TENSOR),
+    "2 replicas": (2, ()),
 }
-"""Number of servers, ranks of each, and flags."""
+"""Number of servers, and the flags of each."""
 TRAINED: dict[str, tuple[int, tuple[str, ...]]] = {
     "1 process": (1, ()),
     "2 ranks, data parallel": (2, ()),
@@ -93,11 +93,11 @@ def measure_served(folder: Path, groups: list[list[np.ndarray]], args: argparse.
     """Returns the seconds of all groups by form and round, one request per group, all in flight."""
     seconds: dict[str, list[float]] = {name: [] for name in SERVED}
     for _ in tqdm(range(args.rounds), desc="rounds over the servers", file=sys.stderr):
-        for name, (servers, ranks, flags) in SERVED.items():
+        for name, (servers, flags) in SERVED.items():
             with contextlib.ExitStack() as stack:
                 ports = range(args.port, args.port + servers)
                 for port in ports:
-                    stack.enter_context(serving(folder, port, ranks, flags, args.out / "server.log"))
+                    stack.enter_context(serving(folder, port, flags, args.out / "server.log"))
                 urls = [f"http://127.0.0.1:{port}" for port in ports]
                 for url in urls:
                     with RewardClient(url, policy=RetryPolicy.patient(START_S, wait_for_start=True)) as client:
@@ -114,12 +114,12 @@ def measure_served(folder: Path, groups: list[list[np.ndarray]], args: argparse.
 
 
 @contextlib.contextmanager
-def serving(folder: Path, port: int, ranks: int, flags: tuple[str, ...], log: Path) -> Iterator[None]:
-    """Runs a server of one process or of several ranks; ends its whole process tree."""
+def serving(folder: Path, port: int, flags: tuple[str, ...], log: Path) -> Iterator[None]:
+    """Runs a server; ends its whole process tree."""
     words = ["serve", str(folder), "--port", str(port), "--no-grpc", "--device", "cpu", *flags]
     with log.open("ab") as output:
         server = subprocess.Popen(
-            [*launcher(ranks), "-m", "guerdon", *words], env=environment(), stdout=output, stderr=output
+            [sys.executable, "-m", "guerdon", *words], env=environment(), stdout=output, stderr=output
         )
     try:
         yield
@@ -196,7 +196,7 @@ def in_ranks(ranks: int, *words: object) -> list:
 
 
 def launcher(ranks: int) -> list[str]:
-    """Returns the command that runs a script or module in one process, or by torchrun in several."""
+    """Returns the command that runs a script in one process, or by torchrun in several."""
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *(many if ranks > 1 else [])]
 

@@ -20,13 +20,14 @@ PARTS = {
     "update": "#23395b",
 }
 """The parts of a step, as the table has them, and their colours."""
+SERVERS = "### Every rival in one run"
 TITLE_AT = -0.4
 """Where a title begins: above the names, in widths of the axes."""
 LABELS = {
     "in process: transformers, one by one": "transformers itself,\none by one",
     "in process: transformers, sorted by length and padded": "transformers itself,\nsorted, padded",
     "PyTriton, one request per prompt, padded to its longest": "PyTriton,\nper prompt, padded",
-    "PyTriton, all padded to the maximum (NeMo-Aligner's default)": "PyTriton,\nas NeMo-Aligner pads",
+    "in process: OpenVINO, queued": "OpenVINO, in process,\nqueued",
 }
 """Rows of the table of servers that are drawn whatever their rates, and what they are called."""
 
@@ -73,7 +74,7 @@ def draw(path: Path) -> None:
 
 
 def _servers(axes: Any) -> None:
-    rows = {row["scoring"]: row for row in table("## Serving")}
+    rows = {row["scoring"]: row for row in table(SERVERS)}
     names = _drawn(list(rows))[::-1]
     rates = [float(rows[name]["sequences/s"]) for name in names]
     spans = [[float(x) for x in rows[name]["range"].split("–")] for name in names]
@@ -92,7 +93,7 @@ def _servers(axes: Any) -> None:
             fontweight="bold" if names[i].startswith("guerdon") else None,
         )
     axes.set_xlim(0, 1.2 * widest)
-    axes.set_xlabel(f"sequences per second, median and range\n{measured('## Serving')}", loc="left")
+    axes.set_xlabel(f"sequences per second, median and range\n{measured(SERVERS)}", loc="left")
     axes.set_title(
         "Scoring eight responses to prompts of 180 tokens", loc="left", fontweight="bold", fontsize=12, x=TITLE_AT
     )
