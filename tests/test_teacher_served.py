@@ -240,6 +240,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a start at the first token": ({"start": 0}, [], "nothing predicts the first token"),
     "no temperature": ({"temperature": 0}, [], "the temperature is 0; it must be finite and above 0"),
     "a temperature below 0": ({"temperature": -1.5}, [], "the temperature is -1.5"),
+    "a temperature beyond floats": ({"temperature": 10**400}, [], "parameter 'temperature' is 1000"),
     "a temperature of words": ({"temperature": "hot"}, [], "parameter 'temperature' is 'hot'"),
     "a temperature that is no number": ({"temperature": True}, [], "parameter 'temperature'"),
     "another dtype": ({"hidden_dtype": "int8"}, ["hidden_states"], "parameter 'hidden_dtype' is 'int8'"),

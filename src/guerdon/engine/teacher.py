@@ -32,8 +32,8 @@ from guerdon.errors import SampleFailed, Unsupported
 from guerdon.settings.config import TeacherConfig
 from guerdon.teacher_core import HeadFile, LogprobQuery, TokenLogprobs
 
-LOGITS = 1 << 25
-"""Logits that the head makes at once, 128 MiB in float32; soft caps and scales make up to two copies of them."""
+LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits that the head makes at once, on a CPU 64 MiB in float32; soft caps and scales make up to two copies."""
 
 _PLAIN = LogprobQuery()
 _PROBE = LogprobQuery(start=1, with_next=True)
@@ -293,52 +293,69 @@ def read_head(
 
     Token i is predicted by state `state_of[i]` (int64 `[N]`, ascending). `targets` is int64 `[N]`, `given` `[N,G]`.
     """
-    states: dict[str, list[Tensor]] = {}
-    tokens: dict[str, list[Tensor]] = {}
-    size = max(1, LOGITS // vocab_size)
+    # Made first: small results that stay, allocated between large tables that go, would fragment the heap, and malloc
+    # would take new memory for every chunk.
+    by_state, by_token = _empty_results(form, len(hidden), targets, given)
+    size = max(1, LOGITS.get(hidden.device.type, 1 << 26) // vocab_size)
     for start in range(0, len(hidden), size):
         logits = head(hidden[start : start + size])
         for rows in row_slices(logits):
-            low, high = np.searchsorted(state_of, [start + rows.start, start + min(rows.stop, len(logits))])
+            first, stop = start + rows.start, start + min(rows.stop, len(logits))
+            low, high = np.searchsorted(state_of, [first, stop])
             part = scale(logits[rows], form.temperature)
             normaliser = torch.logsumexp(part, -1)
             normaliser.masked_fill_(~normaliser.isfinite(), torch.nan)  # infinite ones would hide in differences
-            _read_states(part, normaliser, form, states)
+            _read_states(part, normaliser, form, {name: table[first:stop] for name, table in by_state.items()})
             if high > low:
-                own = to_device(state_of[low:high] - (start + rows.start))
+                own = to_device(state_of[low:high] - first)
                 wanted = None if given is None else given[low:high]
-                _read_tokens(part, normaliser, form, own, targets[low:high], wanted, tokens)
+                into = {name: table[low:high] for name, table in by_token.items()}
+                _read_tokens(part, normaliser, own, targets[low:high], wanted, into)
         del logits, part
-    return {name: torch.cat(made) for name, made in states.items()}, {n: torch.cat(made) for n, made in tokens.items()}
+    return by_state, by_token
 
 
-def _read_states(part: Tensor, normaliser: Tensor, form: _Form, into: dict[str, list[Tensor]]) -> None:
+def _empty_results(
+    form: _Form, num_states: int, targets: Tensor, given: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=targets.device)
+
+    by_state, by_token = {}, {}
+    if form.with_entropy:
+        by_state["entropy"] = empty(num_states)
+    if form.num_top:
+        by_state["top_logprobs"] = empty(num_states, form.num_top)
+        by_state["top_ids"] = empty(num_states, form.num_top, dtype=torch.int32)
+    if form.with_logprobs:
+        by_token["logprobs"] = empty(len(targets))
+    if form.with_ranks:
+        by_token["ranks"] = empty(len(targets), dtype=torch.int32)
+    if given is not None:
+        by_token["given_logprobs"] = empty(*given.shape)
+    return by_state, by_token
+
+
+def _read_states(part: Tensor, normaliser: Tensor, form: _Form, into: dict[str, Tensor]) -> None:
     if form.with_entropy:
         table = part - normaliser[:, None]
-        into.setdefault("entropy", []).append(-(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1))
+        into["entropy"].copy_(-(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1))
     if form.num_top:
         top, ids = part.topk(form.num_top, -1)
-        into.setdefault("top_logprobs", []).append(top - normaliser[:, None])
-        into.setdefault("top_ids", []).append(ids.int())
+        into["top_logprobs"].copy_(top - normaliser[:, None])
+        into["top_ids"].copy_(ids)
 
 
 def _read_tokens(
-    part: Tensor,
-    normaliser: Tensor,
-    form: _Form,
-    state_of: Tensor,
-    targets: Tensor,
-    given: Tensor | None,
-    into: dict[str, list[Tensor]],
+    part: Tensor, normaliser: Tensor, state_of: Tensor, targets: Tensor, given: Tensor | None, into: dict[str, Tensor]
 ) -> None:
     actual = part[state_of, targets]
-    if form.with_logprobs:
-        into.setdefault("logprobs", []).append(actual - normaliser[state_of])
-    if form.with_ranks:
+    if "logprobs" in into:
+        into["logprobs"].copy_(actual - normaliser[state_of])
+    if "ranks" in into:
         size = len(part)  # as many rows at once as fit the caches: many tokens may have the same state
-        pairs = zip(state_of.split(size), actual.split(size), strict=True)
-        ranks = [(part[own] >= least[:, None]).sum(-1, dtype=torch.int32) for own, least in pairs]
-        into.setdefault("ranks", []).append(torch.cat(ranks))
+        for some, least, ranks in zip(*(x.split(size) for x in (state_of, actual, into["ranks"])), strict=True):
+            ranks.copy_((part[some] >= least[:, None]).sum(-1))
     if given is not None:
         found = part[state_of[:, None], given.clamp(min=0)] - normaliser[state_of, None]
-        into.setdefault("given_logprobs", []).append(found.masked_fill_(given < 0, 0.0))
+        into["given_logprobs"].copy_(found.masked_fill_(given < 0, 0.0))

@@ -50,6 +50,8 @@ _FIELDS = {
 _DATATYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 _NUMPY = {"FP32": np.float32, "BF16": np.uint16, "FP16": np.float16}
 _NO_ID = -1
+_LARGEST = 1e30
+"""Largest temperature, within float32; JSON has numbers beyond any float."""
 
 
 def more_outputs(info: ModelInfo) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
@@ -147,7 +149,7 @@ def _count(one: TokenLogprobs | None) -> int:
 
 def _temperature(request: InferRequest) -> float:
     value = request.parameters.get("temperature", 1.0)
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or abs(value) > _LARGEST:
         raise InvalidRequest(f"parameter 'temperature' is {shown(value)}; it must be a number above 0")
     return float(value)
 
