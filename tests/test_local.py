@@ -1,4 +1,4 @@
-"""A reward model in this process gives the scores, and the errors, of a served one."""
+"""A reward model or a teacher in this process gives the answers, and the errors, of a served one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 
 import scorers
 import zoo
-from guerdon import LocalRewardModel, RewardClient
+from guerdon import LocalRewardModel, LocalTeacher, RewardClient, TeacherClient
 from guerdon.assembly import build_service
 from guerdon.client.score_file import score_file
-from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
+from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
 from processes import environment
 from server.helpers import wait_until
 
@@ -208,3 +208,41 @@ def test_a_program_that_forgets_it_ends() -> None:
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_a_teacher_answers_as_a_served_one(tmp_path: Path) -> None:
+    """A question of each kind, in bfloat16, whose bits come another way than over a wire."""
+    path = zoo.tokenizer(zoo.language_model("llama", tmp_path))
+    rows: dict[str, Any] = {"tokens": zoo.rows(), "prompt_lengths": [1] * len(zoo.rows()), "temperature": 0.7}
+    questions: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("logprobs", (), {**rows, "entropy": True}),
+        ("logprobs", (), {"texts": [" thing", "e"], "prompts": ["in the", "a th"]}),
+        ("top", (5,), rows),
+        ("given", ([[[3, 7]] * (len(row) - 1) for row in zoo.rows()],), rows),
+        ("hidden", (), rows),
+        ("logprobs", (), {"messages": [CHAT]}),
+    ]
+    settings: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
+    config = ServerConfig(port=0, grpc_port=None, models=[TeacherConfig(model=str(path), **settings)])
+    with (
+        RunningServer(build_service(config), config, grace_s=0) as server,
+        TeacherClient(server.http_url) as client,
+        LocalTeacher(path, **settings) as local,
+    ):
+        assert client.info() == local.info()
+        for method, args, samples in questions:
+            served, ours = (getattr(one, method)(*args, **samples) for one in (client, local))
+            assert (ours.errors, ours.weights_version) == (served.errors, served.weights_version)
+            for name in ("logprobs", "entropy", "top_ids", "top_logprobs", "given_logprobs", "hidden"):
+                expected, got = getattr(served, name), getattr(ours, name)
+                assert (expected is None) == (got is None)
+                for one, other in zip(expected or (), got or (), strict=True):
+                    assert one.dtype == other.dtype
+                    np.testing.assert_array_equal(one, other)
+        head = local.head()
+        np.testing.assert_array_equal(head.weight, client.head().weight)
+        assert client.head(head) is head and local.head(head) is head
+        with pytest.raises(SampleFailed, match="top_k is 129; it must be from 0 to 128"):
+            local.top(129, tokens=[[5, 6]]).raise_for_failed()
+    with pytest.raises(ConfigError, match="unknown setting"):
+        LocalTeacher(path, pooling="last")

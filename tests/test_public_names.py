@@ -18,14 +18,19 @@ def test_the_public_names() -> None:
     assert {*guerdon.__all__} - {*ERRORS} == {
         "AsyncCriticClient",
         "AsyncRewardClient",
+        "AsyncTeacherClient",
         "CriticClient",
         "CriticServerTrainer",
+        "Head",
         "LocalRewardModel",
+        "LocalTeacher",
         "ReinforceActor",
         "RetryPolicy",
         "RewardClient",
         "RewardModelServer",
         "Scores",
+        "TeacherAnswers",
+        "TeacherClient",
         "TrainReport",
         "__version__",
     }
@@ -46,7 +51,9 @@ def test_each_public_name_loads() -> None:
 
 def test_the_client_needs_neither_torch_nor_the_server() -> None:
     heavy = ("torch", "transformers", "starlette", "uvicorn", "grpc", "matplotlib")
-    names = "guerdon.RewardClient, guerdon.CriticClient, guerdon.TrainReport, guerdon.InvalidRequest"
+    names = (
+        "guerdon.RewardClient, guerdon.CriticClient, guerdon.TeacherClient, guerdon.TrainReport, guerdon.InvalidRequest"
+    )
     code = f"import sys, guerdon; {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""guerdon: reward models and trainable critics for RLHF, served, and their clients.
+"""guerdon: reward models, trainable critics and teachers for RLHF, served, and their clients.
 
 Public names are imported on first use, so that clients need neither torch nor transformers.
 """
@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from guerdon.adapters.nemo_aligner.critic_server_trainer import CriticServerTrainer
     from guerdon.adapters.nemo_aligner.reinforce_actor import ReinforceActor
     from guerdon.adapters.nemo_aligner.reward_model_server import RewardModelServer
-    from guerdon.client import AsyncCriticClient, AsyncRewardClient, CriticClient, RetryPolicy, RewardClient, Scores
+    from guerdon.client import (
+        AsyncCriticClient,
+        AsyncRewardClient,
+        AsyncTeacherClient,
+        CriticClient,
+        Head,
+        RetryPolicy,
+        RewardClient,
+        Scores,
+        TeacherAnswers,
+        TeacherClient,
+    )
     from guerdon.critic_core import TrainReport
     from guerdon.errors import (
         Cancelled,
@@ -43,13 +54,14 @@ if TYPE_CHECKING:
         Unreachable,
         Unsupported,
     )
-    from guerdon.local import LocalRewardModel
+    from guerdon.local import LocalRewardModel, LocalTeacher
 
 __version__ = "0.2.0"
 
 __all__ = [
     "AsyncCriticClient",
     "AsyncRewardClient",
+    "AsyncTeacherClient",
     "Cancelled",
     "CheckpointError",
     "ConfigError",
@@ -59,8 +71,10 @@ __all__ = [
     "DeadlineExceeded",
     "Forbidden",
     "GuerdonError",
+    "Head",
     "InvalidRequest",
     "LocalRewardModel",
+    "LocalTeacher",
     "MethodNotAllowed",
     "Offloaded",
     "Overloaded",
@@ -78,6 +92,8 @@ __all__ = [
     "ServerFault",
     "StartError",
     "StorageFailed",
+    "TeacherAnswers",
+    "TeacherClient",
     "TooLarge",
     "TrainFailed",
     "TrainReport",
@@ -92,14 +108,19 @@ __all__ = [
 _MODULES = {  # all others are in guerdon.errors
     "AsyncCriticClient": "guerdon.client",
     "AsyncRewardClient": "guerdon.client",
+    "AsyncTeacherClient": "guerdon.client",
     "CriticClient": "guerdon.client",
     "CriticServerTrainer": "guerdon.adapters.nemo_aligner.critic_server_trainer",
+    "Head": "guerdon.client",
     "LocalRewardModel": "guerdon.local",
+    "LocalTeacher": "guerdon.local",
     "ReinforceActor": "guerdon.adapters.nemo_aligner.reinforce_actor",
     "RetryPolicy": "guerdon.client",
     "RewardClient": "guerdon.client",
     "RewardModelServer": "guerdon.adapters.nemo_aligner.reward_model_server",
     "Scores": "guerdon.client",
+    "TeacherAnswers": "guerdon.client",
+    "TeacherClient": "guerdon.client",
     "TrainReport": "guerdon.critic_core",
 }
 
@@ -107,7 +128,7 @@ _MODULES = {  # all others are in guerdon.errors
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
-    if name in ("CriticServerTrainer", "LocalRewardModel", "ReinforceActor", "RewardModelServer"):
+    if name in ("CriticServerTrainer", "LocalRewardModel", "LocalTeacher", "ReinforceActor", "RewardModelServer"):
         from guerdon.engine.host import limit_spinning
 
         limit_spinning()

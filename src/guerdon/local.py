@@ -1,4 +1,4 @@
-"""A reward model in this process: a reward client's calls without a server or sockets."""
+"""A reward model or a teacher in this process: a client's calls without a server or sockets."""
 
 from __future__ import annotations
 
@@ -10,17 +10,37 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 from guerdon.assembly import build_service
-from guerdon.client import Scores
-from guerdon.client.calls import Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, prepare_score
-from guerdon.core import ModelInfo, ScoreRequest
+from guerdon.client import Head, Scores, TeacherAnswers
+from guerdon.client.calls import (
+    Call,
+    Conversations,
+    Integers,
+    ModelSignature,
+    Texts,
+    TokenRows,
+    make_request,
+    prepare_score,
+)
+from guerdon.client.teacher_calls import (
+    GivenIds,
+    TeacherArgs,
+    prepare_given,
+    prepare_hidden,
+    prepare_logprobs,
+    prepare_top,
+)
+from guerdon.core import ModelInfo
 from guerdon.errors import Cancelled, GuerdonError
+from guerdon.server.catalog import Teacher
 from guerdon.server.service import Service
-from guerdon.settings.config import ModelConfig, ServerConfig, check_settings
+from guerdon.settings.config import ModelConfig, ServedModelConfig, ServerConfig, TeacherConfig, check_settings
 from guerdon.settings.fields import from_mapping
 from guerdon.wire import score_tensors, signature
+
+T = TypeVar("T")
 
 _PATIENT = {"max_queue_tokens": sys.maxsize, "max_queue_sequences": sys.maxsize}
 """A server refuses requests that it has no room for, and clients retry; here any number of samples waits."""
@@ -29,19 +49,10 @@ _END_S = 1.0
 """How long `close` waits for the batch in progress."""
 
 
-class LocalRewardModel:
-    """Scores samples with a model that this process loads; safe to use from many threads.
+class _LocalModel:
+    """One model that this process loads, asked through the code of client and server; for many threads."""
 
-    Its scores are those of a server with the same settings: all code between call and model is the same. It closes by
-    itself. A forked child lacks the threads that compute: there it raises GuerdonError.
-    """
-
-    def __init__(self, model: str | Path, **settings: Any) -> None:
-        """Loads `model`, a folder, hub id or module:function; `settings` are `ModelConfig`'s, such as `device`.
-
-        Raises StartError if it cannot be served, ConfigError for a setting that is unknown or out of bounds.
-        """
-        config: ModelConfig = from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)})
+    def __init__(self, config: ServedModelConfig) -> None:
         check_settings(config)
         limits = {"request_timeout_s": _FOREVER_S, "max_request_sequences": sys.maxsize}
         self._service = build_service(ServerConfig(models=[config], **limits))  # type: ignore[arg-type]
@@ -54,6 +65,67 @@ class LocalRewardModel:
         self._is_closed = False
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread, self._pid)
+
+    def info(self) -> ModelSignature:
+        """Returns what the model takes and gives."""
+        return ModelSignature.from_metadata({**signature.metadata(self._info())})
+
+    def config(self) -> dict[str, Any]:
+        """Returns the model's configuration in Triton's terms."""
+        return {**signature.config(self._info(), self._service.max_request_sequences)}
+
+    def close(self) -> None:
+        """Ends at once: futures without a result fail with Cancelled."""
+        if os.getpid() == self._pid:  # in a fork the lock may be held by a thread that is gone
+            with self._lock:
+                self._is_closed = True
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._model!r}, name={self._name!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _info(self) -> ModelInfo:
+        return self._service.catalog.scored_by(self._name)
+
+    def _submit(self, call: Call[T]) -> Future[T]:
+        if os.getpid() != self._pid:
+            raise GuerdonError("the model was loaded before this process was forked: load it in the process that asks")
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the model is closed")
+            return asyncio.run_coroutine_threadsafe(self._ask(call), self._loop)
+
+    async def _ask(self, call: Call[T]) -> T:
+        info = self._info()
+        sent = call.build(self.info(), call.timeout_s or _FOREVER_S)
+        try:
+            reply = await self._service.score(self._name, score_tensors.to_request(sent, info))
+        except asyncio.CancelledError:
+            if not self._is_closed:  # the caller has cancelled the future
+                raise
+            raise Cancelled("the model was closed before the answer") from None
+        return call.parse(score_tensors.to_reply(reply, sent, info), reply.queue_s, reply.compute_s)
+
+
+class LocalRewardModel(_LocalModel):
+    """Scores samples with a model that this process loads; safe to use from many threads.
+
+    Its scores are those of a server with the same settings: all code between call and model is the same. It closes by
+    itself. A forked child lacks the threads that compute: there it raises GuerdonError.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """Loads `model`, a folder, hub id or module:function; `settings` are `ModelConfig`'s, such as `device`.
+
+        Raises StartError if it cannot be served, ConfigError for a setting that is unknown or out of bounds.
+        """
+        super().__init__(from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)}))
 
     def score(
         self,
@@ -74,7 +146,7 @@ class LocalRewardModel:
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
         )
-        return self._submit(request).result()
+        return self._submit(prepare_score(self._name, request)).result()
 
     def submit(
         self,
@@ -95,53 +167,49 @@ class LocalRewardModel:
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
         )
-        return self._submit(request)
+        return self._submit(prepare_score(self._name, request))
 
-    def _submit(self, request: ScoreRequest) -> Future[Scores]:
-        if os.getpid() != self._pid:
-            raise GuerdonError("the model was loaded before this process was forked: load it in the process that asks")
-        with self._lock:
-            if self._is_closed:
-                raise Cancelled("the model is closed")
-            return asyncio.run_coroutine_threadsafe(self._score(request), self._loop)
 
-    def info(self) -> ModelSignature:
-        """Returns what the model takes and gives."""
-        return ModelSignature.from_metadata({**signature.metadata(self._info())})
+class LocalTeacher(_LocalModel):
+    """Answers what a `TeacherClient` asks with a language model that this process loads.
 
-    def config(self) -> dict[str, Any]:
-        """Returns the model's configuration in Triton's terms."""
-        return {**signature.config(self._info(), self._service.max_request_sequences)}
+    It is like LocalRewardModel in all else.
+    """
 
-    def close(self) -> None:
-        """Ends at once: futures without a result fail with Cancelled."""
-        if os.getpid() == self._pid:  # in a fork the lock may be held by a thread that is gone
-            with self._lock:
-                self._is_closed = True
-        self._finalizer()
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """Loads `model`, a folder or hub id; `settings` are `TeacherConfig`'s, such as `max_top_k`.
 
-    def __repr__(self) -> str:
-        return f"LocalRewardModel({self._model!r}, name={self._name!r})"
+        Raises StartError if it cannot be served, ConfigError for a setting that is unknown or out of bounds.
+        """
+        super().__init__(from_mapping(TeacherConfig, {**_PATIENT, **settings, "model": str(model)}))
 
-    def __enter__(self) -> Self:
-        return self
+    def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of the samples' own tokens; blocks. Raises what a server would."""
+        return self._submit(prepare_logprobs(self._name, samples)).result()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
+        return self._submit(prepare_top(self._name, k, samples)).result()
 
-    def _info(self) -> ModelInfo:
-        return self._service.catalog.scored_by(self._name)
+    def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
+        return self._submit(prepare_given(self._name, ids, samples)).result()
 
-    async def _score(self, request: ScoreRequest) -> Scores:
-        call, info = prepare_score(self._name, request), self._info()
-        sent = call.build(self.info(), request.timeout_s or _FOREVER_S)
-        try:
-            reply = await self._service.score(self._name, score_tensors.to_request(sent, info))
-        except asyncio.CancelledError:
-            if not self._is_closed:  # the caller has cancelled the future
-                raise
-            raise Cancelled("the model was closed before the answer") from None
-        return call.parse(score_tensors.to_reply(reply, sent, info), reply.queue_s, reply.compute_s)
+    def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns what the head turns into the logits of each asked token."""
+        return self._submit(prepare_hidden(self._name, dtype, samples)).result()
+
+    def head(self, known: Head | None = None) -> Head:
+        """Returns the head, `known` if it is still the same.
+
+        Raises Unsupported if its logits are not one matrix times hidden states.
+        """
+        served = self._service.catalog.entry(self._name).loaded()
+        assert isinstance(served, Teacher)
+        file = served.head_file()
+        if known is not None and known.digest == file.digest:
+            return known
+        return Head.from_file(b"".join(file.pieces()))
 
 
 async def _start(service: Service) -> None:

@@ -21,7 +21,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
-from guerdon.client.retry import Configure, Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
 from guerdon.errors import (
     Cancelled,
@@ -31,6 +31,7 @@ from guerdon.errors import (
     ServerFault,
     Unavailable,
     Unreachable,
+    Unsupported,
 )
 from guerdon.wire import kserve_grpc
 
@@ -56,7 +57,7 @@ _TLS_ERRORS = (
 class GrpcExchange:
     """One step's request to a server, and the meaning of the reply; no I/O."""
 
-    step: Ready | Describe | Configure | Infer
+    step: Exchange
 
     @property
     def url(self) -> str:
@@ -161,8 +162,10 @@ class GrpcTransport:
         self.exchanges: set[object] = set()
         _TRANSPORTS.add(self)
 
-    async def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
+    async def perform(self, step: Exchange) -> Any:
         """Returns the step's result; raises its GuerdonError."""
+        if isinstance(step, FetchHead):
+            raise Unsupported("a head is a file, which is fetched over HTTP only: give the server's http:// URL")
         exchange, loop = GrpcExchange(step), asyncio.get_running_loop()
         ended = loop.create_future()
 

@@ -19,7 +19,7 @@ import orjson
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
-from guerdon.client.retry import Configure, Describe, Infer, InferResult, Ready, RetryPolicy
+from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
 from guerdon.errors import (
     DeadlineExceeded,
@@ -54,7 +54,7 @@ _SOCKET_OPTIONS = [
 """A train request may wait for hours: these have the kernel notice within minutes that the other host is gone."""
 _LASTING_TLS_ERRORS = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER")
 """Parts of the reasons of TLS errors that come again until somebody changes the settings."""
-_PATHS = {Ready: "/ready", Describe: "", Configure: "/config", Infer: "/infer"}
+_PATHS = {Ready: "/ready", Describe: "", Configure: "/config", FetchHead: "/head", Infer: "/infer"}
 _BREAKS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError)
 
 
@@ -82,7 +82,7 @@ class HttpReply:
 class HttpExchange:
     """One step's request to a server, and the meaning of the reply; no I/O."""
 
-    step: Ready | Describe | Configure | Infer
+    step: Exchange
 
     @property
     def url(self) -> str:
@@ -95,6 +95,8 @@ class HttpExchange:
 
     def request(self) -> tuple[str, dict[str, str], bytes]:
         """Returns the method, the headers and the body."""
+        if isinstance(self.step, FetchHead):
+            return "GET", {"If-None-Match": f'"{self.step.digest}"'} if self.step.digest else {}, b""
         if not isinstance(self.step, Infer):
             return "GET", {}, b""
         body, header_length = kserve.encode_request(self.step.request)
@@ -106,6 +108,8 @@ class HttpExchange:
 
     def result(self, reply: HttpReply) -> Any:
         """Returns the step's result; raises the error that the status stands for."""
+        if reply.status == 304 and isinstance(self.step, FetchHead):
+            return None
         if reply.status != 200:
             raise self._error(reply)
         match self.step:
@@ -117,6 +121,8 @@ class HttpExchange:
                 if not isinstance(config := reply.json(), dict):
                     raise ServerFault(f"{self.url} sent a malformed configuration")
                 return config
+            case FetchHead():
+                return reply.body
             case Infer():
                 length = reply.headers.get(_HEADER_LENGTH)
                 try:
@@ -200,7 +206,7 @@ class HttpTransport:
         self._idle: list[httpcore.AsyncHTTPConnection] = []
         self._is_closed = False
 
-    async def perform(self, step: Ready | Describe | Configure | Infer) -> Any:
+    async def perform(self, step: Exchange) -> Any:
         """Returns the step's result; raises its GuerdonError."""
         exchange = HttpExchange(step)
         method, headers, body = exchange.request()

@@ -105,6 +105,14 @@ class Configure(_ModelStep):
 
 
 @dataclass(frozen=True, slots=True)
+class FetchHead(_ModelStep):
+    """Fetch a teacher's output head: yields the file's bytes, None if its digest is still `digest`."""
+
+    timeout_s: float
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Infer(_ModelStep):
     """Send the request, with the headers of a trace if there is one: yields an InferResult."""
 
@@ -139,7 +147,8 @@ class InferResult:
     compute_s: float = 0.0
 
 
-Step = Ready | Describe | Configure | Infer | Probe | Wait
+Exchange = Ready | Describe | Configure | FetchHead | Infer
+Step = Exchange | Probe | Wait
 Steps = Generator[Step, Any, T]
 Clock = Callable[[], float]
 
@@ -212,6 +221,15 @@ class Caller:
             return (yield Configure(endpoint, model, min(self.policy.connect_timeout_s, left_s)))
 
         return (yield from self._try(model, ask, 0, deadline))
+
+    def fetch_head(self, model: str, digest: str) -> Steps[bytes | None]:
+        """Returns the file of a teacher's output head, None if its digest is `digest`."""
+        deadline = self.clock() + self.policy.timeout_s
+
+        def fetch(endpoint: Endpoint) -> Steps[bytes | None]:
+            return (yield FetchHead(endpoint, model, max(0.001, deadline - self.clock()), digest))
+
+        return (yield from self._try(model, fetch, 0, deadline))
 
     def wait_ready(self, model: str, timeout_s: float) -> Steps[None]:
         """Returns when a server has the model ready; raises DeadlineExceeded with the answer of each server.

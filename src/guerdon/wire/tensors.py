@@ -111,7 +111,7 @@ def from_raw(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memo
             f"input '{name}': {datatype} {list(shape)} takes {prod(shape) * itemsize} bytes, but {len(raw)} came"
         )
     if datatype == "BF16":
-        data = _from_bits(np.frombuffer(raw, "<u2"))
+        data = from_bits(np.frombuffer(raw, "<u2"))
     else:
         data = np.frombuffer(raw, dtype)
     if not data.flags.aligned:
@@ -181,7 +181,7 @@ def to_json(tensor: Tensor) -> list[str] | np.ndarray:
             "ask for it in binary form (binary_data), or send fewer samples"
         )
     has_bits = tensor.datatype == "BF16" and tensor.data.dtype == np.uint16
-    return np.ravel(_from_bits(tensor.data) if has_bits else tensor.data)
+    return np.ravel(from_bits(tensor.data) if has_bits else tensor.data)
 
 
 def check_output(name: str, parameters: Container[str]) -> None:
@@ -214,7 +214,7 @@ def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:
     return f"input '{name}': shape {list(shape)} takes {prod(shape)} elements, but {count} came"
 
 
-def _from_bits(bits: np.ndarray) -> np.ndarray:
+def from_bits(bits: np.ndarray) -> np.ndarray:
     """Returns the float32 numbers of bfloat16's bits."""
     return (bits.astype("<u4") << 16).view("<f4")
 

@@ -1,0 +1,219 @@
+"""Turns the questions to a teacher into its tensors, and its reply into `TeacherAnswers`; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from guerdon.client import calls
+from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, pad_rows
+from guerdon.client.retry import Caller, Steps
+from guerdon.client.teacher_head import Head
+from guerdon.core import ScoreRequest
+from guerdon.errors import InvalidRequest, ServerFault
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits
+
+GivenIds = Sequence[Integers] | Sequence[Sequence[Integers]] | np.ndarray
+"""Ids for each sample: `[K]` for all of its tokens, or `[n, K]` for its n asked tokens in order; -1 is a pad."""
+
+_ALWAYS = ("logprob_counts", "errors")
+
+
+class TeacherArgs(TypedDict, total=False):
+    """What all questions to a teacher take; give exactly one of `tokens`, `texts` and `messages`.
+
+    Asked are the tokens behind each sample's first `prompt_lengths`, or all but the first token. `prompts` go with
+    `texts`, which are the responses then, and the two are tokenised together. `temperature` (1) divides the logits,
+    `entropy` (False) asks for the entropies too. `priority` and `timeout_s` are as for `RewardClient.score`.
+    """
+
+    tokens: TokenRows
+    texts: Texts
+    messages: Conversations
+    prompts: Texts | None
+    prompt_lengths: Integers | None
+    temperature: float
+    entropy: bool
+    priority: int
+    timeout_s: float | None
+
+
+@dataclass(slots=True, eq=False)
+class TeacherAnswers:
+    """What a teacher says about the samples of one call; each list has one array a sample, in the order sent.
+
+    Sample i has n_i asked tokens. `logprobs` and `entropy`, natural logarithms, are float32 `[n_i]`; `top_ids` int32
+    and `top_logprobs` float32 are `[n_i, k]`, best first; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;
+    `hidden` is float32 (float16 for a model in float16) `[n_i, H]`. What was not asked for is None.
+
+    If a sample failed, its arrays are empty, and `errors[i]` says why; it is None otherwise. `weights_version` names
+    the weights; `queue_s` and `compute_s` are the seconds the server spent waiting and computing.
+    """
+
+    errors: list[str | None]
+    logprobs: list[np.ndarray] | None = None
+    entropy: list[np.ndarray] | None = None
+    top_ids: list[np.ndarray] | None = None
+    top_logprobs: list[np.ndarray] | None = None
+    given_logprobs: list[np.ndarray] | None = None
+    hidden: list[np.ndarray] | None = None
+    weights_version: str = ""
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def raise_for_failed(self) -> TeacherAnswers:
+        """Returns itself; raises SampleFailed naming the first failed sample if there is one."""
+        calls.raise_first(self.errors)
+        return self
+
+
+def prepare_logprobs(model: str, samples: TeacherArgs) -> Call[TeacherAnswers]:
+    """Returns the call for the log-probs of the samples' own tokens."""
+    return _prepare(model, samples, ("logprobs",))
+
+
+def prepare_top(model: str, k: int, samples: TeacherArgs) -> Call[TeacherAnswers]:
+    """Returns the call for the `k` likeliest ids of each token, and the log-probs of the actual ones."""
+    return _prepare(model, samples, ("logprobs", "top_ids", "top_logprobs"), {"top_k": int(k)})
+
+
+def prepare_given(model: str, ids: GivenIds, samples: TeacherArgs) -> Call[TeacherAnswers]:
+    """Returns the call for the log-probs of `ids`, and those of the actual tokens."""
+    return _prepare(model, samples, ("logprobs", "target_logprobs"), given=_id_tables(ids))
+
+
+def prepare_hidden(model: str, dtype: Literal["bfloat16"] | None, samples: TeacherArgs) -> Call[TeacherAnswers]:
+    """Returns the call for the states that the head turns into logits, rounded if there is a `dtype`."""
+    parameters = {} if dtype is None else {"hidden_dtype": dtype}
+    return _prepare(model, samples, ("hidden_states", "hidden_offsets"), parameters)
+
+
+def fetch_head(caller: Caller, model: str, known: Head | None) -> Steps[Head]:
+    """Returns the model's head, `known` itself if it is still the same."""
+    file = yield from caller.fetch_head(model, "" if known is None else known.digest)
+    if file is not None:
+        return Head.from_file(file)
+    if known is None:
+        raise ServerFault(f"the server sent no head of {model}")
+    return known
+
+
+def _prepare(
+    model: str,
+    samples: TeacherArgs,
+    outputs: tuple[str, ...],
+    parameters: dict[str, Any] | None = None,
+    given: list[np.ndarray] | None = None,
+) -> Call[TeacherAnswers]:
+    about: dict[str, Any] = {**samples}
+    parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
+    if about.pop("entropy", False):
+        outputs += ("entropy",)
+    request = make_request(**about)
+    if given is not None and len(given) != len(request):
+        raise InvalidRequest(f"ids has {len(given)} entries for {len(request)} samples; it must have one entry each")
+
+    def build(signature: ModelSignature, left_s: float) -> InferRequest:
+        if "logprobs" not in signature.outputs:
+            raise InvalidRequest(
+                f"model '{model}' is no teacher: it gives {', '.join(signature.outputs)}; "
+                "guerdon serve-teacher serves one"
+            )
+        if request.prompts is not None and "prompts" not in signature.inputs:
+            raise InvalidRequest(f"model '{model}' takes no prompts, because it reads no text: send tokens")
+        sent = calls.build(request, signature, None if request.timeout_s is None else left_s)
+        if given is not None:
+            sent.inputs["target_ids"] = Tensor.of("target_ids", _pad_tables(given))
+        sent.outputs = dict.fromkeys((*outputs, *_ALWAYS), True)
+        sent.parameters |= parameters
+        return sent
+
+    return Call(
+        model,
+        build,
+        lambda reply, queue_s, compute_s: _parse(reply, request, outputs, given, queue_s, compute_s),
+        calls.estimate_cost(request),
+        request.timeout_s,
+    )
+
+
+def _id_tables(ids: GivenIds) -> list[np.ndarray]:
+    """Returns each sample's ids as int64 `[K]` or `[n, K]`; raises InvalidRequest naming the sample at fault."""
+    tables = []
+    for i, row in enumerate(ids):
+        try:
+            table = np.asarray(row)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise InvalidRequest(f"ids[{i}] cannot be read as integers: {e}") from e
+        if table.ndim not in (1, 2) or table.dtype.kind not in "iu":
+            raise InvalidRequest(
+                f"ids[{i}] must be a list of ids, or one such list for each asked token, of equal lengths"
+            )
+        tables.append(table.astype(np.int64, copy=False))
+    if len({table.ndim for table in tables}) > 1:
+        raise InvalidRequest("ids has one list for some samples and a list for each token for others: choose one form")
+    return tables
+
+
+def _pad_tables(tables: list[np.ndarray]) -> np.ndarray:
+    """Returns the tables as one array `[B,K]` or `[B,R,K]`, padded with -1."""
+    if tables[0].ndim == 1:
+        return pad_rows(tables, np.int64, -1)
+    padded = np.full((len(tables), *np.max([table.shape for table in tables], axis=0)), -1, np.int64)
+    for out, table in zip(padded, tables, strict=True):
+        out[: len(table), : table.shape[1]] = table
+    return padded
+
+
+def _parse(
+    reply: InferReply,
+    request: ScoreRequest,
+    wanted: tuple[str, ...],
+    given: list[np.ndarray] | None,
+    queue_s: float,
+    compute_s: float,
+) -> TeacherAnswers:
+    """Returns the answers in a reply; raises ServerFault if some are missing."""
+    outputs = {tensor.name: tensor for tensor in reply.outputs}
+    missing = {*wanted, *_ALWAYS} - outputs.keys()
+    if missing or len(outputs["logprob_counts"].data) != len(request):
+        raise ServerFault(f"the server sent no {min(missing) if missing else 'counts'} for {len(request)} samples")
+    counts = np.ravel(outputs["logprob_counts"].data).tolist()
+
+    def rows(name: str) -> list[np.ndarray] | None:
+        if name not in outputs:
+            return None
+        # Copies, which are writable, and do not keep the padding.
+        return [np.array(row[:count]) for row, count in zip(outputs[name].data, counts, strict=True)]
+
+    given_logprobs = rows("target_logprobs")
+    if given is not None and given_logprobs is not None:
+        given_logprobs = [row[..., : ids.shape[-1]] for row, ids in zip(given_logprobs, given, strict=True)]
+    return TeacherAnswers(
+        errors=calls.sample_errors({"errors": outputs["errors"].data}, len(request)),
+        logprobs=rows("logprobs"),
+        entropy=rows("entropy"),
+        top_ids=rows("top_ids"),
+        top_logprobs=rows("top_logprobs"),
+        given_logprobs=given_logprobs,
+        hidden=_hidden(outputs) if "hidden_states" in outputs else None,
+        weights_version=str(reply.parameters.get("weights_version", "")),
+        queue_s=queue_s,
+        compute_s=compute_s,
+    )
+
+
+def _hidden(outputs: dict[str, Tensor]) -> list[np.ndarray]:
+    states = outputs["hidden_states"].data
+    assert isinstance(states, np.ndarray)
+    if states.dtype == np.uint16:  # in process; the wire's reader has made float32 of them
+        states = from_bits(states)
+    elif not states.flags.writeable:
+        states = states.copy()
+    return np.split(states, np.ravel(outputs["hidden_offsets"].data)[1:-1])

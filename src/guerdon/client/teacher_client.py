@@ -1,0 +1,136 @@
+"""The clients of a teacher, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal, Unpack
+
+from guerdon.client.addresses import Credentials, addresses
+from guerdon.client.calls import Call
+from guerdon.client.driver import Session
+from guerdon.client.faces import AsyncClient, BlockingClient
+from guerdon.client.retry import RetryPolicy
+from guerdon.client.teacher_calls import (
+    GivenIds,
+    TeacherAnswers,
+    TeacherArgs,
+    fetch_head,
+    prepare_given,
+    prepare_hidden,
+    prepare_logprobs,
+    prepare_top,
+)
+from guerdon.client.teacher_head import Head
+
+_DEFAULT_POLICY = RetryPolicy()
+
+
+class TeacherClient(BlockingClient[Session]):
+    """Asks a teacher or a reference for log-probs; safe to use from many threads, and after a fork.
+
+    URLs, credentials, retries and forks are as RewardClient's. `TeacherArgs` are the keyword arguments of every
+    question.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        model: str = "teacher",
+        *,
+        policy: RetryPolicy = _DEFAULT_POLICY,
+        max_in_flight: int = 128,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Raises InvalidRequest for a malformed URL; connects at the first call."""
+        self._model = model
+        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight)
+        super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
+
+    def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of the samples' own tokens; blocks. Raises the class that the server raised."""
+        return self._ask(prepare_logprobs(self._model, samples), samples)
+
+    def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
+        """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
+        call = prepare_logprobs(self._model, samples)
+        return self._submit(self._caller.ask(call), samples.get("priority", 0))
+
+    def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
+        return self._ask(prepare_top(self._model, k, samples), samples)
+
+    def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of `ids`, and what `logprobs` returns.
+
+        `ids` has one entry a sample: K ids for all of its tokens, or `[n, K]` for its n asked tokens in order, of which
+        -1 are pads.
+        """
+        return self._ask(prepare_given(self._model, ids, samples), samples)
+
+    def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns what the head turns into the logits of each asked token.
+
+        A `dtype` of bfloat16 rounds the states of a float32 model, which halves what is sent.
+        """
+        return self._ask(prepare_hidden(self._model, dtype, samples), samples)
+
+    def head(self, known: Head | None = None) -> Head:
+        """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
+        return self._call(fetch_head(self._caller, self._model, known))
+
+    def _ask(self, call: Call[TeacherAnswers], samples: TeacherArgs) -> TeacherAnswers:
+        return self._call(self._caller.ask(call), samples.get("priority", 0))
+
+    def _main_model(self) -> str:
+        return self._model
+
+
+class AsyncTeacherClient(AsyncClient[Session]):
+    """`TeacherClient` for one event loop: the same questions, with `await`; close it with `aclose` or `async with`.
+
+    Cancelling a task cancels its request, at the server too.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        model: str = "teacher",
+        *,
+        policy: RetryPolicy = _DEFAULT_POLICY,
+        max_in_flight: int = 128,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Raises InvalidRequest for a malformed URL; connects at the first call."""
+        self._model = model
+        session = Session(addresses(url, credentials), policy, max_in_flight)
+        super().__init__(session, (url, model, policy, max_in_flight, credentials))
+
+    async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of the samples' own tokens."""
+        return await self._ask(prepare_logprobs(self._model, samples), samples)
+
+    async def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
+        return await self._ask(prepare_top(self._model, k, samples), samples)
+
+    async def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
+        """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
+        return await self._ask(prepare_given(self._model, ids, samples), samples)
+
+    async def hidden(
+        self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]
+    ) -> TeacherAnswers:
+        """Returns what the head turns into the logits of each asked token."""
+        return await self._ask(prepare_hidden(self._model, dtype, samples), samples)
+
+    async def head(self, known: Head | None = None) -> Head:
+        """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
+        return await self._session.run(fetch_head(self._session.caller, self._model, known))
+
+    async def _ask(self, call: Call[TeacherAnswers], samples: TeacherArgs) -> TeacherAnswers:
+        return await self._session.run(self._session.caller.ask(call), samples.get("priority", 0))
+
+    def _main_model(self) -> str:
+        return self._model
