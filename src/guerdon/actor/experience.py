@@ -110,13 +110,18 @@ def measure(
 ) -> Experience:
     """Computes log-probs of policy and reference before the step's first update.
 
-    The trainer's own log-probs, not the engine's, because those are what its updates change.
+    The trainer's own log-probs, not the engine's, because those are what its updates change. The reference's are not
+    computed if the rollouts have them from a server.
     """
     rows, lengths = [rollout.tokens for rollout in rollouts], prompt_lengths(rollouts)
     with timed(metrics, "seconds_logprobs"):
         own = policy.logprobs(rows, lengths, temperature, with_entropies=True)
-    with timed(metrics, "seconds_reference"):
-        ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
+    given = [rollout.ref_logprobs for rollout in rollouts if rollout.ref_logprobs is not None]
+    if given:
+        ref_logprobs = to_table(given)
+    else:
+        with timed(metrics, "seconds_reference"):
+            ref_logprobs = policy.reference_logprobs(rows, lengths, temperature)
     assert own.entropies is not None
     experience = Experience.of(rollouts, own.logprobs, ref_logprobs, own.entropies, kl_estimator)
     metrics.update(experience.metrics())

@@ -40,11 +40,12 @@ TOKENS_PER_ROUND = 32
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Load the policy, its reference and its optimiser."""
+    """Load the policy, its reference unless a server has that, and its optimiser."""
 
     policy: PolicyConfig
     rollouts: RolloutConfig
     seed: int
+    keeps_reference: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,9 @@ class PolicyWorker:
         with ranks.raise_on_all_ranks():
             check_layout(config, ranks)
             loaded = load_policy(config, moment_bytes=moment_bytes(config), ranks=ranks)
-            self.trainer = PolicyTrainer(loaded, config, seed=command.seed, ranks=ranks)
+            self.trainer = PolicyTrainer(
+                loaded, config, keeps_reference=command.keeps_reference, seed=command.seed, ranks=ranks
+            )
             if ranks.size > 1:
                 engine, max_batch_rollouts = self.trainer.engine, command.rollouts.max_batch_rollouts
                 with engine.gathered():
@@ -177,13 +180,22 @@ class PolicyGroup:
         self._group = Group(self._worker, ranks, pulse)
         self._ranks, self._pulse = ranks, pulse
 
-    def open(self, config: PolicyConfig, rollouts: RolloutConfig, seed: int, preemption: Preemption) -> Generator:
+    def open(
+        self,
+        config: PolicyConfig,
+        rollouts: RolloutConfig,
+        seed: int,
+        preemption: Preemption,
+        *,
+        keeps_reference: bool = True,
+    ) -> Generator:
         """Loads the policy on every rank, and returns its generator; a signal to any rank requests `preemption`.
 
         Raises ConfigError and CheckpointError.
         """
+        command = Open(config, rollouts, seed, keeps_reference)
         if self._pulse is None:
-            self._group.execute(Open(config, rollouts, seed))
+            self._group.execute(command)
             return make_generator(self.trainer, rollouts)
         # From now on: an interrupt within a command would leave the other ranks in the middle of it.
         preemption.listen()
@@ -193,7 +205,7 @@ class PolicyGroup:
                 "set rollouts.engine to transformers, or start one process",
             )
         self._pulse.on_stop = preemption.request
-        self._group.execute(Open(config, rollouts, seed))
+        self._group.execute(command)
         return GroupGenerator(self._group)
 
     @property

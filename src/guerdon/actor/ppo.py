@@ -44,6 +44,7 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
                     rollouts += group
                 with timed(metrics, "seconds_values"):
                     critic.collect(run.check_preemption)
+                run.collect_reference(metrics)
                 kept = with_rewards(rollouts, algorithm.max_failed_fraction, step)
 
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)

@@ -40,6 +40,7 @@ def train(config: ReinforceRunConfig, policy: PolicyGroup | None = None) -> RunS
                     rollouts += group
                 with timed(metrics, "seconds_reward_wait"):
                     rewards.collect(run.check_preemption)
+                run.collect_reference(metrics)
                 kept = with_rewards(rollouts, algorithm.max_failed_fraction, step)
 
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)

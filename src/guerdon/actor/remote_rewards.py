@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.preemption import wait_for
 from guerdon.actor.rollouts import Ending, Rollout
-from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
+from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores, TeacherClient
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 from guerdon.messages import answered, ended
 from guerdon.settings.actors import RemoteRewardConfig
@@ -42,7 +42,7 @@ class RemoteRewards:
                 self._urls, config.reward_model.name, policy=RetryPolicy.patient(config.timeout_s)
             )
         self._pending: PendingGroups[Scores] = PendingGroups()
-        self._weights_seen: list[str] = []
+        self._weights = WeightsLog("reward model", "rewards before and after are not comparable")
 
     def wait_ready(self, limit_s: float = math.inf) -> None:
         """Waits for the server; raises StartError if it does not come in time, or has another form of input."""
@@ -59,7 +59,7 @@ class RemoteRewards:
 
     def remember_in(self, memory: dict[str, Any]) -> None:
         """Keeps the versions of the reward model's weights in a run's memory, so that a resume knows them."""
-        self._weights_seen = memory.setdefault("reward_weights", self._weights_seen)
+        self._weights.remember_in(memory, "reward_weights")
 
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
         """Raises ConfigError if token ids are sent, and the reward model has another tokenizer than this one.
@@ -97,7 +97,7 @@ class RemoteRewards:
             if isinstance(scores, GuerdonError):
                 set_error(group, scores)
                 continue
-            self._check_weights(scores.weights_version)
+            self._weights.see(scores.weights_version)
             for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
                 rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
 
@@ -111,24 +111,35 @@ class RemoteRewards:
         """Closes the connections, and abandons requests in progress."""
         self._client.close()
 
-    def _check_weights(self, version: str) -> None:
-        if not version or version in self._weights_seen:
-            return
-        if self._weights_seen:
-            log.warning(
-                "the reward model's weights changed to %s from %s: rewards before and after are not comparable",
-                version,
-                self._weights_seen[-1],
-            )
-        else:
-            log.info("the reward model's weights are %s", version)
-        self._weights_seen.append(version)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class WeightsLog:
+    """Logs the weights that a server answers with, and warns when they change."""
+
+    def __init__(self, what: str, consequence: str) -> None:
+        self._what, self._consequence = what, consequence
+        self._seen: list[str] = []
+
+    def remember_in(self, memory: dict[str, Any], key: str) -> None:
+        """Keeps the versions under `key` in a run's memory, so that a resume knows them."""
+        self._seen = memory.setdefault(key, self._seen)
+
+    def see(self, version: str) -> None:
+        """Logs the version if it is new."""
+        if not version or version in self._seen:
+            return
+        if self._seen:
+            log.warning(
+                "the %s's weights changed to %s from %s: %s", self._what, version, self._seen[-1], self._consequence
+            )
+        else:
+            log.info("the %s's weights are %s", self._what, version)
+        self._seen.append(version)
 
 
 class PendingGroups(Generic[T]):
@@ -151,7 +162,7 @@ class PendingGroups(Generic[T]):
             yield group, result
 
 
-def tokenizer_of(client: RewardClient | CriticClient, what: str) -> str:
+def tokenizer_of(client: RewardClient | CriticClient | TeacherClient, what: str) -> str:
     """Returns the identity of the served model's tokenizer; empty, and logged, if none is reported."""
     try:
         found = reported(client.config())

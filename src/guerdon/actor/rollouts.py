@@ -56,7 +56,8 @@ class Rollout:
     identify the rollout. `is_end` is False if it was truncated at the longest response. `logprobs`, float32 `[L - P]`,
     are the generating engine's, at the sampling temperature before top_k, top_p and the repetition penalty. `text` is
     the response without special tokens, and `has_eos` says whether it ended by an EOS. `reward` is None until it
-    arrives, and if it failed; then `error` says why. `values`, float32 `[L]`, are a critic's, one per token.
+    arrives, and if it failed; then `error` says why. `values`, float32 `[L]`, are a critic's, one per token;
+    `ref_logprobs`, float32 `[L - P]`, are those of a reference on a server.
     """
 
     prompt: Prompt
@@ -69,6 +70,7 @@ class Rollout:
     reward: float | None = None
     error: str | None = None
     values: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
     has_eos: bool = False
 
     @classmethod

@@ -223,6 +223,7 @@ def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, An
         f"{where}.send": remote.send,
         f"{where}.suffix": remote.suffix,
         f"{where}.reward_model.name": remote.reward_model.name,
+        "reference.name": None if config.reference.url is None else config.reference.name,
         _COMMAND: f"guerdon {algorithm}",
     }
     if isinstance(remote, RemoteCriticConfig):

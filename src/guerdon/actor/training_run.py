@@ -23,6 +23,7 @@ from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
 from guerdon.actor.remote_critic import RemoteCritic
+from guerdon.actor.remote_reference import RemoteReference
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_checkpoints import (
     CheckpointSaver,
@@ -36,7 +37,7 @@ from guerdon.actor.run_checkpoints import (
     decisive_settings,
     load_paired_critic,
 )
-from guerdon.actor.run_metrics import METRICS, rollout_metrics
+from guerdon.actor.run_metrics import METRICS, rollout_metrics, timed
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, get_remote, resolve_schedule
@@ -135,6 +136,7 @@ class Run:
         checkpoints = RunCheckpoints(self._folder / CHECKPOINTS, self.config.run.keep_checkpoints)
         found = self._find_checkpoint(checkpoints)
         critic = None if self._critic is None else check_pairable(self._critic.state(), found)
+        self._reference = self._open_reference(exits)
         started = time.monotonic()
         exits.callback(self._preemption.close)
         self._load(found)
@@ -144,12 +146,23 @@ class Run:
             found = self._resume(found, checkpoints)
         elif critic is not None and critic.step:
             log.warning("the critic is at step %d already, and continues from there", critic.step)
+        if self._reference is not None:
+            self._reference.check_tokenizer(self.policy.trainer.tokenizer)
+            self._reference.remember_in(self.memory)
         self._generator_version = self.policy.trainer.weights_version if found is None else ""
         self._saver = CheckpointSaver(checkpoints, self._critic, found)
         self._first_step = self.step
         self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
         self._generation_s, self._loading_s = 0.0, time.monotonic() - started
         self._open_logs(exits)
+
+    def _open_reference(self, exits: ExitStack) -> RemoteReference | None:
+        """Waits for the reference's server, if the settings name one."""
+        if self.config.reference.url is None:
+            return None
+        reference = exits.enter_context(RemoteReference(self.config.reference, self.config.rollouts.temperature))
+        reference.wait_ready(self._preemption.seconds_left())
+        return reference
 
     def _find_checkpoint(self, checkpoints: RunCheckpoints) -> RunCheckpoint | None:
         """Returns the checkpoint to resume from, None for a new run; raises if the settings forbid it."""
@@ -167,7 +180,13 @@ class Run:
     def _load(self, found: RunCheckpoint | None) -> None:
         """Loads the initial policy and the prompts; raises if they are not those of `found`."""
         config, run = self.config, self.config.run
-        self.generator = self.policy.open(resolve_schedule(config), config.rollouts, run.seed, self._preemption)
+        self.generator = self.policy.open(
+            resolve_schedule(config),
+            config.rollouts,
+            run.seed,
+            self._preemption,
+            keeps_reference=self._reference is None,
+        )
         loaded = self.policy.trainer.loaded
         self.data = Prompts(
             config.data,
@@ -223,14 +242,27 @@ class Run:
     def rollouts(self, step: int) -> Iterator[list[Rollout]]:
         """Yields the step's responses, a group (all responses to one prompt) when it is finished; without rewards.
 
+        A reference's server gets each group first, if there is one; `collect_reference` waits for it.
+
         The prompts are `data.batch(step)`. The generator has the policy's newest weights, which must not change before
         the iterator ends; meanwhile the optimiser is offloaded, if configured.
         """
         started = time.monotonic()
         for group in self._generate(self.data.batch(step), self.config.rollouts.rollouts_per_prompt, step):
+            if self._reference is not None:
+                self._reference.submit(group)
             yield group
             self.check_preemption()
         self._generation_s = time.monotonic() - started
+
+    def collect_reference(self, metrics: dict[str, float]) -> None:
+        """Waits for the log-probs that a reference's server gives, if there is one.
+
+        Call it after the rewards are there: a response without these log-probs loses its reward.
+        """
+        if self._reference is not None:
+            with timed(metrics, "seconds_reference"):
+                self._reference.collect(self.check_preemption)
 
     def check_preemption(self) -> None:
         """Ends the `with` block if the run is preempted; the step counts as not started.

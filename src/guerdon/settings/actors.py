@@ -220,6 +220,15 @@ class RemoteCriticConfig(RemoteRewardConfig):
 
 
 @dataclass
+class ReferenceConfig:
+    """The server of the reference, whose KL is the penalty; without `url` it is loaded beside the policy."""
+
+    url: str | None = setting(None, "http:// or grpc:// URL of a server of guerdon serve-teacher.")
+    name: str = setting("teacher", "Name of the model on the server.")
+    timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
+
+
+@dataclass
 class ActorConfig:
     """The sections that both actors have."""
 
@@ -227,6 +236,9 @@ class ActorConfig:
     data: DataConfig = section(DataConfig, "Where prompts come from.")
     rollouts: RolloutConfig = section(RolloutConfig, "How responses are sampled.")
     run: RunConfig = section(RunConfig, "How long the run lasts, and what it saves.")
+    reference: ReferenceConfig = section(
+        ReferenceConfig, "The server of the reference; without its url the reference is loaded beside the policy."
+    )
     parallel: ParallelConfig = section(ParallelConfig, "The ranks that share the policy.")
 
 
@@ -351,6 +363,8 @@ def _check_addresses(config: ReinforceRunConfig | PPORunConfig) -> None:
     found = {f"{where}.reward_model.urls": remote.reward_model.urls}
     if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
         found[f"{where}.critic.url"] = [remote.critic.url]
+    if config.reference.url is not None:
+        found["reference.url"] = [config.reference.url]
     for name, urls in found.items():
         for url in urls:
             if strip_credentials(url) != url:
@@ -380,6 +394,8 @@ def describe_run(config: ReinforceRunConfig | PPORunConfig) -> str:
         origin = f"values and rewards come from {remote.critic.address}"
     elif isinstance(remote, RemoteCriticConfig):
         origin = f"values come from {remote.critic.address}, {origin}"
+    if config.reference.url is not None:
+        origin += f", the reference's log-probs from {config.reference.url}"
     return (
         f"policy {config.policy.model}, prompts {config.data.prompts}; {origin}; results go to {config.run.output_dir}"
     )
