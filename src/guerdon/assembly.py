@@ -19,7 +19,7 @@ from guerdon.core import Command
 from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
-from guerdon.distributed.ranks import ALONE, Ranks, start
+from guerdon.distributed.ranks import ALONE, Ranks, is_agreed, start
 from guerdon.distributed.stopping import asking
 from guerdon.engine.host import divide_cores, end_pool
 from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
@@ -190,6 +190,10 @@ def run(
     except RanksLost as e:
         pulse.verdict(e)  # logs the verdict
         _end_now()
+    except GuerdonError as e:
+        if is_agreed(e):
+            pulse.stop()  # all ranks leave, so none is missed
+        raise
     pulse.stop()
 
 

@@ -170,7 +170,7 @@ class Ranks:
 
         All ranks must call it in the same place. An error that all ranks raise already is only re-raised.
         """
-        if error is not None and (self.size == 1 or getattr(error, _AGREED, False)):
+        if error is not None and (self.size == 1 or is_agreed(error)):
             raise error
         told = self._exchange(None if error is None else self.portable(error), "agree", error)
         if error is not None:
@@ -190,7 +190,7 @@ class Ranks:
         except RanksLost:
             raise
         except BaseException as e:
-            if not getattr(e.__cause__, _AGREED, False):
+            if not is_agreed(e.__cause__):
                 self.agree(e)
             raise
         self.agree()
@@ -250,6 +250,11 @@ def agreed(error: E) -> E:
     """Marks an error as raised on every rank."""
     setattr(error, _AGREED, True)
     return error
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Returns whether every rank raises this error."""
+    return getattr(error, _AGREED, False)
 
 
 def _place() -> str:
