@@ -44,7 +44,9 @@ def server(folder: Path) -> Iterator[RunningServer]:
     other = zoo.tokenizer(zoo.language_model("llama", folder / "other", seed=1))
     strange = edited(zoo.tokenizer(zoo.language_model("llama", folder / "strange")), swap_words)
     teachers = {"initial": folder / "policy", "other": other, "strange": strange}
-    models: list[Any] = [TeacherConfig(model=str(path), name=name) for name, path in teachers.items()]
+    models: list[Any] = [
+        TeacherConfig(model=str(path), name=name, deterministic=True) for name, path in teachers.items()
+    ]
     models.append(ModelConfig(model="actor.reward_functions:even", name="even"))
     model = str(served.reward_model(folder / "rm"))
     critic = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "critic"))
@@ -93,6 +95,19 @@ def test_another_model_may_be_the_reference(folder: Path, server: RunningServer,
     config.run.steps = 2
     with pytest.raises(CheckpointError, match=r"made with reference\.name 'other'; now it is None"):
         reinforce.train(config)
+
+
+def test_a_resumed_run_is_the_run_that_went_on(folder: Path, server: RunningServer, tmp_path: Path) -> None:
+    """Bitwise, because the teacher's answers do not depend on what shares their batch."""
+    config = config_of(folder, server, tmp_path / "on", "initial")
+    reinforce.train(config)
+    config.run.output_dir, config.run.steps = str(tmp_path / "resumed"), 1
+    reinforce.train(config)
+    config.run.steps = 3
+    reinforce.train(config)
+    expected = weights_of(tmp_path / "on", 3)
+    for key, weight in weights_of(tmp_path / "resumed", 3).items():
+        assert torch.equal(weight, expected[key]), key
 
 
 def test_ppo_takes_it_as_well(folder: Path, server: RunningServer, tmp_path: Path) -> None:
