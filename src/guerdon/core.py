@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from guerdon.critic_core import TrainRequest
     from guerdon.errors import GuerdonError
-    from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+    from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
 
 Message = dict[str, Any]
 """One chat message: a dict with `role` and `content`."""
@@ -137,7 +137,8 @@ class ScoreReply:
     """The answer to a `ScoreRequest`: one `Score` or error per sample, in order.
 
     `lengths` are the samples' token counts. Times are in seconds: `queue_s` from the request's arrival until the
-    last sample joined a batch, tokenising included; `compute_s` is the sum over the batches with its samples.
+    last sample joined a batch, tokenising included; `compute_s` is the sum over the batches with its samples. `tokens`
+    are the ids that were computed, and `text` decodes them; both are left out if the model reads no tokens.
     """
 
     results: list[Score | GuerdonError]
@@ -145,6 +146,8 @@ class ScoreReply:
     weights_version: str
     queue_s: float = 0.0
     compute_s: float = 0.0
+    tokens: list[np.ndarray] = field(default_factory=list)
+    text: Decodes | None = None
 
 
 @dataclass(slots=True, eq=False)

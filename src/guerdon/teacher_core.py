@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class LogprobQuery:
     `top_k` is how many of the likeliest ids are wanted at each of these positions. `given` are ids whose log-probs are
     wanted: int64 `[n,G]`, more rows only if they hold nothing but pads, or `[G]`, the same ids at every position. -1 is
     a pad. `with_next` asks for the likeliest ids behind the last token. `with_hidden` asks for the hidden states that
-    the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16.
+    the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` is what one of
+    the `top_k` takes in the reply.
 
     Logits are divided by `temperature`, before the softmax and for everything but hidden states. Without
     `with_logprobs` nothing is computed by the head unless another field needs it.
@@ -41,6 +43,7 @@ class LogprobQuery:
     with_next: bool = False
     with_hidden: bool = False
     rounds_hidden: bool = False
+    top_bytes: int = 8
     answer_bytes: int = 0
 
     def with_given(self, ids: np.ndarray) -> LogprobQuery:
@@ -49,7 +52,7 @@ class LogprobQuery:
 
     def sized(self, num_asked: int, hidden_bytes: int) -> LogprobQuery:
         """Returns the query with the size of its answer about so many tokens; a hidden state has `hidden_bytes`."""
-        a_token = 12 + 8 * self.top_k + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
+        a_token = 4 + self.top_bytes * (self.top_k + 1) + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
         return dataclasses.replace(self, answer_bytes=num_asked * a_token)
 
     def first(self, prompt_length: int | None) -> int:
@@ -124,6 +127,23 @@ class TokenLogprobs:
     def num_bytes(self) -> int:
         """Size of all arrays."""
         return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """Turns token ids into text."""
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        """Returns the text that each token adds to those before it."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of the whole sequence."""
+        ...
+
+    def texts_of(self, ids: np.ndarray) -> list[str]:
+        """Returns the text of each id by itself."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

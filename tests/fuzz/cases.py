@@ -19,7 +19,7 @@ from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainR
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading
 from guerdon.wire import bodies, kserve, kserve_grpc, tensors
-from guerdon.wire.forms import FORMS, triton_repository
+from guerdon.wire.forms import ALL_FORMS, FORMS, triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
 from guerdon.wire.tensors import InferRequest, Tensor
 
@@ -70,13 +70,13 @@ def form(path: str, body: bytes, query: dict[str, str], info: ModelInfo = EVERYT
     """As `binary`, of the body of a form."""
 
     def work() -> None:
-        asked = FORMS[path].read(body, query)
+        asked = ALL_FORMS[path].read(body, query)
         asked.check(info)
         reply = ScoreReply([], [], "1") if asked.request is None else _answer(asked.request)
         assert isinstance(reply, ScoreReply)
         bodies.write(asked.to_reply(reply, info))
 
-    return _judged(work, FORMS[path].to_error)
+    return _judged(work, ALL_FORMS[path].to_error)
 
 
 def answer(body: bytes, header_length: int | None) -> bool:

@@ -20,7 +20,7 @@ from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError
 from guerdon.wire import kserve, kserve_grpc
-from guerdon.wire.forms import FORMS
+from guerdon.wire.forms import ALL_FORMS
 from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
 
 EXAMPLES = int(os.environ.get("GUERDON_FUZZ_EXAMPLES", "60"))
@@ -77,7 +77,7 @@ def test_any_json_with_any_bytes_behind_it_is_read_or_refused(header, blob, info
 
 
 @fuzzed
-@given(st.sampled_from(sorted(FORMS)), values | st.dictionaries(st.sampled_from(cases._KEYS), values, max_size=5))
+@given(st.sampled_from(sorted(ALL_FORMS)), values | st.dictionaries(st.sampled_from(cases._KEYS), values, max_size=5))
 def test_any_json_is_read_or_refused_by_every_form(path, body):
     cases.form(path, written(body), {})
 

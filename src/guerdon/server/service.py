@@ -24,6 +24,7 @@ from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ServedModelConfig, ServerConfig
+from guerdon.teacher_core import Decodes
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
@@ -133,6 +134,7 @@ class Service:
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
         reply = _assemble(job, served.info.weights_version, sequences, errors)
+        reply.text = served.encoder if isinstance(served.encoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in accepted), name)
         self._note(entry.info, request, reply, [s.num_tokens for s in sequences])
         return reply
@@ -263,6 +265,5 @@ def _assemble(job: Job, version: str, sequences: list[Sequence], errors: list[In
             raise copy.copy(result)  # other requests raise it, too
         results.append(result)
     queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
-    return ScoreReply(
-        results, [len(s.tokens) for s in sequences], job.weights_version or version, queue_s, job.compute_s
-    )
+    lengths, tokens = [len(s.tokens) for s in sequences], [s.tokens for s in sequences]
+    return ScoreReply(results, lengths, job.weights_version or version, queue_s, job.compute_s, tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.wire import kserve, signature
-from guerdon.wire.forms import FORMS, openai, page_bodies, triton_repository
+from guerdon.wire.forms import ALL_FORMS, openai, page_bodies, triton_repository
 from guerdon.wire.forms.form import Form
 
 Schema = dict[str, Any]
@@ -59,7 +59,7 @@ _TYPES: list[Any] = list(
             *(triton_repository.LoadBody, triton_repository.LoadParameters, triton_repository.UnloadBody),
             *(triton_repository.IndexBody, list[triton_repository.IndexEntry]),
             *(page_bodies.TrialBody, page_bodies.TrialReply, page_bodies.Extremes, page_bodies.Snapshot),
-            *(kind for form in FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
+            *(kind for form in ALL_FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
         ]
     )
 )
@@ -89,7 +89,7 @@ def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = Tr
     """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
     paths = _kserve([info.name for info in models]) | _repository(scored) | _openai(scored)
-    paths |= {path: _form(form, scored) for path, form in FORMS.items()}
+    paths |= {path: _form(form, scored) for path, form in ALL_FORMS.items()}
     paths |= _page(scored) if has_page else {}
     paths["/metrics"] = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, _TEXT))
     paths["/openapi.json"] = _path(_READ, "This document", _ok(_JSON, {"type": "object"}))
@@ -235,7 +235,7 @@ def _path(
 def _refusals() -> dict[str, Any]:
     """Each status with each struct of errors; a request that is refused before its form is known gets KServe's."""
     found: dict[str, Any] = {}
-    errors: list[type[msgspec.Struct]] = [kserve.ErrorBody, *(form.error for form in FORMS.values())]
+    errors: list[type[msgspec.Struct]] = [kserve.ErrorBody, *(form.error for form in ALL_FORMS.values())]
     for error in dict.fromkeys(errors):
         content = _content(_JSON, *dict.fromkeys([error, kserve.ErrorBody]))
         found |= {f"{error.__name__}{status}": _answer(text, {}, content) for status, text in _STATUSES.items()}

@@ -77,6 +77,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._lock = threading.Lock()
+        self._texts: dict[int, str] = {}
         if self._fast is not None:
             # Set once: fast tokenizers raise if these change while another thread encodes.
             self._fast.no_truncation()
@@ -209,6 +210,17 @@ class TextEncoder:
                 start, read = read, i + 1
                 context = self._text(ids[start:read])
         return pieces
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of the whole sequence, special tokens included."""
+        return self._text(tokens.tolist())
+
+    def texts_of(self, ids: np.ndarray) -> list[str]:
+        """Returns the text of each id by itself, special tokens included."""
+        known = self._texts
+        for i in {*ids.tolist()} - known.keys():
+            known[i] = self._text([i])
+        return [known[i] for i in ids.tolist()]
 
     def _text(self, ids: list[int]) -> str:
         if self._fast is not None:

@@ -200,9 +200,9 @@ class Visit(Place):
             self._check_queue()
         return info
 
-    def find_scorer(self, name: str, *, has_samples: bool = True) -> ModelInfo:
+    def find_scorer(self, name: str, output: str = "rewards", *, has_samples: bool = True) -> ModelInfo:
         """Finds the model of that name, of that checkpoint, or the default one; raises UnknownModel."""
-        info = self._service.catalog.scored_by(name)
+        info = self._service.catalog.scored_by(name, output)
         self.count_as(info.name)
         if has_samples:
             self._model = info.name
@@ -295,10 +295,10 @@ class Admission:
             self.service.metrics.client_request_done(UNKNOWN, type(e))
             raise
 
-    def label(self, name: str) -> str:
+    def label(self, name: str, output: str = "rewards") -> str:
         """Returns the model that a form's request is counted under, which names its model so."""
         try:
-            return self.service.catalog.scored_by(name).name
+            return self.service.catalog.scored_by(name, output).name
         except UnknownModel:
             return UNKNOWN
 

@@ -51,7 +51,7 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, kserve, openapi, signature
-from guerdon.wire.forms import FORMS, openai, triton_repository
+from guerdon.wire.forms import ALL_FORMS, openai, triton_repository
 
 logger = logging.getLogger("guerdon.http")
 
@@ -105,7 +105,7 @@ class App:
             if route is None or (route.is_hidden and scope["method"] not in route.methods):
                 raise RouteNotFound(
                     f"no such path: {scope['path']}; this server speaks KServe v2 under /v2, and takes POST to "
-                    f"{', '.join(FORMS)}"
+                    f"{', '.join(ALL_FORMS)}"
                 )
             if scope["method"] not in route.methods:
                 raise MethodNotAllowed(f"{scope['path']} takes {' and '.join(route.methods)}, not {scope['method']}")
@@ -205,7 +205,7 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/v1/models", GET, handlers.models),
         Route("/v1/models/{name:path}", GET, handlers.one_model),
     ]
-    for path, form in FORMS.items():
+    for path, form in ALL_FORMS.items():
         make = functools.partial(FormExchange, form=form, admission=admission, limits=config)
         routes.append(Route(path, ("POST", "PUT"), exchange=make))
     for path, handler in (
@@ -329,8 +329,8 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 def _error_form(path: str) -> Callable[[GuerdonError], tuple[int, Any]]:
     """Returns how errors look at the path, whichever part of the server raised them."""
-    if path in FORMS:
-        return FORMS[path].to_error
+    if path in ALL_FORMS:
+        return ALL_FORMS[path].to_error
     return openai.to_error if path.startswith("/v1/models") else kserve.to_error
 
 

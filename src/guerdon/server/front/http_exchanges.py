@@ -81,7 +81,7 @@ class FormExchange:
         """Parses the body, and finds the model that it names."""
         request, query = self._request, self._request.query
         name = query.get("model", "")
-        visit.label = self._admission.label(name)  # until the body names another model
+        visit.label = self._admission.label(name, self._form.output)  # until the body names another model
         visit.enter(request.content_length(self._limits))
         body = await request.read_body(visit, self._limits)
         self._size = size = len(body)
@@ -92,8 +92,9 @@ class FormExchange:
         # A prompt before many responses makes more text than was sent.
         visit.reach(_num_characters(asked))
         name = asked.model or name
-        visit.count_as(self._admission.label(name))
-        info = visit.find_scorer(name, has_samples=asked.request is not None)
+        visit.count_as(self._admission.label(name, self._form.output))
+        self._visit = visit
+        info = visit.find_scorer(name, self._form.output, has_samples=asked.request is not None)
         asked.check(info)
         return info
 
@@ -105,7 +106,8 @@ class FormExchange:
         """Returns the form's answer as JSON."""
         assert isinstance(info, ModelInfo)
         write = functools.partial(self._write, answer, info)
-        payload = await off_loop(write, max(self._size, len(answer.results) * _ROW_BYTES))
+        table_bytes = self._visit.hold_answer(answer, info)
+        payload = await off_loop(write, max(self._size, table_bytes, len(answer.results) * _ROW_BYTES))
         return 200, [*score_headers(answer), JSON], payload
 
     def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes:

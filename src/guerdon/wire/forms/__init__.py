@@ -1,7 +1,21 @@
 """The forms of other servers' protocols, one module each: JSON without tensors."""
 
-from guerdon.wire.forms import openrlhf_reward, sglang, slime, tei, vllm_pooling
+from guerdon.wire.forms import (
+    openrlhf_reward,
+    sglang,
+    sglang_logprobs,
+    slime,
+    tei,
+    trl_logprobs,
+    vllm_logprobs,
+    vllm_pooling,
+)
 from guerdon.wire.forms.form import Form
 
 FORMS: dict[str, Form] = openrlhf_reward.FORMS | slime.FORMS | vllm_pooling.FORMS | sglang.FORMS | tei.FORMS
-"""All forms by the path that serves them."""
+"""The forms that ask for scores, by the path that serves them."""
+
+TEACHER_FORMS: dict[str, Form] = vllm_logprobs.FORMS | sglang_logprobs.FORMS | trl_logprobs.FORMS
+"""The forms that ask for log-probs, by the path that serves them."""
+
+ALL_FORMS = FORMS | TEACHER_FORMS

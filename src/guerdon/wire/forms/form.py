@@ -80,6 +80,15 @@ def _refused(kind: type[Body]) -> list[tuple[str, str]]:
     return [(name, meta.extra["refused"]) for name, found in metas for meta in found if "refused" in (meta.extra or {})]
 
 
+def check_logprobs(info: ModelInfo) -> None:
+    """Raises InvalidRequest if the model is no teacher."""
+    if "logprobs" not in info.outputs:
+        raise InvalidRequest(
+            f"{info.name} gives {', '.join(info.outputs)} and no log-probs; name a teacher, as guerdon serve-teacher "
+            "serves one"
+        )
+
+
 def check_rewards(info: ModelInfo) -> None:
     """Raises InvalidRequest if the model gives no rewards."""
     if "rewards" not in info.outputs:
@@ -106,7 +115,8 @@ class Form:
     """One path of another server's protocol; `peer` names that server.
 
     It reads `bodies` and `url` and writes `replies`, which are structs; `choose` picks one of several `bodies`. `error`
-    is the struct of its errors; `to_error` returns one with its status.
+    is the struct of its errors; `to_error` returns one with its status. Requests that name no model get the first that
+    gives `output`.
     """
 
     peer: str
@@ -117,6 +127,7 @@ class Form:
     error: type[msgspec.Struct]
     to_error: Callable[[GuerdonError], tuple[int, msgspec.Struct]]
     choose: Callable[[bytes], type[Body]] | None = None
+    output: str = "rewards"
 
     def read(self, body: bytes, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""

@@ -1,0 +1,176 @@
+"""Log-probs as the forms of other servers write them: JSON made of whole tables, without an object for each number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import orjson
+from msgspec import Meta, Raw
+
+from guerdon.core import ModelInfo, ScoreReply
+from guerdon.errors import InvalidRequest
+from guerdon.teacher_core import TokenLogprobs
+from guerdon.wire.forms.form import check_logprobs
+from guerdon.wire.score_tensors import scores_of
+
+LEAST = np.float32(-9999.0)
+"""What vLLM writes for minus infinity, which JSON does not have."""
+
+JSON_BYTES = 80
+"""About what an id, its log-prob, rank and text take in vLLM's JSON."""
+
+_POSITIONS = 1024
+"""Positions that are written at once: their numbers take much more memory as Python's strings than in the table."""
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 up")]
+Temperature = Annotated[float, Meta(gt=0, description="a number above 0")]
+
+_LIST = {"type": "array"}
+Written = Annotated[Any, Meta(extra_json_schema=_LIST)]
+"""A list that is written already, `Raw`."""
+
+
+def said_of(reply: ScoreReply) -> list[TokenLogprobs]:
+    """Returns what the teacher says about each sample; raises the first failed row's error."""
+    said = []
+    for score in scores_of(reply):
+        assert score.logprobs is not None
+        said.append(score.logprobs)
+    return said
+
+
+def check_counts(**counts: int) -> Callable[[ModelInfo], None]:
+    """Returns a check that the model is a teacher which gives so many ids; the names are the body's keys."""
+
+    def check(info: ModelInfo) -> None:
+        check_logprobs(info)
+        most = min(info.max_top_k, info.vocab_size or 0)
+        for name, count in counts.items():
+            if count > most:
+                raise InvalidRequest(
+                    f"{name} is {count}; {info.name} gives at most {most} ids for each token, as --max-top-k and its "
+                    "vocabulary allow"
+                )
+
+    return check
+
+
+def number_texts(numbers: np.ndarray) -> list[str]:
+    """Returns each number as JSON: float32 in the fewest digits, minus infinity as LEAST."""
+    if not numbers.size:
+        return []
+    if numbers.dtype == np.float32:
+        numbers = np.maximum(numbers, LEAST)
+    flat = np.ascontiguousarray(numbers).reshape(-1)
+    return orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].decode().split(",")
+
+
+def string_texts(strings: list[str]) -> list[str]:
+    """Returns each string as JSON."""
+    return [orjson.dumps(text.encode(errors="replace").decode()).decode() for text in strings]
+
+
+def written(parts: list[str]) -> Raw:
+    """Returns the JSON list of the parts, which are JSON."""
+    return Raw(f"[{','.join(parts)}]".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Ids with their log-probs and ranks at consecutive positions, flat; position i has `counts[i]` of them.
+
+    The actual token comes first, the likeliest others follow, best first.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, said: TokenLogprobs, targets: np.ndarray) -> Entries:
+        """Returns the actual tokens `targets` and the likeliest ids, each once, as vLLM has them."""
+        assert said.logprobs is not None and said.ranks is not None
+        return _merged(targets, said.logprobs, said.ranks, said.top_ids, said.top_logprobs)
+
+    def by_rank(self) -> Entries:
+        """Returns the same with the best first at each position."""
+        order = np.lexsort((self.ranks, np.repeat(np.arange(len(self.counts)), self.counts)))
+        return Entries(self.ids[order], self.logprobs[order], self.ranks[order], self.counts)
+
+    @classmethod
+    def after(cls, said: TokenLogprobs, count: int) -> Entries:
+        """Returns the `count` likeliest ids behind the last token; the best of them is the completion."""
+        assert said.next_ids is not None and said.next_logprobs is not None
+        count = max(1, min(count, len(said.next_ids)))
+        ranks = np.arange(1, count + 1, dtype=np.int32)
+        return cls(said.next_ids[:count], said.next_logprobs[:count], ranks, np.array([count]))
+
+
+def _merged(
+    targets: np.ndarray,
+    logprobs: np.ndarray,
+    ranks: np.ndarray,
+    top_ids: np.ndarray | None,
+    top_logprobs: np.ndarray | None,
+) -> Entries:
+    if top_ids is None or top_logprobs is None:
+        return Entries(targets.astype(np.int32), logprobs, ranks, np.ones(len(targets), np.int64))
+    is_actual = top_ids == targets[:, None]
+    places = np.arange(1, top_ids.shape[1] + 1, dtype=np.int32)
+    # Among the likeliest, equal ones have ranks in their order.
+    ranks = np.where(is_actual.any(1), is_actual.argmax(1).astype(np.int32) + 1, ranks)
+    keep = np.concatenate([np.ones((len(targets), 1), bool), ~is_actual], 1)
+    ids = np.concatenate([targets.astype(np.int32)[:, None], top_ids], 1)
+    values = np.concatenate([logprobs[:, None], top_logprobs], 1)
+    all_ranks = np.concatenate([ranks[:, None], np.broadcast_to(places, top_ids.shape)], 1)
+    return Entries(ids[keep], values[keep], all_ranks[keep], keep.sum(1))
+
+
+def write_positions(entries: Entries, texts_of: Callable[[np.ndarray], list[str]] | None) -> list[str]:
+    """Returns vLLM's object of each position: by id the log-prob, the rank and, with `texts_of`, the token's text."""
+    made: list[str] = []
+    stops = np.cumsum(entries.counts)
+    for first in range(0, len(stops), _POSITIONS):
+        counts = entries.counts[first : first + _POSITIONS]
+        stop = int(stops[min(first + _POSITIONS, len(stops)) - 1])
+        made += _some_positions(entries, slice(stop - int(counts.sum()), stop), counts.tolist(), texts_of)
+    return made
+
+
+def _some_positions(
+    entries: Entries, part: slice, counts: list[int], texts_of: Callable[[np.ndarray], list[str]] | None
+) -> list[str]:
+    ids = entries.ids[part]
+    flat = [""] * (4 * len(ids))
+    flat[0::4], flat[1::4] = number_texts(ids), number_texts(entries.logprobs[part])
+    flat[2::4], flat[3::4] = number_texts(entries.ranks[part]), id_texts(ids, texts_of)
+    made, start = [], 0
+    for count in counts:
+        made.append(_template(count) % tuple(flat[4 * start : 4 * (start + count)]))
+        start += count
+    return made
+
+
+def id_texts(ids: np.ndarray, texts_of: Callable[[np.ndarray], list[str]] | None) -> list[str]:
+    """Returns the JSON of each id's own text, null without `texts_of`."""
+    if texts_of is None:
+        return ["null"] * len(ids)
+    unique, places = np.unique(ids, return_inverse=True)
+    texts = string_texts(texts_of(unique))
+    return [texts[i] for i in places.tolist()]
+
+
+def triples(ids: np.ndarray, logprobs: np.ndarray, texts_of: Callable[[np.ndarray], list[str]] | None) -> list[str]:
+    """Returns SGLang's `[log-prob, id, text]` of each id."""
+    columns = zip(number_texts(logprobs), number_texts(ids), id_texts(ids, texts_of), strict=True)
+    return list(map("[%s,%s,%s]".__mod__, columns))
+
+
+@functools.cache
+def _template(count: int) -> str:
+    return "{" + ",".join(['"%s":{"logprob":%s,"rank":%s,"decoded_token":%s}'] * count) + "}"

@@ -1,0 +1,343 @@
+"""SGLang's `/generate`, as trainers ask it for the log-probs of tokens that are already there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+
+from guerdon.core import ModelInfo, ScoreReply
+from guerdon.errors import InvalidRequest
+from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, Texts, Url, Whole, is_single, to_samples, unsupported
+from guerdon.wire.forms.form import Ids as IdsOrRows
+from guerdon.wire.forms.labels import in_base64
+from guerdon.wire.forms.logprob_texts import (
+    LEAST,
+    Count,
+    Entries,
+    Temperature,
+    Written,
+    check_counts,
+    id_texts,
+    number_texts,
+    said_of,
+    triples,
+    written,
+)
+from guerdon.wire.forms.openai import OpenAIError, new_id, to_error
+from guerdon.wire.forms.sglang import FinishReason
+
+_TRIPLE_BYTES = 30
+"""About what an id and its log-prob take in SGLang's JSON."""
+
+_NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
+_NOT_SERVED = "this server answers with log-probs only"
+
+T = TypeVar("T")
+
+Given = Annotated[int, Meta(ge=-1, le=2**63 - 1, description="a token id")]
+GivenIds = Annotated[list[Given | list[Given] | None], SOME]
+Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position that is told, or -1 for none")]
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """`logprobs_temperature` is ours; `temperature` changes nothing, as the token is the likeliest one."""
+
+    example: ClassVar[str] = '{"max_new_tokens": 0}'
+    max_new_tokens: Count | None = None
+    temperature: float | None = None
+    logprobs_temperature: Temperature | None = None
+    n: Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")] | None = None
+
+
+class SGLangGenerateBody(Body, kw_only=True):
+    """Either `text` or `input_ids`: one sample, or a list of them; other keys hold for all, or have a list."""
+
+    example: ClassVar[str] = (
+        '{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": true, '
+        '"logprob_start_len": 0}'
+    )
+    text: Texts | None = None
+    input_ids: IdsOrRows | None = None
+    sampling_params: Sampling | list[Sampling] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: Start | list[Start] | None = None
+    top_logprobs_num: Count | list[Count] | None = None
+    token_ids_logprob: GivenIds | None = None
+    token_ids_logprob_positions: list[Any] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_flat_raw_top_logprobs: bool | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
+    rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
+    priority: Whole | None = None
+    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
+    input_embeds: Annotated[Any, unsupported("send text or token ids")] = None
+    image_data: Annotated[Any, unsupported("send text or token ids")] = None
+    audio_data: Annotated[Any, unsupported("send text or token ids")] = None
+    video_data: Annotated[Any, unsupported("send text or token ids")] = None
+    lora_path: Annotated[Any, unsupported("serve the merged checkpoint under a name of its own")] = None
+    return_hidden_states: Annotated[Any, unsupported(_NOT_SERVED + "; KServe's form gives hidden states")] = None
+
+
+class GenerateMeta(msgspec.Struct, kw_only=True):
+    """An entry of a list is `[log-prob, id, text]`; the first is null inside if it is the sequence's first token."""
+
+    id: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    weight_version: str
+    e2e_latency: float
+    input_token_logprobs: Written | UnsetType = UNSET
+    output_token_logprobs: Written | UnsetType = UNSET
+    input_top_logprobs: Written | UnsetType = UNSET
+    output_top_logprobs: Written | UnsetType = UNSET
+    input_token_ids_logprobs: Written | UnsetType = UNSET
+    input_top_logprobs_shape: list[int] | UnsetType = UNSET
+    input_top_logprobs_null_prefix: int | UnsetType = UNSET
+    input_top_logprobs_val_flat: Written | UnsetType = UNSET
+    input_top_logprobs_idx_flat: Written | UnsetType = UNSET
+    input_top_logprobs_val_flat_b64: str | UnsetType = UNSET
+    input_top_logprobs_idx_flat_b64: str | UnsetType = UNSET
+    input_top_logprobs_val_flat_b64_dtype: Literal["float32"] | UnsetType = UNSET
+    input_top_logprobs_idx_flat_b64_dtype: Literal["int32"] | UnsetType = UNSET
+
+
+class SGLangGenerateReply(msgspec.Struct, kw_only=True):
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one sample asks; `start` is None if no token of the input is asked."""
+
+    start: int | None
+    top: int
+    given: list[int] | None
+    by_position: list[list[int]] | None
+    wants: bool
+    has_next: bool
+    temperature: float
+
+    def query(self, num_tokens: int | None) -> LogprobQuery:
+        """Returns the query of a sample of so many tokens; None stands for a text, whose tokens are not counted yet."""
+        first = max(1, self.start or 0) if self.start is not None else (num_tokens or 1)
+        given = None if self.given is None else np.array(self.given, np.int64)
+        if self.by_position is not None and self.start is not None:
+            rows = self.by_position[first:]
+            given = np.full((len(rows), max([1, *map(len, rows)])), -1, np.int64)
+            for out, row in zip(given, rows, strict=True):
+                out[: len(row)] = row
+        return LogprobQuery(
+            start=first,
+            top_k=self.top,
+            given=given if self.start is not None else None,
+            temperature=self.temperature,
+            with_next=self.has_next,
+            top_bytes=_TRIPLE_BYTES,
+        )
+
+
+def _generate(body: SGLangGenerateBody, url: Url) -> FormRequest:
+    """The reply is a list if several samples came; log-probs of the input are told from `logprob_start_len` on."""
+    if (body.text is None) == (body.input_ids is None):
+        has = "neither text nor input_ids" if body.text is None else "text and input_ids"
+        raise InvalidRequest(f"the body has {has}; send one of the two")
+    samples, name = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
+    assert samples is not None
+    if body.return_flat_raw_top_logprobs_b64 and not body.return_flat_raw_top_logprobs:
+        raise InvalidRequest("return_flat_raw_top_logprobs_b64 goes with return_flat_raw_top_logprobs; send both")
+    single, request = is_single(samples), to_samples(samples, name)
+    count = len(request)
+    asked = _asked(body, count, single)
+    rows: Sequence[np.ndarray | None] = [None] * count if request.tokens is None else request.tokens
+    for i, (one, row) in enumerate(zip(asked, rows, strict=True)):
+        if row is not None and one.by_position is not None and len(one.by_position) != len(row):
+            raise InvalidRequest(
+                f"token_ids_logprob_positions has {len(one.by_position)} entries for sample {i} of {len(row)} tokens; "
+                "send one for each token, empty ones where nothing is asked"
+            )
+    request.queries = [one.query(None if row is None else len(row)) for one, row in zip(asked, rows, strict=True)]
+    request.priority = body.priority or 0
+    ids = _each(body.rid, count, "rid") if body.rid is not None else [new_id() for _ in range(count)]
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> SGLangGenerateReply | list[SGLangGenerateReply]:
+        seconds = reply.queue_s + reply.compute_s
+        made = []
+        for rid, said, one, tokens in zip(ids, said_of(reply), asked, reply.tokens, strict=True):
+            new = said.next_ids[:1].tolist() if said.next_ids is not None else []
+            meta = GenerateMeta(
+                id=rid or new_id(),
+                finish_reason=FinishReason(length=len(new)),
+                prompt_tokens=len(tokens),
+                completion_tokens=len(new),
+                weight_version=reply.weights_version,
+                e2e_latency=seconds,
+            )
+            if one.wants:
+                _fill(meta, body, one, said, tokens, reply.text)
+            text = "" if reply.text is None or not new else reply.text.texts_of(np.array(new))[0]
+            made.append(SGLangGenerateReply(text=text, output_ids=new, meta_info=meta))
+        return made[0] if single else made
+
+    widest = max((query.num_given for query in request.queries), default=0)
+    check = check_counts(top_logprobs_num=max(one.top for one in asked), token_ids_logprob=widest)
+    return FormRequest("" if body.model in (None, "default") else body.model, request, to_reply, check)
+
+
+FORMS = {
+    "/generate": Form(
+        "SGLang's log-probs of prompts",
+        (SGLangGenerateBody,),
+        Url,
+        (SGLangGenerateReply, list[SGLangGenerateReply]),
+        _generate,
+        OpenAIError,
+        to_error,
+        output="logprobs",
+    )
+}
+"""SGLang's form for log-probs, by path."""
+
+
+def _asked(body: SGLangGenerateBody, count: int, single: bool) -> list[_Asked]:
+    params = _each(body.sampling_params or Sampling(), count, "sampling_params")
+    wants = _each(body.return_logprob or False, count, "return_logprob")
+    starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
+    tops = _each(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    given = _given(body.token_ids_logprob, count)
+    positions = _positions(body.token_ids_logprob_positions, count, single)
+    made = []
+    for i in range(count):
+        num_new = params[i].max_new_tokens
+        if num_new is None:
+            raise InvalidRequest(f"sampling_params has no max_new_tokens, which means 128 to SGLang; {_NO_GENERATION}")
+        if num_new > 1:
+            raise InvalidRequest(f"max_new_tokens is {num_new}; {_NO_GENERATION}")
+        if given[i] is not None and positions[i] is not None:
+            raise InvalidRequest("the body has token_ids_logprob and token_ids_logprob_positions; send one of the two")
+        start = starts[i] if wants[i] and starts[i] >= 0 else None
+        is_told = wants[i] and (start is not None or num_new == 1)
+        made.append(
+            _Asked(
+                start,
+                tops[i] if is_told else 0,
+                given[i],
+                positions[i],
+                wants[i],
+                num_new == 1,
+                params[i].logprobs_temperature or 1.0,
+            )
+        )
+    return made
+
+
+def _each(value: T | list[T], count: int, name: str) -> list[T]:
+    """Returns one value for each sample."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} is a list of {len(value)}; send one value, or a list of {count}, one a sample")
+    return value
+
+
+def _given(value: list[Any] | None, count: int) -> list[list[int] | None]:
+    """Returns the ids of each sample; one list of ids is for all."""
+    if value is None or all(isinstance(entry, int) for entry in value):
+        return [value] * count
+    if any(isinstance(entry, int) for entry in value):
+        raise InvalidRequest("token_ids_logprob holds ids and lists; send a list of ids, or one list a sample")
+    return _each(value, count, "token_ids_logprob")
+
+
+def _positions(value: list[Any] | None, count: int, single: bool) -> list[list[list[int]] | None]:
+    """Returns by sample the ids of each position."""
+    if value is None:
+        return [None] * count
+    try:
+        if single:
+            return [msgspec.convert(value, list[list[Given]])]
+        return _each(msgspec.convert(value, list[list[list[Given]] | None]), count, "token_ids_logprob_positions")
+    except msgspec.ValidationError as e:
+        raise InvalidRequest(
+            f"token_ids_logprob_positions is wrong: {e}; send a list of ids for each token, in a list with one such "
+            "list a sample if there are several"
+        ) from e
+
+
+def _fill(
+    meta: GenerateMeta,
+    body: SGLangGenerateBody,
+    one: _Asked,
+    said: TokenLogprobs,
+    tokens: np.ndarray,
+    text: Decodes | None,
+) -> None:
+    """Fills in the log-probs that the sample asked for."""
+    texts_of = text.texts_of if text is not None and body.return_text_in_logprobs else None
+    start = one.start if one.start is not None else len(tokens)
+    first = max(1, start)
+    # Nothing predicts the first token.
+    blank = start == 0
+    asked = tokens[first:]
+    told = slice(0, len(asked))  # of a text more may be computed, since its tokens were not counted when it came
+    assert said.logprobs is not None
+    entries = triples(asked, said.logprobs[told], texts_of)
+    heads = [f"[null,{tokens[0]},{id_texts(tokens[:1], texts_of)[0]}]"] if blank else []
+    meta.input_token_logprobs = written([*heads, *entries])
+    new = Entries.after(said, one.top) if said.next_ids is not None else None
+    meta.output_token_logprobs = written([] if new is None else triples(new.ids[:1], new.logprobs[:1], texts_of))
+    nulls = ["null"] * blank
+    if one.top:
+        meta.output_top_logprobs = written([] if new is None else [_row(triples(new.ids, new.logprobs, texts_of))])
+        assert said.top_ids is not None and said.top_logprobs is not None
+        ids, values = said.top_ids[told], said.top_logprobs[told]
+        if body.return_flat_raw_top_logprobs:
+            _fill_flat(meta, ids, values, int(blank), in_binary=bool(body.return_flat_raw_top_logprobs_b64))
+        else:
+            meta.input_top_logprobs = written([*nulls, *_rows(ids, values, texts_of)])
+    if said.given_logprobs is not None:
+        query = one.query(len(tokens))
+        assert query.given is not None
+        given = np.broadcast_to(query.given, said.given_logprobs.shape)
+        if one.by_position is None:
+            rows = _rows(given, said.given_logprobs, texts_of)
+        else:
+            keep = given >= 0
+            parts, at = triples(given[keep], said.given_logprobs[keep], texts_of), 0
+            rows = []
+            for size in keep.sum(1).tolist():
+                rows.append(_row(parts[at : at + size]))
+                at += size
+        meta.input_token_ids_logprobs = written([*nulls, *rows])
+
+
+def _fill_flat(meta: GenerateMeta, ids: np.ndarray, values: np.ndarray, blank: int, *, in_binary: bool) -> None:
+    meta.input_top_logprobs_shape, meta.input_top_logprobs_null_prefix = list(ids.shape), blank
+    values = np.maximum(values, LEAST)
+    if in_binary:
+        meta.input_top_logprobs_val_flat_b64 = in_base64(values)
+        meta.input_top_logprobs_idx_flat_b64 = in_base64(ids, "<i4")
+        meta.input_top_logprobs_val_flat_b64_dtype, meta.input_top_logprobs_idx_flat_b64_dtype = "float32", "int32"
+    else:
+        meta.input_top_logprobs_val_flat = written(number_texts(values))
+        meta.input_top_logprobs_idx_flat = written(number_texts(ids))
+
+
+def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any) -> list[str]:
+    """Returns a list of triples for each row of the tables `[n,K]`."""
+    width = ids.shape[1]
+    parts = triples(ids.reshape(-1), values.reshape(-1), texts_of)
+    return [_row(parts[i * width : (i + 1) * width]) for i in range(len(ids))]
+
+
+def _row(parts: list[str]) -> str:
+    return f"[{','.join(parts)}]"

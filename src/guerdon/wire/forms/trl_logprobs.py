@@ -1,0 +1,154 @@
+"""TRL's `/get_sequence_logprobs/`, as its own server of older releases (`trl vllm-serve`) answers it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw
+
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url
+from guerdon.wire.forms.labels import in_base64
+from guerdon.wire.forms.logprob_texts import (
+    Count,
+    Entries,
+    Temperature,
+    Written,
+    check_counts,
+    number_texts,
+    said_of,
+    written,
+)
+from guerdon.wire.forms.openai import to_flat_error
+
+_PAIR_BYTES = 20
+"""About what an id and its log-prob take in JSON."""
+
+Sequences = Annotated[
+    list[Annotated[list[TokenId], SOME]], Meta(min_length=1, max_length=SOME.max_length, description="lists of ids")
+]
+
+
+class SequenceLogprobsBody(Body, kw_only=True):
+    """Asks about the tokens behind each prompt; `logprobs_temperature` is ours, `temperature` changes nothing."""
+
+    example: ClassVar[str] = '{"sequences": [[5, 6, 7, 8]], "prompt_lengths": [2], "top_logprobs": 20}'
+    sequences: Sequences
+    prompt_lengths: list[Count]
+    top_logprobs: Annotated[int, Meta(ge=1, le=2**31 - 1, description="a whole number from 1 up")] = 100
+    temperature: float | None = None
+    logprobs_temperature: Temperature | None = None
+    response_format: Literal["json", "binary"] = "json"
+
+
+class SequenceLogprobs(msgspec.Struct):
+    """Lists by sequence and token, best first; the actual token is the last one if it is none of the likeliest."""
+
+    logprobs: Written
+    logprob_token_ids: Written
+
+
+class BinarySequenceLogprobs(msgspec.Struct):
+    """Float32 and int32 arrays `shape`, those of the actual tokens `[B,W,1]`; minus infinity and 0 behind a row."""
+
+    logprobs_b64: str
+    token_ids_b64: str
+    actual_logprobs_b64: str
+    actual_token_ids_b64: str
+    shape: list[int]
+    completion_lengths: list[int]
+
+
+class DetailError(msgspec.Struct):
+    """An error of FastAPI."""
+
+    detail: str
+
+
+def _to_detail(error: GuerdonError) -> tuple[int, DetailError]:
+    status, flat = to_flat_error(error)
+    return status, DetailError(flat.message)
+
+
+def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
+    """The reply has the likeliest ids of each token of the responses, and in binary form the actual ones as well."""
+    lengths, count = body.prompt_lengths, len(body.sequences)
+    if len(lengths) != count:
+        raise InvalidRequest(f"prompt_lengths has {len(lengths)} entries, sequences {count}; send one for each")
+    query = LogprobQuery(
+        top_k=body.top_logprobs,
+        temperature=body.logprobs_temperature or 1.0,
+        with_ranks=True,
+        top_bytes=_PAIR_BYTES,
+    )
+    tokens = [np.array(row, np.int64) for row in body.sequences]
+    request = ScoreRequest(tokens=tokens, prompt_lengths=np.array(lengths, np.int64), queries=[query] * count)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> SequenceLogprobs | BinarySequenceLogprobs:
+        said = said_of(reply)
+        if body.response_format == "json":
+            return _in_json(said, tokens, lengths)
+        return _in_binary(said, tokens, lengths, body.top_logprobs)
+
+    return FormRequest(body.model or "", request, to_reply, check_counts(top_logprobs=body.top_logprobs))
+
+
+FORMS = {
+    "/get_sequence_logprobs/": Form(
+        "TRL's log-probs of sequences",
+        (SequenceLogprobsBody,),
+        Url,
+        (SequenceLogprobs, BinarySequenceLogprobs),
+        _sequence_logprobs,
+        DetailError,
+        _to_detail,
+        output="logprobs",
+    )
+}
+"""TRL's form for log-probs, by path."""
+
+
+def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int]) -> SequenceLogprobs:
+    values, ids = [], []
+    for one, row, length in zip(said, tokens, lengths, strict=True):
+        entries = Entries.of(one, row[max(1, length) :]).by_rank()
+        # Nothing predicts the first token.
+        blank = ["[]"] * (length == 0)
+        values.append([*blank, *_lists(number_texts(entries.logprobs), entries.counts)])
+        ids.append([*blank, *_lists(number_texts(entries.ids), entries.counts)])
+    return SequenceLogprobs(_nested(values), _nested(ids))
+
+
+def _in_binary(
+    said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int], count: int
+) -> BinarySequenceLogprobs:
+    sizes = [len(row) - length for row, length in zip(tokens, lengths, strict=True)]
+    shape = (len(said), max(sizes), count)
+    values, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
+    actual_values, actual_ids = np.full((*shape[:2], 1), -np.inf, np.float32), np.zeros((*shape[:2], 1), np.int32)
+    for i, (one, row, length) in enumerate(zip(said, tokens, lengths, strict=True)):
+        first = max(1, length)
+        part = slice(first - length, len(row) - length)
+        values[i, part], ids[i, part] = one.top_logprobs, one.top_ids
+        actual_values[i, part, 0], actual_ids[i, part, 0] = one.logprobs, row[first:]
+    return BinarySequenceLogprobs(
+        in_base64(values),
+        in_base64(ids, "<i4"),
+        in_base64(actual_values),
+        in_base64(actual_ids, "<i4"),
+        list(shape),
+        sizes,
+    )
+
+
+def _lists(texts: list[str], counts: np.ndarray) -> list[str]:
+    stops = np.cumsum(counts).tolist()
+    return [f"[{','.join(texts[stop - size : stop])}]" for size, stop in zip(counts.tolist(), stops, strict=True)]
+
+
+def _nested(rows: list[list[str]]) -> Raw:
+    return written([f"[{','.join(row)}]" for row in rows])

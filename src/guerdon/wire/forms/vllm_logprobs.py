@@ -1,0 +1,402 @@
+"""vLLM's forms for log-probs of prompts: `/v1/completions` and `/inference/v1/generate`."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.errors import InvalidRequest
+from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.wire.forms.form import (
+    SOME,
+    Body,
+    Form,
+    FormRequest,
+    TextsOrIds,
+    TokenId,
+    Url,
+    Whole,
+    to_samples,
+    unsupported,
+)
+from guerdon.wire.forms.logprob_texts import (
+    JSON_BYTES,
+    LEAST,
+    Count,
+    Entries,
+    Temperature,
+    Written,
+    check_counts,
+    id_texts,
+    number_texts,
+    said_of,
+    string_texts,
+    write_positions,
+    written,
+)
+from guerdon.wire.forms.openai import OpenAIError, Usage, new_id, to_error
+
+CONTEXT = 16
+"""Tokens before a new one that decide whether its text begins with a space."""
+
+_NO_GENERATION = "a teacher does not generate: send max_tokens 0, or 1 for the likeliest next token"
+_ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
+_WHOLE = "positions would shift; send shorter prompts"
+
+Ids = Annotated[list[TokenId], SOME]
+IdRows = Annotated[list[list[Annotated[int, Meta(ge=-1, le=2**63 - 1)]]], SOME]
+One = Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")]
+
+
+class CompletionsBody(Body, kw_only=True):
+    """Asks about each `prompt`; `logprobs_temperature` is ours, `temperature` changes nothing, as in vLLM."""
+
+    example: ClassVar[str] = '{"prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 20}'
+    prompt: TextsOrIds
+    max_tokens: Count | None = None
+    prompt_logprobs: Count | None = None
+    logprobs: Count | None = None
+    echo: bool | None = None
+    temperature: float | None = None
+    logprobs_temperature: Temperature | None = None
+    n: One | None = None
+    request_id: str | None = None
+    priority: Whole | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
+    suffix: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    use_beam_search: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    allowed_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    prompt_embeds: Annotated[Any, unsupported("send text or token ids")] = None
+    truncate_prompt_tokens: Annotated[Any, unsupported(_WHOLE)] = None
+    logprob_token_ids: Annotated[Any, unsupported("send prompt_logprob_token_ids to /inference/v1/generate")] = None
+    prompt_logprob_token_ids: Annotated[Any, unsupported("send it to /inference/v1/generate")] = None
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """Row r of `prompt_logprob_token_ids` is about the prompt's token `prompt_logprob_start` + r + 1."""
+
+    example: ClassVar[str] = '{"max_tokens": 1, "prompt_logprobs": 1}'
+    max_tokens: Count | None = None
+    prompt_logprobs: Count | None = None
+    prompt_logprob_token_ids: IdRows | None = None
+    prompt_logprob_start: Count | None = None
+    logprobs: Count | None = None
+    temperature: float | None = None
+    logprobs_temperature: Temperature | None = None
+    n: One | None = None
+    detokenize: bool = True
+
+
+class GenerateBody(Body, kw_only=True):
+    example: ClassVar[str] = '{"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}'
+    token_ids: Ids
+    sampling_params: SamplingParams
+    request_id: str | None = None
+    priority: Whole | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens"] | None = None
+    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
+    features: Annotated[Any, unsupported("send token ids")] = None
+    content_parts: Annotated[Any, unsupported("send token ids")] = None
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    text_offset: list[int]
+    token_logprobs: Written
+    tokens: Written
+    top_logprobs: Written
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["length"] = "length"
+    stop_reason: None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: Written | None = None
+    prompt_token_ids: np.ndarray | None = None
+
+
+class CompletionsReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+
+
+class NextToken(msgspec.Struct, kw_only=True):
+    token_id: int
+    logprob: np.float32
+    rank: int
+
+
+class ChosenToken(NextToken, kw_only=True):
+    top_logprobs: list[NextToken]
+
+
+class NextTokens(msgspec.Struct):
+    content: list[ChosenToken]
+
+
+class GenerateChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    logprobs: NextTokens | None
+    finish_reason: Literal["length"] = "length"
+    stop_reason: None = None
+    token_ids: list[int]
+
+
+class GenerateReply(msgspec.Struct, kw_only=True):
+    request_id: str
+    model: str
+    created: int
+    usage: Usage
+    output_mode: Literal["tokens"] = "tokens"
+    choices: list[GenerateChoice]
+    prompt_logprobs: Written | None = None
+    prompt_token_id_logprobs: str | None = None
+    prompt_token_ids: np.ndarray | None = None
+
+
+def _completions(body: CompletionsBody, url: Url) -> FormRequest:
+    """The reply has a choice for each prompt; its text and its log-probs begin with the prompt's if `echo` is true."""
+    request = to_samples(body.prompt, "prompt")
+    request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
+    echoes = bool(body.echo) and body.logprobs is not None
+    query = _query(body.max_tokens, body.prompt_logprobs, body.logprobs, body.logprobs_temperature, echoes=echoes)
+    _ask(request, query, body.priority)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> CompletionsReply:
+        choices = []
+        for i, (said, tokens) in enumerate(zip(said_of(reply), reply.tokens, strict=True)):
+            new = said.next_ids[:1].tolist() if said.next_ids is not None else []
+            has_ids = bool(body.return_token_ids)
+            choices.append(
+                Choice(
+                    index=i,
+                    text=_text(reply.text, tokens, new, echoes=bool(body.echo)),
+                    logprobs=None if body.logprobs is None else _logprobs(body, said, tokens, reply.text),
+                    token_ids=new if has_ids else None,
+                    prompt_logprobs=_prompt_logprobs(body.prompt_logprobs, said, tokens, reply.text),
+                    prompt_token_ids=tokens if has_ids else None,
+                )
+            )
+        usage = _usage(reply, len(choices) * query.with_next)
+        reply_id = f"cmpl-{body.request_id or new_id()}"
+        return CompletionsReply(id=reply_id, created=int(time.time()), model=info.name, choices=choices, usage=usage)
+
+    check = check_counts(prompt_logprobs=body.prompt_logprobs or 0, logprobs=body.logprobs or 0)
+    return FormRequest(body.model or "", request, to_reply, check)
+
+
+def _generate(body: GenerateBody, url: Url) -> FormRequest:
+    """The reply has ids only; log-probs of given ids are a float32 `.npy` file in base64, minus infinity at pads."""
+    asked = body.sampling_params
+    request = ScoreRequest(tokens=[np.array(body.token_ids, np.int64)])
+    query = _query(asked.max_tokens, asked.prompt_logprobs, asked.logprobs, asked.logprobs_temperature)
+    given = None if asked.prompt_logprob_token_ids is None else _table(asked.prompt_logprob_token_ids)
+    skipped = asked.prompt_logprob_start or 0
+    if given is not None:
+        _check_rows(len(given), skipped, len(body.token_ids))
+        # One query has one first token: that of `prompt_logprobs`.
+        query = query.with_given(np.concatenate([np.full((skipped, given.shape[1]), -1), given]))
+    elif asked.prompt_logprob_start is not None:
+        raise InvalidRequest("prompt_logprob_start goes with prompt_logprob_token_ids; leave it out")
+    _ask(request, query, body.priority)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> GenerateReply:
+        (said,), (tokens,) = said_of(reply), reply.tokens
+        new = said.next_ids[:1].tolist() if said.next_ids is not None else []
+        text = reply.text if asked.detokenize else None
+        found = None
+        if given is not None:
+            assert said.given_logprobs is not None
+            found = _as_npy(np.where(given < 0, np.float32(-np.inf), said.given_logprobs[skipped:]))
+        return GenerateReply(
+            request_id=body.request_id or new_id(),
+            model=info.name,
+            created=int(time.time()),
+            usage=_usage(reply, len(new)),
+            choices=[GenerateChoice(logprobs=_next_tokens(said, asked.logprobs), token_ids=new)],
+            prompt_logprobs=_prompt_logprobs(asked.prompt_logprobs, said, tokens, text),
+            prompt_token_id_logprobs=found,
+            prompt_token_ids=tokens if body.return_token_ids else None,
+        )
+
+    check = check_counts(
+        prompt_logprobs=asked.prompt_logprobs or 0,
+        logprobs=asked.logprobs or 0,
+        prompt_logprob_token_ids=0 if given is None else given.shape[1],
+    )
+    return FormRequest(body.model or "", request, to_reply, check)
+
+
+FORMS = {
+    "/v1/completions": Form(
+        "vLLM's log-probs of prompts",
+        (CompletionsBody,),
+        Url,
+        (CompletionsReply,),
+        _completions,
+        OpenAIError,
+        to_error,
+        output="logprobs",
+    ),
+    "/inference/v1/generate": Form(
+        "vLLM's log-probs of token ids",
+        (GenerateBody,),
+        Url,
+        (GenerateReply,),
+        _generate,
+        OpenAIError,
+        to_error,
+        output="logprobs",
+    ),
+}
+"""vLLM's forms for log-probs, by path."""
+
+
+# --- asking --------------------------------------------------------------------------------------------------------
+
+
+def _query(
+    max_tokens: int | None,
+    prompt_logprobs: int | None,
+    logprobs: int | None,
+    temperature: float | None,
+    *,
+    echoes: bool = False,
+) -> LogprobQuery:
+    if max_tokens is None:
+        raise InvalidRequest(f"the body has no max_tokens, which means 16 to vLLM; {_NO_GENERATION}")
+    if max_tokens > 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}; {_NO_GENERATION}")
+    with_next = max_tokens == 1
+    counts = [prompt_logprobs or 0, (logprobs or 0) if echoes or with_next else 0]
+    return LogprobQuery(
+        start=1,
+        top_k=max(counts),
+        temperature=temperature or 1.0,
+        with_ranks=prompt_logprobs is not None or echoes,
+        with_next=with_next,
+        top_bytes=JSON_BYTES,
+    )
+
+
+def _ask(request: ScoreRequest, query: LogprobQuery, priority: int | None) -> None:
+    request.queries = [query] * len(request)
+    request.priority = -(priority or 0)  # vLLM's lower numbers go first
+
+
+def _table(rows: list[list[int]]) -> np.ndarray:
+    """Returns the rows as int64 `[rows,K]`, the shorter ones padded."""
+    table = np.full((len(rows), max(1, *map(len, rows))), -1, np.int64)
+    for out, row in zip(table, rows, strict=True):
+        out[: len(row)] = row
+    return table
+
+
+def _check_rows(rows: int, start: int, tokens: int) -> None:
+    if start + rows != tokens - 1:
+        raise InvalidRequest(
+            f"prompt_logprob_token_ids has {rows} rows from row {start} on, and the prompt of {tokens} tokens has "
+            f"{tokens - 1} of them; send {max(0, tokens - 1 - start)}, one for each token behind that row"
+        )
+
+
+# --- answering -----------------------------------------------------------------------------------------------------
+
+
+def _first(said: TokenLogprobs, count: int) -> TokenLogprobs:
+    """Returns the answer with only the `count` likeliest ids."""
+    cut = TokenLogprobs(said.logprobs, ranks=said.ranks)
+    if count and said.top_ids is not None and said.top_logprobs is not None:
+        cut.top_ids, cut.top_logprobs = said.top_ids[:, :count], said.top_logprobs[:, :count]
+    return cut
+
+
+def _prompt_logprobs(count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None) -> Any:
+    if count is None:
+        return None
+    entries = Entries.of(_first(said, count), tokens[1:])
+    return written(["null", *write_positions(entries, None if text is None else text.texts_of)])
+
+
+def _logprobs(
+    body: CompletionsBody, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None
+) -> CompletionLogprobs:
+    """Returns OpenAI's lists: of the prompt's tokens if they are echoed, and of the next one if there is one."""
+    count = body.logprobs or 0
+    parts = [Entries.of(_first(said, count), tokens[1:])] if body.echo else []
+    parts += [Entries.after(said, count)] if said.next_ids is not None else []
+    texts_of = None if text is None or body.return_tokens_as_token_ids else text.texts_of
+    first = _token_texts(tokens[:1], texts_of) if body.echo else []
+    words, values, tops = list(first), ["null"] * len(first), ["null"] * len(first)
+    for part in parts:
+        names, numbers, start = _token_texts(part.ids, texts_of), number_texts(part.logprobs), 0
+        for size in part.counts.tolist():
+            words.append(names[start])
+            values.append(numbers[start])
+            # Several ids may have the same text: the first, which is the actual or the likelier token, has it.
+            row: dict[str, str] = {}
+            for name, number in zip(names[start : start + size], numbers[start : start + size], strict=True):
+                row.setdefault(name, number)
+            tops.append("{" + ",".join(map("%s:%s".__mod__, row.items())) + "}")
+            start += size
+    lengths = [len(msgspec.json.decode(word)) for word in words]
+    offsets = np.cumsum([0, *lengths])[:-1].tolist()
+    return CompletionLogprobs(
+        text_offset=offsets, token_logprobs=written(values), tokens=written(words), top_logprobs=written(tops)
+    )
+
+
+def _token_texts(ids: np.ndarray, texts_of: Any) -> list[str]:
+    """Returns the JSON of each token's text, or of vLLM's name for its id."""
+    if texts_of is not None:
+        return id_texts(ids, texts_of)
+    return string_texts([f"token_id:{i}" for i in ids.tolist()])
+
+
+def _next_tokens(said: TokenLogprobs, count: int | None) -> NextTokens | None:
+    if count is None or said.next_ids is None:
+        return None
+    after = Entries.after(said, count)
+    rows = zip(after.ids.tolist(), np.maximum(after.logprobs, LEAST), after.ranks.tolist(), strict=True)
+    found = [NextToken(token_id=i, logprob=value, rank=rank) for i, value, rank in rows]
+    best = found[0]
+    return NextTokens([ChosenToken(token_id=best.token_id, logprob=best.logprob, rank=1, top_logprobs=found)])
+
+
+def _text(text: Decodes | None, tokens: np.ndarray, new: list[int], *, echoes: bool) -> str:
+    """Returns the text of the next token, behind that of the prompt if it `echoes`; empty without a tokenizer."""
+    if text is None:
+        return ""
+    if echoes:
+        return text.decode(np.array([*tokens, *new], np.int64))
+    return text.pieces(np.array([*tokens[-CONTEXT:], *new], np.int64))[-1] if new else ""
+
+
+def _usage(reply: ScoreReply, num_new: int) -> Usage:
+    num_tokens = sum(reply.lengths)
+    return Usage(prompt_tokens=num_tokens, completion_tokens=num_new, total_tokens=num_tokens + num_new)
+
+
+def _as_npy(table: np.ndarray) -> str:
+    """Returns the float32 table as numpy's file (NPY 1.0), in base64."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {table.shape}, }}"
+    header += " " * (-(10 + len(header) + 1) % 64) + "\n"
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1")
+    return base64.b64encode(start + table.astype("<f4").tobytes()).decode()
