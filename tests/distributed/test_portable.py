@@ -91,7 +91,7 @@ VALUES: list[Any] = [
     TrainReport("id", 1, "v", 0.1, [0.1], 3, 0.0, float("inf"), 1.0, 1e-6, 1, 0),
     Overloaded("full", 2.5),
     TrainFailed("broke", 3),
-    Open(PolicyConfig(), RolloutConfig(), 3),
+    Open(PolicyConfig(), RolloutConfig(), 3, keeps_reference=True),
     Generate([PROMPT], 2, RolloutConfig(), (1, 2), False),
     GenerationRound([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text")]], True),
     GenerateMore(),
