@@ -28,6 +28,7 @@ TOLD = {
     "server/front/http_app.py",
     "server/triton.py",
     "server/tracing.py",
+    "wire/forms/vllm_logprobs.py",
     "wire/forms/vllm_pooling.py",
 }
 """Where the time of day is told to somebody, or compared with a file's, and no duration is measured by it."""
