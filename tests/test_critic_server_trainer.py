@@ -151,6 +151,17 @@ def test_training_makes_one_step_a_global_batch(num_rows: int) -> None:
     assert trainer.model.called == ["prepare_for_training", *step * len(losses), "finish_training"]
 
 
+def test_passes_over_the_rows_are_as_many_requests() -> None:
+    trainer, other, batch = make(), make(), batch_of(6)
+    reports = [other.critic.train(TrainRequest(name, **batch)) for name in ("a", "b")]
+    report = trainer.critic.train(TrainRequest("a", **batch, updates=2))
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, other.model.state_dict()[name])
+    assert (report.step, report.num_steps, report.num_tokens) == (4, 4, 2 * reports[0].num_tokens)
+    assert report.losses == reports[0].losses + reports[1].losses
+    assert (report.loss, report.pass_losses) == (reports[0].loss, [r.loss for r in reports])
+
+
 def test_training_by_keyword_returns_what_the_server_answers() -> None:
     trainer, other, batch = make(), make(), batch_of(10)
     told = trainer.run_training(**batch)

@@ -35,7 +35,8 @@ class TrainRequest:
 
     `tokens` is int64 `[N, T]`, right-padded with anything; `returns`, `prev_values` and `mask` are float32
     `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; it is read
-    only if `mask` is above 0. A request's `id` makes it idempotent.
+    only if `mask` is above 0. A request's `id` makes it idempotent. All rows are trained on `updates` times, as if
+    the request came so many times.
     """
 
     id: str
@@ -44,6 +45,7 @@ class TrainRequest:
     prev_values: np.ndarray
     mask: np.ndarray
     timeout_s: float | None = None
+    updates: int = 1
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,10 +56,11 @@ class TrainReport:
     """The result of a train request or a validation.
 
     `step` counts the critic's optimiser steps, this request's included; `loss` is the mean over all its masked
-    tokens and `losses` that of each of its global batches. `clip_fraction` and `explained_variance` (NaN where the
-    returns do not vary) are over the same tokens, before the update. `grad_norm` is the last step's before
-    clipping, `learning_rate` the one that it used. `num_steps` were made, `num_skipped` left out because their
-    gradient was not finite.
+    tokens in the first pass, whatever the number of `updates`, `pass_losses` that of each pass, and `losses` that of
+    each global batch of all passes. `clip_fraction` and `explained_variance` (NaN where the returns do not vary) are
+    the first pass's, too: each batch is measured before its update. `num_tokens` counts the masked tokens of all
+    passes. `grad_norm` is the last step's before clipping, `learning_rate` the one that it used. `num_steps` were
+    made, `num_skipped` left out because their gradient was not finite.
     """
 
     id: str
@@ -72,6 +75,7 @@ class TrainReport:
     learning_rate: float
     num_steps: int
     num_skipped: int
+    pass_losses: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

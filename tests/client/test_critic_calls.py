@@ -123,12 +123,12 @@ def test_a_malformed_train_call_says_which_argument_and_row(change: dict[str, An
 
 
 def test_a_train_request_reaches_the_server_as_it_was() -> None:
-    request = make_train_request(**ROWS, train_id="a-1")
+    request = make_train_request(**ROWS, train_id="a-1", updates=3)
     sent = prepare_train("critic_train", request).build(described(TRAIN), 2.5)
     assert sent.outputs == {"report": True}
     got = kserve.to_request(sent, TRAIN)
     assert isinstance(got, TrainRequest)
-    assert (got.id, got.timeout_s) == ("a-1", 2.5)
+    assert (got.id, got.timeout_s, got.updates) == ("a-1", 2.5, 3)
     for name in ROWS:
         np.testing.assert_array_equal(getattr(got, name), getattr(request, name))
 

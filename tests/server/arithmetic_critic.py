@@ -55,7 +55,7 @@ def request(id: str, *returns: float, first_token: int = 1, length: int = 3) -> 
 def after(requests: Iterable[TrainRequest], global_batch_size: int = 64, weight: float = FIRST_WEIGHT) -> float:
     """The weight after all of them, each once and in this order."""
     for asked in requests:
-        for start in range(0, len(asked), global_batch_size):
+        for start in [*range(0, len(asked), global_batch_size)] * asked.updates:
             rows = slice(start, start + global_batch_size)
             if asked.mask[rows].any():
                 weight = _learnt(weight, asked, rows)
@@ -115,7 +115,7 @@ class ArithmeticTrainer:
         self.trained.append(request.id)
         losses, num_skipped = [], 0
         size = self._config.global_batch_size
-        for i, start in enumerate(range(0, len(request), size)):
+        for i, start in enumerate([*range(0, len(request), size)] * request.updates):
             if i == first_steps:
                 break
             rows = slice(start, start + size)

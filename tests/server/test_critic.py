@@ -131,6 +131,23 @@ async def test_a_known_id_is_answered_again_and_not_applied_again(tmp_path: Path
         assert await train(service, request("a", 1)) == first  # nothing is asked of the weights
 
 
+async def test_passes_over_the_rows_are_one_record_also_after_a_restart(tmp_path: Path) -> None:
+    thrice, twice = request("a", 3, 5, 7), request("b", 2)
+    thrice.updates, twice.updates = 3, 2
+    async with running(tmp_path, global_batch_size=2) as service:
+        assert (await train(service, thrice)).num_steps == 6
+        report = await train(service, twice)
+        assert records(tmp_path) == [f"{i:012d}-done.safetensors" for i in (1, 2)]
+        with pytest.raises(InvalidRequest, match="train_id 'a' was used for another request"):
+            await train(service, request("a", 3, 5, 7))
+        weight = service.trainer.weight
+        assert weight == after([*[request("a", 3, 5, 7)] * 3, *[request("b", 2)] * 2], 2)
+    async with running(tmp_path, global_batch_size=2) as service:
+        assert (service.trainer.weight, service.trainer.step) == (weight, 8)
+        again = await train(service, twice)
+        assert (again.step, again.num_steps, again.losses) == (report.step, 2, report.losses)
+
+
 async def test_a_known_id_waits_for_the_first_while_that_is_queued_or_runs() -> None:
     async with running() as service:
         slow = request("slow", 1, first_token=WAIT_TOKEN)

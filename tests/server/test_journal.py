@@ -43,6 +43,7 @@ def read(folder: Path, after: int = 0) -> list[tuple[int, str | None]]:
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path, journal: Journal) -> None:
     asked = request("a", 1.5, float("nan"), 3, length=7)
     asked.mask[1] = 0
+    asked.updates = 4
     position = journal.append(SETTINGS, asked, digest_of(asked))
     journal.append(SETTINGS, "checkpoint-000001-step-3")
     journal.close()
@@ -51,6 +52,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, journal: Journal)
     assert (first.position, first.previous, first.num_steps, first.checkpoint) == (position, 0, None, None)
     assert first.settings == SETTINGS and first.digest == digest_of(asked)
     assert first.request is not None and first.request.id == "a"
+    assert first.request.updates == 4
     for name in ("tokens", "returns", "prev_values", "mask"):
         np.testing.assert_array_equal(getattr(first.request, name), getattr(asked, name))
         assert getattr(first.request, name).dtype == getattr(asked, name).dtype
@@ -60,7 +62,9 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, journal: Journal)
 
 def test_the_digest_is_of_the_content_and_not_of_the_id() -> None:
     assert digest_of(request("a", 1, 2)) == digest_of(request("b", 1, 2))
-    for other in (request("a", 1, 3), request("a", 1, 2, length=4), request("a", 1, 2, first_token=9)):
+    twice = request("a", 1, 2)
+    twice.updates = 2
+    for other in (request("a", 1, 3), request("a", 1, 2, length=4), request("a", 1, 2, first_token=9), twice):
         assert digest_of(other) != digest_of(request("a", 1, 2))
 
 

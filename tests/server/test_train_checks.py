@@ -65,6 +65,8 @@ def cut(name: str) -> Callable[[TrainRequest], None]:
         (lambda asked: setattr(asked, "tokens", asked.tokens[0]), r"tokens has shape \[6\]"),
         (lambda asked: setattr(asked, "prev_values", asked.prev_values[:2]), r"prev_values has shape \[2, 5\]"),
         (lambda asked: setattr(asked, "id", "x" * (MAX_ID_LENGTH + 1)), "train_id has 201 characters"),
+        (lambda asked: setattr(asked, "updates", 0), "updates is 0; give 1 to 100 passes"),
+        (lambda asked: setattr(asked, "updates", 101), "updates is 101"),
     ],
 )
 def test_each_mistake_is_refused_by_its_place(change: Callable[[TrainRequest], None], says: str) -> None:

@@ -168,6 +168,27 @@ def test_numbers_that_are_not_finite_come_back_as_nan():
     assert math.isnan(back.explained_variance) and math.isnan(back.grad_norm) and math.isnan(back.losses[0])
 
 
+def test_an_older_sides_report_lacks_what_is_new():
+    text = critic_tensors.to_json(REPORT).replace(b',"pass_losses":[]', b"")
+    assert b"pass_losses" not in text
+    assert critic_tensors.from_json(TrainReport, text) == REPORT
+
+
+@pytest.mark.parametrize("updates", [0, -1, 1.5, "2", True, 2**64])
+def test_the_number_of_passes_is_a_whole_number(updates):
+    asked = request(TRAIN)
+    asked.parameters["updates"] = 3
+    assert kserve.to_request(asked, info(Operation.TRAIN)).updates == 3
+    with pytest.raises(InvalidRequest, match="'updates' is 3, but 'critic_validate' makes none"):
+        kserve.to_request(asked, info(Operation.VALIDATE))
+    asked.parameters["updates"] = updates
+    if updates == 0:
+        assert kserve.to_request(asked, info(Operation.TRAIN)).updates == 0  # which the critic refuses
+        return
+    with pytest.raises(InvalidRequest, match=r"parameter 'updates' is .*; it must be a whole number"):
+        kserve.to_request(asked, info(Operation.TRAIN))
+
+
 def test_a_newer_sides_extra_key_is_left_out_and_a_missing_one_is_an_error():
     text = critic_tensors.to_json(CHECKPOINT)
     assert critic_tensors.from_json(CheckpointInfo, text[:-1] + b',"more":1}') == CHECKPOINT

@@ -56,6 +56,7 @@ def make_train_request(
     mask: Rows,
     train_id: str | None = None,
     lengths: Integers | None = None,
+    updates: int = 1,
 ) -> TrainRequest:
     """Returns the request to train on N rows, padded to the longest; copies the arrays, because it may be sent again.
 
@@ -78,9 +79,8 @@ def make_train_request(
                 )
         targets[name] = pad_rows(numbers, np.float32)
     padded = pad_rows(ids, np.int64)
-    return TrainRequest(
-        train_id or uuid.uuid4().hex, padded, targets["returns"], targets["prev_values"], targets["mask"]
-    )
+    returned, valued, masked = targets["returns"], targets["prev_values"], targets["mask"]
+    return TrainRequest(train_id or uuid.uuid4().hex, padded, returned, valued, masked, updates=updates)
 
 
 def prepare_infer(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Call[CriticScores]:
@@ -112,7 +112,7 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
                 f"model '{model}' gives no report: its server could not recognise a request that is sent again, and "
                 "would train on it twice; this client trains guerdon's critics only"
             )
-        return _request(_rows(request), ["report"], left_s, **{TRAIN_ID: request.id})
+        return _request(_rows(request), ["report"], left_s, **_train_parameters(request))
 
     return Call(model, build, lambda reply, *_: _read_result(TrainReport, reply, "report"), request.tokens.size)
 
@@ -124,7 +124,7 @@ def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
     """
 
     def build(_: ModelSignature, left_s: float) -> InferRequest:
-        return _request(_rows(request), ["loss_mean"], left_s, **{TRAIN_ID: request.id})
+        return _request(_rows(request), ["loss_mean"], left_s, **_train_parameters(request))
 
     def parse(reply: InferReply, *_: float) -> float:
         losses = [np.ravel(np.asarray(t.data, np.float32)) for t in reply.outputs if t.name == "loss_mean"]
@@ -178,6 +178,11 @@ def _metric(name: Any, value: Any) -> float:
 
 def _rows(request: TrainRequest) -> list[Tensor]:
     return [Tensor.of(name, getattr(request, name)) for name in ("tokens", "returns", "prev_values", "mask")]
+
+
+def _train_parameters(request: TrainRequest) -> dict[str, Any]:
+    more = {"updates": request.updates} if request.updates != 1 else {}
+    return {TRAIN_ID: request.id, **more}
 
 
 def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **parameters: Any) -> InferRequest:

@@ -195,15 +195,17 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         *,
         lengths: Integers | None = None,
         train_id: str | None = None,
+        updates: int = 1,
     ) -> TrainFuture[TrainReport]:
         """Returns a future of the report on training on these rows, at once.
 
         Row i has T_i tokens and T_i - 1 entries of each other array. Rows may be padded if `lengths` has each T_i.
-        Without it, an array `[N, T]` is N rows of T tokens, of which the mask says what is learnt. A `train_id`
-        (default: a new one) is never applied twice; the second time the server repeats its answer. A failure is logged;
-        if nobody has looked at the future by the next call, that call raises it.
+        Without it, an array `[N, T]` is N rows of T tokens, of which the mask says what is learnt. The critic is
+        trained on all rows `updates` times. A `train_id` (default: a new one) is never applied twice; the second time
+        the server repeats its answer. A failure is logged; if nobody has looked at the future by the next call, that
+        call raises it.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths)
+        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths, updates)
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, train_id), future, alone=True)
@@ -369,9 +371,10 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         *,
         lengths: Integers | None = None,
         train_id: str | None = None,
+        updates: int = 1,
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths)
+        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths, updates)
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(self._session, request, train_id)
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())

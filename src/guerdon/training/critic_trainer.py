@@ -146,15 +146,16 @@ class CriticTrainer:
         return self.engine.score_plainly(sequences)
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """Makes one optimiser step per global batch, for the first `first_steps` of them if given.
+        """Makes one optimiser step per global batch in each of `request.updates` passes, or the `first_steps` of them.
 
         A batch without any masked token makes no step. A step with a gradient that is not finite is skipped: it changes
         nothing, the schedule included. Raises TrainFailed if a batch fails on any rank; the batches before it are kept.
         All ranks return or raise the same; RanksLost if a rank is gone.
         """
         self.check_ready()
-        batches = self._batches(request)[:first_steps]
-        totals = _TrainTotals(self._optimiser.learning_rate)
+        one_pass = self._batches(request)
+        batches = (one_pass * request.updates)[:first_steps]
+        totals = _TrainTotals(self._optimiser.learning_rate, len(one_pass))
         failure = None
         try:
             for batch in batches:
@@ -180,8 +181,8 @@ class CriticTrainer:
     def validate(self, request: TrainRequest) -> TrainReport:
         """Returns the report that `train` would give for the current weights, without a step."""
         self.check_ready()
-        totals = _TrainTotals(self._optimiser.learning_rate)
         batches = self._batches(request)
+        totals = _TrainTotals(self._optimiser.learning_rate, len(batches))
         with collectives.share_errors(self._ranks):
             all_sums = self._measure(batches)
         for batch, sums in zip(batches, all_sums, strict=True):
@@ -246,15 +247,16 @@ class CriticTrainer:
             id=request.id,
             step=self._optimiser.step,
             weights_version=self.weights_version,
-            loss=_mean_loss(totals.sums),
+            loss=_mean_loss(totals.passes[0]),
             losses=totals.losses,
             num_tokens=totals.num_tokens,
-            clip_fraction=totals.sums.clip_fraction,
-            explained_variance=totals.sums.explained_variance,
+            clip_fraction=totals.passes[0].clip_fraction,
+            explained_variance=totals.passes[0].explained_variance,
             grad_norm=totals.grad_norm,
             learning_rate=totals.learning_rate,
             num_steps=totals.num_steps,
             num_skipped=totals.num_skipped,
+            pass_losses=[_mean_loss(sums) for sums in totals.passes],
         )
 
     # ---------------------------------------------------------------------------------------- checkpoints
@@ -392,10 +394,11 @@ def _global_batch(request: TrainRequest, part: slice, num_more: int) -> GlobalBa
 
 
 class _TrainTotals:
-    """Sums over the global batches of one request so far."""
+    """Sums over the global batches of one request so far; `passes` has those of each pass over `num_batches`."""
 
-    def __init__(self, learning_rate: float) -> None:
-        self.sums = ValueLossStats()
+    def __init__(self, learning_rate: float, num_batches: int) -> None:
+        self.passes = [ValueLossStats()]
+        self._num_batches = num_batches
         self.losses: list[float] = []
         self.num_tokens = self.num_steps = self.num_skipped = 0
         self.grad_norm = math.nan
@@ -403,7 +406,9 @@ class _TrainTotals:
 
     def add(self, batch: GlobalBatch, sums: ValueLossStats) -> None:
         """Adds a finished global batch."""
-        self.sums += sums
+        if self.losses and len(self.losses) % self._num_batches == 0:
+            self.passes.append(ValueLossStats())
+        self.passes[-1] += sums
         self.losses.append(_mean_loss(sums))
         self.num_tokens += batch.num_tokens
 

@@ -109,7 +109,7 @@ class UserCritic:
         return results
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """Makes one optimiser step per global batch, for the first `first_steps` of them if given.
+        """Makes one optimiser step per global batch in each of `request.updates` passes, or the `first_steps` of them.
 
         The last global batch is filled up with rows of mask 0, shared by all parts; a part may have no other rows. A
         global batch without any masked token makes no step. Raises TrainFailed if the user's code raises; ServerFault
@@ -134,7 +134,8 @@ class UserCritic:
         self._is_stepping = False
         try:
             with self.calling_hooks("prepare_for_training", "finish_training"):
-                for batch in itertools.islice(self._global_batches(request), first_steps):
+                passes = itertools.chain.from_iterable(self._global_batches(request) for _ in range(request.updates))
+                for batch in itertools.islice(passes, first_steps):
                     if num_tokens := int((batch["mask"] > 0).sum()):
                         metrics = self._train_step(request.id, self._rows_of_this_part(batch))
                         done.append((metrics, float(batch["mask"].sum()), num_tokens))
@@ -150,7 +151,7 @@ class UserCritic:
             raise TrainFailed(f"training failed: {type(e).__name__}: {e}; {kept}", num_kept) from e
         finally:
             self._optimizer.zero_grad()
-        return self._report(request.id, done)
+        return self._report(request.id, done, request.updates)
 
     def _agree(self, name: str, error: BaseException | None = None, norm: float = 0.0) -> float:
         """Collective; returns the norm of this rank's gradient, or another rank's that is not finite.
@@ -267,16 +268,18 @@ class UserCritic:
         """Returns every n-th row for n parts, so that each part has rows of a filled-up batch."""
         return {name: x[self.parts.index :: self.parts.count] for name, x in batch.items()}
 
-    def _report(self, name: str, done: list[tuple[dict[str, Any], float, int]]) -> TrainReport:
-        """`done` has the metrics, the mask's sum and the number of masked tokens of each global batch."""
+    def _report(self, name: str, done: list[tuple[dict[str, Any], float, int]], updates: int = 1) -> TrainReport:
+        """`done` has the metrics, the mask's sum and the number of masked tokens of each global batch of all passes."""
         if not done:
             raise InvalidRequest("the mask is 0 everywhere: nothing to learn from")
         metrics, weights, counts = zip(*done, strict=True)
         losses = [m["loss"] for m in metrics]
         num_skipped = sum(not math.isfinite(m.get("grad_norm", 0.0)) for m in metrics)
+        size = -(-len(done) // updates)
 
-        def mean(key: str) -> float:
-            return float(np.average([m.get(key, math.nan) for m in metrics], weights=weights))
+        def mean(key: str, start: int = 0) -> float:
+            part = slice(start, start + size)
+            return float(np.average([m.get(key, math.nan) for m in metrics[part]], weights=weights[part]))
 
         return TrainReport(
             id=name,
@@ -291,6 +294,7 @@ class UserCritic:
             learning_rate=metrics[-1].get("lr", math.nan),
             num_steps=len(done) - num_skipped,
             num_skipped=num_skipped,
+            pass_losses=[mean("loss", start) for start in range(0, len(done), size)],
         )
 
     def _device(self) -> torch.device:

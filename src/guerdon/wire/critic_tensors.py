@@ -78,10 +78,12 @@ def from_json(cls: type[Noun], text: bytes) -> Noun:
 
 
 def _noun(cls: type[Noun], value: dict[str, Any]) -> Noun:
-    """Unknown keys are ignored: the other side may be newer."""
+    """Unknown keys are ignored, and fields with a default may be missing: the other side may be newer or older."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return cls(**{f.name: _field(hints[f.name], value[f.name]) for f in fields})
+    optional = {f.name for f in fields if f.default_factory is not dataclasses.MISSING}
+    read = [f.name for f in fields if f.name in value or f.name not in optional]
+    return cls(**{name: _field(hints[name], value[name]) for name in read})
 
 
 def _field(hint: Any, value: Any) -> Any:
@@ -113,7 +115,10 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
             "trained on the actions that follow them"
         )
     targets = {name: _target(inputs[name], num_rows, width) for name in ("returns", "prev_values", "mask")}
-    return TrainRequest(name, tokens, **targets, timeout_s=request.timeout_s)
+    updates = request.count("updates") if "updates" in request.parameters else 1
+    if updates != 1 and info.operation is Operation.VALIDATE:
+        raise InvalidRequest(f"parameter 'updates' is {updates}, but '{info.name}' makes none; leave it out")
+    return TrainRequest(name, tokens, **targets, timeout_s=request.timeout_s, updates=updates)
 
 
 def _target(tensor: Tensor, num_rows: int, width: int) -> np.ndarray:

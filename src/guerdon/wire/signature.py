@@ -23,6 +23,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "priority": {"type": "integer", "minimum": 0, "description": "1 goes first; 0 is the default"},
     "binary_data_output": {"type": "boolean"},
     "train_id": {"type": "string", "description": "names a train request, which is applied once"},
+    "updates": {"type": "integer", "minimum": 1, "description": "passes of a train request over its rows"},
     **teacher_tensors.PARAMETERS,
 }
 """The parameters of a request, as JSON schemas."""

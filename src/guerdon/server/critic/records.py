@@ -55,6 +55,8 @@ class Record:
 def digest_of(request: TrainRequest) -> str:
     """Returns a digest of what the request asks for; the id is not in it."""
     digest = hashlib.sha256()
+    if request.updates != 1:
+        digest.update(f"updates {request.updates}\n".encode())
     for name in _TENSORS:
         array = np.ascontiguousarray(getattr(request, name))
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -66,7 +68,7 @@ def encode_record(meta: dict[str, Any], content: TrainRequest | str, digest: str
     """Returns the file of a train request with its digest, or of a return to the named checkpoint."""
     tensors: dict[str, np.ndarray] = {}
     if isinstance(content, TrainRequest):
-        meta |= {"id": content.id, "digest": digest}
+        meta |= {"id": content.id, "digest": digest, "updates": content.updates}
         tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in _TENSORS}
     else:
         meta |= {"checkpoint": content}
@@ -93,7 +95,8 @@ def decode_record(path: Path) -> Record:
     tensors = unpack(payload)
     if record.checkpoint is None:
         tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
-        record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask)
+        updates = meta.get("updates", 1)  # earlier versions made one
+        record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=updates)
         if digest_of(record.request) != record.digest:
             raise ValueError("its tensors are not those that were written")
     return record

@@ -12,6 +12,7 @@ from guerdon.errors import InvalidRequest
 from guerdon.server.critic.records import digest_of
 
 MAX_ID_LENGTH = 200
+MAX_UPDATES = 100
 MAX_METRICS = 64
 MAX_METRIC_LENGTH = 100
 
@@ -31,6 +32,8 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
     tokens, mask = request.tokens, request.mask
     if len(request.id) > MAX_ID_LENGTH:
         raise InvalidRequest(f"train_id has {len(request.id)} characters; {MAX_ID_LENGTH} are the most")
+    if not 1 <= request.updates <= MAX_UPDATES:
+        raise InvalidRequest(f"updates is {request.updates}; give 1 to {MAX_UPDATES} passes over the rows")
     if tokens.ndim != 2 or not len(tokens) or tokens.shape[1] < 2:
         raise InvalidRequest(
             f"tokens has shape {list(tokens.shape)}, not [N, T] of at least one row of two tokens: values are trained "
