@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,21 +18,22 @@ from guerdon.teacher_core import LogprobQuery
 ASKED = LogprobQuery(top_k=20, with_entropy=True, with_ranks=True, given=np.arange(4))
 
 
-def resident_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / (1 << 20)
+def resident_mb(which: str) -> float:
+    """Returns what is resident now, VmRSS, or was at most, VmHWM; `ru_maxrss` would begin at the parent process's."""
+    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 def main() -> None:
     torch.set_num_threads(1)
     loaded = load_policy(TeacherConfig(model=sys.argv[1]))
-    before = resident_mb()
+    before = resident_mb("VmRSS")
     engine = TeacherEngine(loaded)
     rows = np.random.default_rng(0).integers(4, loaded.vocab_size, (8, 4097))
     results = engine.score([Sequence(row, query=ASKED) for row in rows])
     assert all(isinstance(result, Score) for result in results)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"GROWN {peak - before:.0f}")
+    print(f"GROWN {resident_mb('VmHWM') - before:.0f}")
 
 
 if __name__ == "__main__":
