@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 
 import served
 import zoo
+from guerdon.server.front import http_exchanges
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
 from guerdon.wire.forms import logprob_texts
@@ -104,11 +106,29 @@ def test_texts_are_tokenised_and_every_token_has_its_text(server: RunningServer,
     assert one["choices"][0]["text"] == ""
 
 
-def test_a_long_prompt_is_written_in_parts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = {"prompt": ROWS, "max_tokens": 0, "prompt_logprobs": 2}
-    whole = answer(server, "/v1/completions", **body)["choices"]
+POSITIONS = [[i % 7] * (i % 3) for i in range(len(ROWS[0]))]
+SGLANG = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm": ("/v1/completions", {"prompt": ROWS, "prompt_logprobs": 2, "max_tokens": 1, "echo": True, "logprobs": 3}),
+    "sglang": ("/generate", {"input_ids": ROWS, "top_logprobs_num": 2, "token_ids_logprob": [5, -1], **SGLANG}),
+    "flat": ("/generate", {"input_ids": ROWS, "top_logprobs_num": 2, "return_flat_raw_top_logprobs": True, **SGLANG}),
+    "positions": ("/generate", {"input_ids": ROWS[0], "token_ids_logprob_positions": POSITIONS, **SGLANG}),
+    "trl": ("/get_sequence_logprobs/", {"sequences": ROWS, "prompt_lengths": [0] * len(ROWS), "top_logprobs": 2}),
+}
+
+
+@pytest.mark.parametrize("form", LONG)
+def test_a_long_answer_is_written_and_sent_in_parts(
+    form: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = LONG[form]
+    body |= {"request_id": "one", "rid": "one"}
+    whole = post(server, path, body)
     monkeypatch.setattr(logprob_texts, "_POSITIONS", 7)
-    assert answer(server, "/v1/completions", **body)["choices"] == whole
+    monkeypatch.setattr(http_exchanges, "INLINE_BYTES", 0)
+    parts = post(server, path, body)
+    of_the_moment = re.compile(r'"(created|e2e_latency)":[^,]*')
+    assert whole.status_code == 200 and of_the_moment.sub("", parts.text) == of_the_moment.sub("", whole.text)
 
 
 def test_one_prompt_of_ids_is_one_choice(server: RunningServer) -> None:

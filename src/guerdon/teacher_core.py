@@ -26,8 +26,8 @@ class LogprobQuery:
     `top_k` is how many of the likeliest ids are wanted at each of these positions. `given` are ids whose log-probs are
     wanted: int64 `[n,G]`, more rows only if they hold nothing but pads, or `[G]`, the same ids at every position. -1 is
     a pad. `with_next` asks for the likeliest ids behind the last token. `with_hidden` asks for the hidden states that
-    the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` is what one of
-    the `top_k` takes in the reply.
+    the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` and `given_bytes`
+    are what one of the `top_k` and one of the `given` take in the reply.
 
     Logits are divided by `temperature`, before the softmax and for everything but hidden states. Without
     `with_logprobs` nothing is computed by the head unless another field needs it.
@@ -44,6 +44,7 @@ class LogprobQuery:
     with_hidden: bool = False
     rounds_hidden: bool = False
     top_bytes: int = 8
+    given_bytes: int = 4
     answer_bytes: int = 0
 
     def with_given(self, ids: np.ndarray) -> LogprobQuery:
@@ -52,7 +53,8 @@ class LogprobQuery:
 
     def sized(self, num_asked: int, hidden_bytes: int) -> LogprobQuery:
         """Returns the query with the size of its answer about so many tokens; a hidden state has `hidden_bytes`."""
-        a_token = 4 + self.top_bytes * (self.top_k + 1) + 4 * self.num_given + (hidden_bytes if self.with_hidden else 0)
+        a_token = 4 + self.top_bytes * (self.top_k + 1) + self.given_bytes * self.num_given
+        a_token += hidden_bytes if self.with_hidden else 0
         return dataclasses.replace(self, answer_bytes=num_asked * a_token)
 
     def first(self, prompt_length: int | None) -> int:

@@ -38,6 +38,18 @@ _SHOWN.maxlist = _SHOWN.maxlevel = 16
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
 
 
+class JsonList:
+    """A long list that is JSON already, in `pieces`, without the brackets; only `write_in_pieces` writes it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def extend(self, values: Iterable[str]) -> None:
+        """Appends a piece with the values, which are JSON."""
+        if text := ",".join(values):
+            self.pieces.append(("," * bool(self.pieces) + text).encode())
+
+
 def read(body: bytes | memoryview, kind: type[T], what: str = "the body") -> T:
     """Returns the JSON as a value of the type `kind`, such as a msgspec struct.
 
@@ -74,6 +86,23 @@ def convert(value: Mapping[str, Any], kind: type[T], what: str) -> T:
 def write(value: Any) -> bytes:
     """Returns the value as JSON; structs, and numpy's numbers in the fewest digits, included."""
     return _ENCODER.encode(value)
+
+
+def write_in_pieces(value: Any) -> list[bytes]:
+    """Returns what `write` does, in pieces: those of the `JsonList`s in it are not copied."""
+    lists: list[JsonList] = []
+
+    def hook(inner: Any) -> msgspec.Raw:
+        if not isinstance(inner, JsonList):
+            return _numpy(inner)
+        lists.append(inner)
+        return msgspec.Raw(b"\0")  # strings have it only escaped
+
+    first, *others = msgspec.json.Encoder(enc_hook=hook).encode(value).split(b"\0")
+    pieces = [first]
+    for inner, text in zip(lists, others, strict=True):
+        pieces += [b"[", *inner.pieces, b"]" + text]
+    return pieces
 
 
 def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:

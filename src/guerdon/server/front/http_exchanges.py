@@ -8,8 +8,16 @@ from typing import Any
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.critic_core import OperationInfo
 from guerdon.server.front.admission import Admission, Decoder, Visit
-from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply, score_headers, version_header
-from guerdon.server.reading import off_loop
+from guerdon.server.front.http_request import (
+    JSON,
+    Headers,
+    HttpRequest,
+    Reply,
+    Stream,
+    score_headers,
+    version_header,
+)
+from guerdon.server.reading import INLINE_BYTES, off_loop
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies, kserve
 from guerdon.wire.forms.form import Form, FormRequest
@@ -110,9 +118,11 @@ class FormExchange:
         payload = await off_loop(write, max(self._size, table_bytes, len(answer.results) * _ROW_BYTES))
         return 200, [*score_headers(answer), JSON], payload
 
-    def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes:
+    def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes | Stream:
         written: Any = self._asked.to_reply(reply, info)
-        return bodies.write(written)
+        pieces = bodies.write_in_pieces(written)
+        num_bytes = sum(map(len, pieces))
+        return b"".join(pieces) if num_bytes <= INLINE_BYTES else Stream(num_bytes, pieces)
 
 
 def _num_characters(asked: FormRequest) -> int:

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any
 
 import numpy as np
 import orjson
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import TokenLogprobs
+from guerdon.wire.bodies import JsonList
 from guerdon.wire.forms.form import check_logprobs
 from guerdon.wire.score_tensors import scores_of
 
 LEAST = np.float32(-9999.0)
 """What vLLM writes for minus infinity, which JSON does not have."""
 
-JSON_BYTES = 80
-"""About what an id, its log-prob, rank and text take in vLLM's JSON."""
+OBJECT_BYTES, PAIR_BYTES, TRIPLE_BYTES, TEXT_BYTES = 80, 20, 30, 12
+"""About what an id takes in JSON: vLLM's object of log-prob, rank and text, an id and a log-prob, SGLang's triple of
+both and null, and a text."""
 
 _POSITIONS = 1024
-"""Positions that are written at once: their numbers take much more memory as Python's strings than in the table."""
+"""Positions that are written at once: their numbers take ten times as much memory as Python's strings as in JSON."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1, description="a whole number from 0 up")]
 Temperature = Annotated[float, Meta(gt=0, description="a number above 0")]
 
 _LIST = {"type": "array"}
 Written = Annotated[Any, Meta(extra_json_schema=_LIST)]
-"""A list that is written already, `Raw`."""
+"""A list that is written already, `JsonList`."""
 
 
 def said_of(reply: ScoreReply) -> list[TokenLogprobs]:
@@ -74,9 +77,17 @@ def string_texts(strings: list[str]) -> list[str]:
     return [orjson.dumps(text.encode(errors="replace").decode()).decode() for text in strings]
 
 
-def written(parts: list[str]) -> Raw:
-    """Returns the JSON list of the parts, which are JSON."""
-    return Raw(f"[{','.join(parts)}]".encode())
+def written(parts: Iterable[str]) -> JsonList:
+    """Returns the list of the parts, which are JSON; only some of them are in memory at once."""
+    made, left = JsonList(), iter(parts)
+    while some := list(islice(left, _POSITIONS)):
+        made.extend(some)
+    return made
+
+
+def position_slices(count: int) -> Iterator[slice]:
+    """Yields slices of as many positions as are written at once."""
+    return (slice(first, min(first + _POSITIONS, count)) for first in range(0, count, _POSITIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +103,16 @@ class Entries:
     counts: np.ndarray
 
     @classmethod
-    def of(cls, said: TokenLogprobs, targets: np.ndarray) -> Entries:
-        """Returns the actual tokens `targets` and the likeliest ids, each once, as vLLM has them."""
-        assert said.logprobs is not None and said.ranks is not None
-        return _merged(targets, said.logprobs, said.ranks, said.top_ids, said.top_logprobs)
+    def of(cls, said: TokenLogprobs, targets: np.ndarray) -> Iterator[Entries]:
+        """Yields some positions at a time: the actual tokens `targets`, and the likeliest ids, each id once."""
+        logprobs, ranks, ids, values = said.logprobs, said.ranks, said.top_ids, said.top_logprobs
+        assert logprobs is not None and ranks is not None
+        for part in position_slices(len(targets)):
+            if ids is None or values is None:
+                counts = np.ones(part.stop - part.start, np.int64)
+                yield Entries(targets[part].astype(np.int32), logprobs[part], ranks[part], counts)
+            else:
+                yield _merged(targets[part], logprobs[part], ranks[part], ids[part], values[part])
 
     def by_rank(self) -> Entries:
         """Returns the same with the best first at each position."""
@@ -115,11 +132,9 @@ def _merged(
     targets: np.ndarray,
     logprobs: np.ndarray,
     ranks: np.ndarray,
-    top_ids: np.ndarray | None,
-    top_logprobs: np.ndarray | None,
+    top_ids: np.ndarray,
+    top_logprobs: np.ndarray,
 ) -> Entries:
-    if top_ids is None or top_logprobs is None:
-        return Entries(targets.astype(np.int32), logprobs, ranks, np.ones(len(targets), np.int64))
     is_actual = top_ids == targets[:, None]
     places = np.arange(1, top_ids.shape[1] + 1, dtype=np.int32)
     # Among the likeliest, equal ones have ranks in their order.
@@ -133,24 +148,11 @@ def _merged(
 
 def write_positions(entries: Entries, texts_of: Callable[[np.ndarray], list[str]] | None) -> list[str]:
     """Returns vLLM's object of each position: by id the log-prob, the rank and, with `texts_of`, the token's text."""
-    made: list[str] = []
-    stops = np.cumsum(entries.counts)
-    for first in range(0, len(stops), _POSITIONS):
-        counts = entries.counts[first : first + _POSITIONS]
-        stop = int(stops[min(first + _POSITIONS, len(stops)) - 1])
-        made += _some_positions(entries, slice(stop - int(counts.sum()), stop), counts.tolist(), texts_of)
-    return made
-
-
-def _some_positions(
-    entries: Entries, part: slice, counts: list[int], texts_of: Callable[[np.ndarray], list[str]] | None
-) -> list[str]:
-    ids = entries.ids[part]
-    flat = [""] * (4 * len(ids))
-    flat[0::4], flat[1::4] = number_texts(ids), number_texts(entries.logprobs[part])
-    flat[2::4], flat[3::4] = number_texts(entries.ranks[part]), id_texts(ids, texts_of)
+    flat = [""] * (4 * len(entries.ids))
+    flat[0::4], flat[1::4] = number_texts(entries.ids), number_texts(entries.logprobs)
+    flat[2::4], flat[3::4] = number_texts(entries.ranks), id_texts(entries.ids, texts_of)
     made, start = [], 0
-    for count in counts:
+    for count in entries.counts.tolist():
         made.append(_template(count) % tuple(flat[4 * start : 4 * (start + count)]))
         start += count
     return made

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -13,11 +14,14 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.wire.bodies import JsonList
 from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, Texts, Url, Whole, is_single, to_samples, unsupported
 from guerdon.wire.forms.form import Ids as IdsOrRows
 from guerdon.wire.forms.labels import in_base64
 from guerdon.wire.forms.logprob_texts import (
     LEAST,
+    TEXT_BYTES,
+    TRIPLE_BYTES,
     Count,
     Entries,
     Temperature,
@@ -25,15 +29,13 @@ from guerdon.wire.forms.logprob_texts import (
     check_counts,
     id_texts,
     number_texts,
+    position_slices,
     said_of,
     triples,
     written,
 )
 from guerdon.wire.forms.openai import OpenAIError, new_id, to_error
 from guerdon.wire.forms.sglang import FinishReason
-
-_TRIPLE_BYTES = 30
-"""About what an id and its log-prob take in SGLang's JSON."""
 
 _NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
 _NOT_SERVED = "this server answers with log-probs only"
@@ -126,6 +128,7 @@ class _Asked:
     wants: bool
     has_next: bool
     temperature: float
+    entry_bytes: int
 
     def query(self, num_tokens: int | None) -> LogprobQuery:
         """Returns the query of a sample of so many tokens; None stands for a text, whose tokens are not counted yet."""
@@ -142,7 +145,8 @@ class _Asked:
             given=given if self.start is not None else None,
             temperature=self.temperature,
             with_next=self.has_next,
-            top_bytes=_TRIPLE_BYTES,
+            top_bytes=self.entry_bytes,
+            given_bytes=self.entry_bytes,
         )
 
 
@@ -235,6 +239,7 @@ def _asked(body: SGLangGenerateBody, count: int, single: bool) -> list[_Asked]:
                 wants[i],
                 num_new == 1,
                 params[i].logprobs_temperature or 1.0,
+                TRIPLE_BYTES + TEXT_BYTES * bool(body.return_text_in_logprobs),
             )
         )
     return made
@@ -303,21 +308,13 @@ def _fill(
         if body.return_flat_raw_top_logprobs:
             _fill_flat(meta, ids, values, int(blank), in_binary=bool(body.return_flat_raw_top_logprobs_b64))
         else:
-            meta.input_top_logprobs = written([*nulls, *_rows(ids, values, texts_of)])
+            meta.input_top_logprobs = written(chain(nulls, _rows(ids, values, texts_of)))
     if said.given_logprobs is not None:
         query = one.query(len(tokens))
         assert query.given is not None
         given = np.broadcast_to(query.given, said.given_logprobs.shape)
-        if one.by_position is None:
-            rows = _rows(given, said.given_logprobs, texts_of)
-        else:
-            keep = given >= 0
-            parts, at = triples(given[keep], said.given_logprobs[keep], texts_of), 0
-            rows = []
-            for size in keep.sum(1).tolist():
-                rows.append(_row(parts[at : at + size]))
-                at += size
-        meta.input_token_ids_logprobs = written([*nulls, *rows])
+        rows = _rows(given, said.given_logprobs, texts_of, skips_pads=one.by_position is not None)
+        meta.input_token_ids_logprobs = written(chain(nulls, rows))
 
 
 def _fill_flat(meta: GenerateMeta, ids: np.ndarray, values: np.ndarray, blank: int, *, in_binary: bool) -> None:
@@ -328,15 +325,25 @@ def _fill_flat(meta: GenerateMeta, ids: np.ndarray, values: np.ndarray, blank: i
         meta.input_top_logprobs_idx_flat_b64 = in_base64(ids, "<i4")
         meta.input_top_logprobs_val_flat_b64_dtype, meta.input_top_logprobs_idx_flat_b64_dtype = "float32", "int32"
     else:
-        meta.input_top_logprobs_val_flat = written(number_texts(values))
-        meta.input_top_logprobs_idx_flat = written(number_texts(ids))
+        meta.input_top_logprobs_val_flat = _numbers(values)
+        meta.input_top_logprobs_idx_flat = _numbers(ids)
 
 
-def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any) -> list[str]:
-    """Returns a list of triples for each row of the tables `[n,K]`."""
-    width = ids.shape[1]
-    parts = triples(ids.reshape(-1), values.reshape(-1), texts_of)
-    return [_row(parts[i * width : (i + 1) * width]) for i in range(len(ids))]
+def _numbers(table: np.ndarray) -> JsonList:
+    made = JsonList()
+    for part in position_slices(len(table)):
+        made.extend(number_texts(table[part]))
+    return made
+
+
+def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any, *, skips_pads: bool = False) -> Iterator[str]:
+    """Yields a list of triples for each row of the tables `[n,K]`."""
+    for part in position_slices(len(ids)):
+        keep = ids[part] >= (0 if skips_pads else -1)
+        parts, at = triples(ids[part][keep], values[part][keep], texts_of), 0
+        for size in keep.sum(1).tolist():
+            yield _row(parts[at : at + size])
+            at += size
 
 
 def _row(parts: list[str]) -> str:

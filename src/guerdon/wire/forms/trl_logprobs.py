@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
@@ -14,6 +14,7 @@ from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url
 from guerdon.wire.forms.labels import in_base64
 from guerdon.wire.forms.logprob_texts import (
+    PAIR_BYTES,
     Count,
     Entries,
     Temperature,
@@ -24,9 +25,6 @@ from guerdon.wire.forms.logprob_texts import (
     written,
 )
 from guerdon.wire.forms.openai import to_flat_error
-
-_PAIR_BYTES = 20
-"""About what an id and its log-prob take in JSON."""
 
 Sequences = Annotated[
     list[Annotated[list[TokenId], SOME]], Meta(min_length=1, max_length=SOME.max_length, description="lists of ids")
@@ -48,8 +46,8 @@ class SequenceLogprobsBody(Body, kw_only=True):
 class SequenceLogprobs(msgspec.Struct):
     """Lists by sequence and token, best first; the actual token is the last one if it is none of the likeliest."""
 
-    logprobs: Written
-    logprob_token_ids: Written
+    logprobs: list[Written]
+    logprob_token_ids: list[Written]
 
 
 class BinarySequenceLogprobs(msgspec.Struct):
@@ -83,7 +81,7 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
         top_k=body.top_logprobs,
         temperature=body.logprobs_temperature or 1.0,
         with_ranks=True,
-        top_bytes=_PAIR_BYTES,
+        top_bytes=PAIR_BYTES,
     )
     tokens = [np.array(row, np.int64) for row in body.sequences]
     request = ScoreRequest(tokens=tokens, prompt_lengths=np.array(lengths, np.int64), queries=[query] * count)
@@ -113,14 +111,18 @@ FORMS = {
 
 
 def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int]) -> SequenceLogprobs:
-    values, ids = [], []
+    made = SequenceLogprobs([], [])
     for one, row, length in zip(said, tokens, lengths, strict=True):
-        entries = Entries.of(one, row[max(1, length) :]).by_rank()
         # Nothing predicts the first token.
         blank = ["[]"] * (length == 0)
-        values.append([*blank, *_lists(number_texts(entries.logprobs), entries.counts)])
-        ids.append([*blank, *_lists(number_texts(entries.ids), entries.counts)])
-    return SequenceLogprobs(_nested(values), _nested(ids))
+        values, ids = written(blank), written(blank)
+        for part in Entries.of(one, row[max(1, length) :]):
+            entries = part.by_rank()
+            values.extend(_lists(number_texts(entries.logprobs), entries.counts))
+            ids.extend(_lists(number_texts(entries.ids), entries.counts))
+        made.logprobs.append(values)
+        made.logprob_token_ids.append(ids)
+    return made
 
 
 def _in_binary(
@@ -148,7 +150,3 @@ def _in_binary(
 def _lists(texts: list[str], counts: np.ndarray) -> list[str]:
     stops = np.cumsum(counts).tolist()
     return [f"[{','.join(texts[stop - size : stop])}]" for size, stop in zip(counts.tolist(), stops, strict=True)]
-
-
-def _nested(rows: list[list[str]]) -> Raw:
-    return written([f"[{','.join(row)}]" for row in rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,8 +27,10 @@ from guerdon.wire.forms.form import (
     unsupported,
 )
 from guerdon.wire.forms.logprob_texts import (
-    JSON_BYTES,
     LEAST,
+    OBJECT_BYTES,
+    PAIR_BYTES,
+    TEXT_BYTES,
     Count,
     Entries,
     Temperature,
@@ -292,7 +295,7 @@ def _query(
         temperature=temperature or 1.0,
         with_ranks=prompt_logprobs is not None or echoes,
         with_next=with_next,
-        top_bytes=JSON_BYTES,
+        top_bytes=8 + OBJECT_BYTES * (prompt_logprobs is not None) + (PAIR_BYTES + TEXT_BYTES) * echoes,
     )
 
 
@@ -331,8 +334,10 @@ def _first(said: TokenLogprobs, count: int) -> TokenLogprobs:
 def _prompt_logprobs(count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None) -> Any:
     if count is None:
         return None
-    entries = Entries.of(_first(said, count), tokens[1:])
-    return written(["null", *write_positions(entries, None if text is None else text.texts_of)])
+    made, texts_of = written(["null"]), None if text is None else text.texts_of
+    for entries in Entries.of(_first(said, count), tokens[1:]):
+        made.extend(write_positions(entries, texts_of))
+    return made
 
 
 def _logprobs(
@@ -340,13 +345,14 @@ def _logprobs(
 ) -> CompletionLogprobs:
     """Returns OpenAI's lists: of the prompt's tokens if they are echoed, and of the next one if there is one."""
     count = body.logprobs or 0
-    parts = [Entries.of(_first(said, count), tokens[1:])] if body.echo else []
-    parts += [Entries.after(said, count)] if said.next_ids is not None else []
+    echoed = Entries.of(_first(said, count), tokens[1:]) if body.echo else ()
+    new = [Entries.after(said, count)] if said.next_ids is not None else []
     texts_of = None if text is None or body.return_tokens_as_token_ids else text.texts_of
     first = _token_texts(tokens[:1], texts_of) if body.echo else []
-    words, values, tops = list(first), ["null"] * len(first), ["null"] * len(first)
-    for part in parts:
+    words, values, all_tops = list(first), ["null"] * len(first), written(["null"] * len(first))
+    for part in itertools.chain(echoed, new):
         names, numbers, start = _token_texts(part.ids, texts_of), number_texts(part.logprobs), 0
+        tops = []
         for size in part.counts.tolist():
             words.append(names[start])
             values.append(numbers[start])
@@ -356,10 +362,11 @@ def _logprobs(
                 row.setdefault(name, number)
             tops.append("{" + ",".join(map("%s:%s".__mod__, row.items())) + "}")
             start += size
+        all_tops.extend(tops)
     lengths = [len(msgspec.json.decode(word)) for word in words]
     offsets = np.cumsum([0, *lengths])[:-1].tolist()
     return CompletionLogprobs(
-        text_offset=offsets, token_logprobs=written(values), tokens=written(words), top_logprobs=written(tops)
+        text_offset=offsets, token_logprobs=written(values), tokens=written(words), top_logprobs=all_tops
     )
 
 
