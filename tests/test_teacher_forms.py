@@ -229,7 +229,7 @@ def test_trls_own_client_reads_it(
 ) -> None:
     monkeypatch.setattr(trl_client, "is_vllm_available", lambda: True)  # it is only asked for, and not used
     client = trl_client.VLLMClient(base_url=server.http_url)
-    client.model = "teacher"  # the first of `/v1/models` is the reward model
+    assert client.model == "teacher", "the first of `/v1/models`, though a reward model is the first in the file"
     lengths = [len(row) // 2 for row in ROWS]
     got = client.get_sequence_logprobs(ROWS, lengths, chunk_size=2)
     for i, (row, table, length) in enumerate(zip(ROWS, tables, lengths, strict=True)):

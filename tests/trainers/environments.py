@@ -43,6 +43,7 @@ ENVIRONMENTS = {
         ["ray", "aiohttp", "einops", "jsonlines"],
         [f"openrlhf=={version}" for version in ("0.5.0", "0.5.9", "0.6.4", "0.8.2", "0.8.11", "0.9.0")],
     ),
+    "trl": Environment(older=[f"trl=={version}" for version in ("1.1.0", "1.10.0")]),
     "verl": Environment(
         ["verl==0.9.1", "tensordict==0.10.0", "pyvers<0.2"],
         ["ray", "cloudpickle", "codetiming", "hydra-core"],

@@ -20,9 +20,10 @@ import yaml
 
 import served
 import zoo
-from guerdon import CriticClient, RewardClient
+from guerdon import CriticClient, RewardClient, TeacherClient
 from guerdon.messages import answered
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ServerConfig, TeacherConfig
 from processes import environment
 from trainers import environments
 
@@ -212,6 +213,26 @@ def test_nemo_rl(server: RunningServer, sums: RunningServer, expected: np.ndarra
     assert told["metrics"]["guerdon/mean_reward"] == pytest.approx(expected.mean())
     told = drive("nemo_rl", "drive_nemo_rl.py", checkout, sums.http_url, "SAMPLES", "total", tmp=tmp_path)
     assert_same(told["rewards"], rewards_of(sums, "total", SAMPLES))
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.10.0"])
+def test_older_trls_ask_a_teacher(tmp_path: Path, version: str) -> None:
+    zoo.language_model("llama", tmp_path / "teacher")
+    (tmp_path / "rows.json").write_text(json.dumps([[row, 2] for row in ROWS]))
+    config = ServerConfig(port=0, grpc_port=None, models=[TeacherConfig(model=str(tmp_path / "teacher"))])
+    with served.running(config) as running, TeacherClient(running.http_url) as client:
+        folder, rows = str(environments.older_of("trl", version)), str(tmp_path / "rows.json")
+        told = drive("trl", "drive_trl_older.py", folder, running.http_url, rows, tmp=tmp_path)
+        expected = client.top(5, tokens=ROWS, prompt_lengths=[2] * len(ROWS))
+    assert expected.logprobs and expected.top_ids and expected.top_logprobs
+    for i, row in enumerate(ROWS):
+        arrays, lists = ({name: values[i] for name, values in told[form].items()} for form in ("binary", "lists"))
+        np.testing.assert_allclose(arrays["logprobs"], expected.top_logprobs[i], rtol=1e-6)
+        assert np.array_equal(arrays["logprob_token_ids"], expected.top_ids[i])
+        np.testing.assert_allclose(np.array(arrays["actual_logprobs"])[:, 0], expected.logprobs[i], rtol=1e-6)
+        for j, (ids, values) in enumerate(zip(lists["logprob_token_ids"], lists["logprobs"], strict=True)):
+            assert ids[:5] == arrays["logprob_token_ids"][j] and row[2 + j] in ids
+            np.testing.assert_allclose(values[:5], expected.top_logprobs[i][j], rtol=1e-6)
 
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]

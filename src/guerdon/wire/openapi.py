@@ -41,7 +41,7 @@ _USUAL = (400, 401, 403, 404, 405, 413, 431, 500, 501, 503, 504)
 
 _ADMIN = "needs a key of the role admin"
 _ABOUT = """Reward models and critics over KServe v2, the open inference protocol, and in the forms of other servers.
-If the server has keys, every path but `/v2/health/live`, `/v2/health/ready` and `/health` needs one."""
+If the server has keys, every path but `/v2/health/live`, `/v2/health/ready`, `/health` and `/health/` needs one."""
 
 _TEXT: Schema = {"type": "string"}
 _BYTES: Schema = {"type": "string", "format": "binary"}
@@ -117,6 +117,7 @@ def _kserve(names: list[str]) -> dict[str, Any]:
         "/v2/health/live": _path(_READ, "Whether the server is alive", live, is_open=True),
         "/v2/health/ready": _path(_READ, "Whether all models are ready", ready, is_open=True),
         "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
+        "/health/": _path(_READ, "The same, as TRL before 1.11 asks", health, is_open=True),
     }
     head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
     head |= _described("the client has it already", 304)

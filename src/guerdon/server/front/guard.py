@@ -14,7 +14,7 @@ from guerdon.server.front.http_request import HttpRequest
 from guerdon.settings.access import is_loopback
 from guerdon.settings.config import ServerConfig
 
-OPEN = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+OPEN = frozenset({"/health", "/health/", "/v2/health/live", "/v2/health/ready"})
 """The paths that need no key: probes ask them, and they reveal nothing of the models."""
 
 _PYTRITONS = PYTRITONS_HEADER.encode()

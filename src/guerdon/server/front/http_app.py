@@ -202,6 +202,7 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/openapi.json", GET, handlers.openapi),
         Route("/metrics", GET, handlers.metrics),
         Route("/health", GET, handlers.health),
+        Route("/health/", GET, handlers.health),  # TRL before 1.11 waits for this one
         Route("/v1/models", GET, handlers.models),
         Route("/v1/models/{name:path}", GET, handlers.one_model),
     ]

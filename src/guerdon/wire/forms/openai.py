@@ -103,8 +103,12 @@ def to_flat_error(error: GuerdonError) -> tuple[int, FlatError]:
 
 
 def list_models(infos: Iterable[ModelInfo], created: int) -> OpenAIModels:
-    """Returns the body of `/v1/models`, in the order given; `created` is in seconds of the epoch."""
-    return OpenAIModels([describe_model(info, created) for info in infos])
+    """Returns the body of `/v1/models`; `created` is in seconds of the epoch.
+
+    Teachers come first, because TRL asks the first model for log-probs. Otherwise the order is the given one.
+    """
+    in_order = sorted(infos, key=lambda info: "logprobs" not in info.outputs)
+    return OpenAIModels([describe_model(info, created) for info in in_order])
 
 
 def describe_model(info: ModelInfo, created: int) -> OpenAIModel:
