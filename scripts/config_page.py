@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import generated
 from generated import ROOT
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
@@ -41,7 +41,7 @@ startup; an empty default means no value. A boolean flag stands alone or with a 
 | [Teachers](#teachers) | items of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher MODEL` |
 | [Sums of rewards](#sums-of-rewards) | each item of `rewards:` in that file; see [rewards.md](rewards.md) |
 | [The critic](#the-critic) | `critic:` in that file, or flags of `guerdon serve-critic MODEL` |
-| [The actors](#the-actors) | sections of the file of `guerdon reinforce` and `guerdon ppo`, or flags with their paths |
+| [The actors](#the-actors) | sections of the file of `guerdon reinforce`, `ppo`, `distill`, or flags with their paths |
 """
 
 SERVER = """
@@ -149,8 +149,10 @@ def without_flags(cls: type, *names: str) -> Iterator[str]:
 
 
 def actors() -> Iterator[str]:
-    """Yields a heading and a table for each section of the two actors' settings."""
-    commands = {ReinforceRunConfig: "guerdon reinforce", PPORunConfig: "guerdon ppo"}
+    """Yields a heading and a table for each section of the actors' settings."""
+    commands = {
+        ReinforceRunConfig: "guerdon reinforce", PPORunConfig: "guerdon ppo", DistillRunConfig: "guerdon distill",
+    }  # fmt: skip
     seen: dict[str, tuple[str, type, list[str]]] = {}
     for cls, command in commands.items():
         for field in dataclasses.fields(cls):
@@ -158,7 +160,7 @@ def actors() -> Iterator[str]:
             seen.setdefault(field.name, (field.metadata["help"], hint, []))[2].append(f"`{command}`")
     for name, (help_text, cls, where) in seen.items():
         yield f"\n### `{name}`"
-        yield f"\n{' and '.join(where)}. {help_text}"
+        yield f"\n{', '.join(where)}. {help_text}"
         yield from table([row(*found) for found in nested_fields(cls, f"{name}.")])
 
 

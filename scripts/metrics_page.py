@@ -17,7 +17,7 @@ HEAD = """\
 <!-- Made by scripts/metrics_page.py from the tables in the code. Change those, and run it again. -->
 
 [A server's](#a-servers-metrics) stand under `GET /metrics` in Prometheus' text format; [a run's](#a-runs-metrics), of
-`guerdon reinforce` and `guerdon ppo`, are logged once a step.
+`guerdon reinforce`, `guerdon ppo` and `guerdon distill`, are logged once a step.
 
 ## A server's metrics
 
@@ -76,11 +76,14 @@ operations wait as requests to the model whose turns they take.
 RUN = """
 ## A run's metrics
 
-Every number that `guerdon reinforce` and `guerdon ppo` log, by its name in `metrics.jsonl`; TensorBoard has them under
-`section/name`, Weights & Biases and MLflow under the name. `metrics.jsonl` has one line a step, with the `step`, the
-`time` in seconds since 1970, and those of the metrics that the step has; a number that is not finite is `null`. The
-line of step 0 is the validation before the first step. Lengths and `ended` are those of all responses; the other means
-leave those out that failed.
+Every number that `guerdon reinforce`, `guerdon ppo` and `guerdon distill` log, by its name in `metrics.jsonl`;
+TensorBoard has them under `section/name`, Weights & Biases and MLflow under the name. `metrics.jsonl` has one line a
+step, with the `step`, the `time` in seconds since 1970, and those of the metrics that the step has; a number that is
+not finite is `null`. The line of step 0 is the validation before the first step. Lengths and `ended` are those of all
+responses; the other means leave those out that failed.
+
+With `guerdon distill` a response's reward is minus its reverse KL to the teacher: the sum over its tokens of the
+teacher's log-prob less that at which the token was sampled.
 
 | where in the output folder | what |
 | --- | --- |

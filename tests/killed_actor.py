@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 
-from actor.runs import without_curves
+from actor.runs import loop_of, without_curves
 from guerdon import assembly
-from guerdon.actor import ppo, reinforce, run_checkpoints
+from guerdon.actor import run_checkpoints
 from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.trackers import Trackers
 from guerdon.actor.training_run import Run
 from guerdon.client import CriticClient
 from guerdon.server import runtime
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import ActorConfig
 from guerdon.settings.config import ServerConfig
 from guerdon.training.optimiser import Optimiser
 from guerdon.training.policy_trainer import PolicyTrainer
@@ -39,17 +39,16 @@ POINTS_WITH_CRITIC: Points = POINTS | {
 }
 
 
-def train(config: ReinforceRunConfig | PPORunConfig, point: str | None, nth: int) -> None:
+def train(config: ActorConfig, point: str | None, nth: int) -> None:
     """Trains, or until the n-th call of what `point` names, and exits with the run's status."""
     torch.set_num_threads(1)
     without_curves(pytest.MonkeyPatch())
     kill_at(POINTS_WITH_CRITIC, point, nth)
-    summary = reinforce.train(config) if isinstance(config, ReinforceRunConfig) else ppo.train(config)
-    sys.exit(summary.exit_status)
+    sys.exit(loop_of(config)(config).exit_status)
 
 
 def serve(config: ServerConfig, point: str | None, nth: int) -> None:
-    """Serves reward models until it is stopped."""
+    """Serves reward models and teachers until it is stopped."""
     torch.set_num_threads(1)
     kill_at({}, point, nth)
     runtime.run(assembly.build_service(config), config)

@@ -389,14 +389,16 @@ def test_a_boolean_flag_takes_no_other_value(run_yaml: str, capsys: pytest.Captu
     [
         ("reinforce", "rewards come from http://10.0.0.1:1234; results go to out/run"),
         ("ppo", "values and rewards come from http://localhost:5556; results go to out/run"),
+        ("distill", "the teacher's log-probs come from http://10.0.0.1:9; results go to out/run"),
     ],
 )
 def test_an_actor_says_what_it_loads_before_torch_is_imported(
     command: str, says: str, run_yaml: str, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")  # -m finds it first
-    text = Path(run_yaml).read_text()
-    Path(run_yaml).write_text(text if command == "reinforce" else text.partition("remote_rm")[0])
+    others = {"ppo": "", "distill": "teacher: {url: 'http://10.0.0.1:9'}\n"}
+    if command in others:
+        Path(run_yaml).write_text(Path(run_yaml).read_text().partition("remote_rm")[0] + others[command])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 40)
     (tmp_path / "p").mkdir()
     argv = [sys.executable, "-m", "guerdon", command, run_yaml]
@@ -472,6 +474,11 @@ def test_settings_of_an_actor_that_cannot_be(
             ["'ftp://x:1' is malformed", "help: correct "],
         ),
         ("ppo", "remote_critic_rm: {critic: {url: 'ftp://x:1'}}", ["'ftp://x:1' is malformed", "help: correct "]),
+        ("distill", "teacher: {url: 'ftp://x:1'}", ["'ftp://x:1' is malformed", "help: correct teacher.url"]),
+        ("distill", "run: {steps: 3}", ["teacher.url is not given", "help: give the URL"]),
+        ("distill", "reference: {url: 'http://x:1'}", ["unknown setting reference"]),
+        ("distill", "distill: {kl_coefficient: 0.1}", ["unknown setting distill.kl_coefficient"]),
+        ("distill", "teacher: {url: 'http://x:1'}\ndistill: {clip_low: 0}", ["distill.clip_low is 0"]),
     ],
 )
 def test_mistakes_in_an_actors_file(

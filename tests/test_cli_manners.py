@@ -27,7 +27,8 @@ from processes import environment
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
-    "serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "bench", "doctor", "convert", "completion",
+    "serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "distill", "bench", "doctor", "convert",
+    "completion",
 ]  # fmt: skip
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 
@@ -75,7 +76,9 @@ def shown_flags(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w.-]+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("command", ["serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "bench"])
+@pytest.mark.parametrize(
+    "command", ["serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "distill", "bench"]
+)
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]
     first, everything = shown_flags(parser.format_help()), shown_flags(parser.format_all_help())

@@ -19,7 +19,7 @@ import yaml
 from guerdon import cli
 from guerdon.adapters import trl, trlx, verl
 from guerdon.server.metrics import COLLECTED, TABLE
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig, EngineConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
 
@@ -90,7 +90,7 @@ def settings() -> dict[str, type]:
             if dataclasses.is_dataclass(hint):
                 yield from within(typing.cast(type, hint), f"{prefix}{name}.")
 
-    return {path: cls for cls in (PPORunConfig, ReinforceRunConfig) for path in within(cls, "")}
+    return {path: cls for cls in (PPORunConfig, ReinforceRunConfig, DistillRunConfig) for path in within(cls, "")}
 
 
 @pytest.mark.parametrize("page", TRAINERS, ids=lambda page: page.name)
@@ -135,7 +135,8 @@ def test_flags_and_metrics_exist(page: Path) -> None:
 def test_settings_and_names_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for path in re.findall(
-        r"`((?:policy|data|rollouts|run|reinforce|ppo|remote_rm|remote_critic_rm|parallel)\.[a-z_.]+)", text
+        r"`((?:policy|data|rollouts|run|reinforce|ppo|distill|reference|teacher|remote_rm|remote_critic_rm|parallel)\.[a-z_.]+)",
+        text,
     ):
         assert path in settings() or path.endswith((".yaml", ".py")), path
     for name in re.findall(r"`(guerdon\.(?:[A-Z]\w*|(?:adapters|deploy|client|actor)[\w.]*\w))", text):
@@ -180,6 +181,7 @@ def test_files_of_settings_are_taken(page: Path) -> None:
     ):
         given = yaml.safe_load(block)
         if "policy" in given:
-            from_mapping(PPORunConfig if "remote_critic_rm" in given else ReinforceRunConfig, given)
+            kinds = {"remote_critic_rm": PPORunConfig, "teacher": DistillRunConfig}
+            from_mapping(next((kinds[name] for name in given if name in kinds), ReinforceRunConfig), given)
         else:
             from_mapping(ServerConfig, given)

@@ -18,22 +18,20 @@ import pytest
 import torch
 from torch import distributed
 
-from actor.runs import without_curves
-from guerdon.actor import launch, policy_group, ppo, reinforce
+from actor.runs import loop_of, without_curves
+from guerdon.actor import launch, policy_group
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.training_run import Run
 from guerdon.errors import GuerdonError
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import ActorConfig
 from launched import forked
-
-Config = ReinforceRunConfig | PPORunConfig
 
 
 @dataclass(frozen=True)
 class Job:
     """A run, and the name in `policy_group` that fails on rank 1 alone."""
 
-    config: Config
+    config: ActorConfig
     broken: str = ""
 
 
@@ -54,7 +52,7 @@ class Done:
         return {(step, r.group, r.index): r.reward for step, made in self.steps.items() for r in made}
 
 
-def alone(config: Config) -> Done:
+def alone(config: ActorConfig) -> Done:
     """The run in this process."""
     done = Done()
     original = Run.finish
@@ -65,8 +63,7 @@ def alone(config: Config) -> Done:
 
     Run.finish = finish  # type: ignore[method-assign]
     try:
-        train: Any = reinforce.train if isinstance(config, ReinforceRunConfig) else ppo.train
-        done.status = launch.run(config, train)
+        done.status = launch.run(config, loop_of(config))
     except GuerdonError as e:
         done.error = e
     finally:

@@ -1,4 +1,4 @@
-"""What runs of REINFORCE and PPO in tests share: a tiny policy, its prompts, and quick settings."""
+"""What runs of actors in tests share: a tiny policy, its prompts, and quick settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
-from guerdon.settings.actors import DataConfig, PolicyConfig, RolloutConfig, RunConfig
+from guerdon.actor import distill, ppo, reinforce
+from guerdon.settings.actors import ActorConfig, DataConfig, PolicyConfig, RolloutConfig, RunConfig, get_algorithm
 
 WORDS = ("the", "inn", "on", "a", "her", "thin", "tea", "rest")
 
@@ -23,6 +24,11 @@ def tiny_policy(folder: Path) -> Path:
     rows = [{"prompt": " ".join(WORDS[(i + j * j) % 8] for j in range(2 + i % 5)) + f" {i}"} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def loop_of(config: ActorConfig) -> Any:
+    """The function that trains with these settings."""
+    return {"reinforce": reinforce.train, "ppo": ppo.train, "distill": distill.train}[get_algorithm(config)[0]]
 
 
 def parts(folder: Path, out: Path, *, steps: int, rollouts: dict[str, Any] | None = None, **policy: Any) -> Any:

@@ -16,18 +16,18 @@ from actor.rollouts import rollout
 from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from actor.test_other_tokenizers import edited, swap_words
 from guerdon.actor import ppo, reinforce
-from guerdon.actor.remote_reference import RemoteReference
+from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.errors import CheckpointError, ConfigError, StartError
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (
     CriticServer,
     PPORunConfig,
-    ReferenceConfig,
     ReinforceConfig,
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
     RewardModelServer,
+    TeacherServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
 from guerdon.training.policy_trainer import PolicyTrainer
@@ -63,8 +63,8 @@ def config_of(folder: Path, server: RunningServer, out: Path, reference: str | N
     )
 
 
-def _reference(server: RunningServer, name: str | None) -> ReferenceConfig:
-    return ReferenceConfig() if name is None else ReferenceConfig(server.http_url, name, timeout_s=30.0)
+def _reference(server: RunningServer, name: str | None) -> TeacherServer:
+    return TeacherServer() if name is None else TeacherServer(server.http_url, name, timeout_s=30.0)
 
 
 def test_a_run_with_a_served_reference_is_a_run_with_its_own(
@@ -91,7 +91,7 @@ def test_another_model_may_be_the_reference(folder: Path, server: RunningServer,
     config.run.steps = 1
     reinforce.train(config)
     assert abs(metrics_of(tmp_path)[0]["kl"]) > 0.01
-    config.reference = ReferenceConfig()
+    config.reference = TeacherServer()
     config.run.steps = 2
     with pytest.raises(CheckpointError, match=r"made with reference\.name 'other'; now it is None"):
         reinforce.train(config)
@@ -120,7 +120,7 @@ def test_ppo_takes_it_as_well(folder: Path, server: RunningServer, tmp_path: Pat
 def test_each_rollout_gets_its_own_logprobs_or_its_own_error(folder: Path, server: RunningServer) -> None:
     group = [rollout([5, 6], response, index=i, reward=1.0) for i, response in enumerate(([7], [zoo.VOCAB_SIZE, 8]))]
     more = [rollout([9], [10, 11, 12], group=1, reward=1.0)]
-    with RemoteReference(_reference(server, "initial"), 0.5) as reference:
+    with RemoteTeacher(_reference(server, "initial"), 0.5, "reference") as reference:
         reference.submit(group)
         reference.submit(more)
         reference.collect()
@@ -133,7 +133,7 @@ def test_each_rollout_gets_its_own_logprobs_or_its_own_error(folder: Path, serve
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another tokenizer": ({"name": "strange"}, ConfigError, "the reference's tokenizer differs from the policy's"),
-    "a reward model": ({"name": "even"}, ConfigError, "reference 'even' at .* is no teacher: it gives rewards"),
+    "a reward model": ({"name": "even"}, ConfigError, "reference 'even' at .* gives no log-probs, only rewards"),
     "an unknown name": ({"name": "nobody"}, StartError, "reference 'nobody' at .* is not ready: .*unknown model"),
     "a key in its URL": ({"url": "http://x:KEY@a:1"}, ConfigError, "reference.url has a key in http://a:1"),
     "a malformed URL": ({"url": "ftp://a"}, ConfigError, "server URL 'ftp://a' is malformed"),

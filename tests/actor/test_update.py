@@ -45,7 +45,7 @@ def loss_of(experience: Experience, config: AlgorithmConfig, batch: list[int], *
     members = np.array(batch)
     aggregation = Aggregation(config.loss_aggregation, GlobalCounts.of(experience.mask[batch]), 8)
     advantages = torch.tensor(ADVANTAGES)[:, None] * experience.mask
-    settings = {"weights": None, "is_on_policy": False, "kl_in_loss": False, **more}
+    settings = {"weights": None, "is_on_policy": False, "kl_coefficient": 0.0, **more}
     return PolicyLoss.of(experience, advantages, batch=members, aggregation=aggregation, config=config, **settings)
 
 
@@ -55,12 +55,11 @@ def test_micro_batches_of_any_width_and_order_add_up(aggregation: str, on_policy
     config = AlgorithmConfig(
         loss_aggregation=aggregation,  # type: ignore[arg-type]
         entropy_coefficient=0.1,
-        kl_coefficient=0.2,
         kl_estimator="k3",
     )
     experience = experience_of()
     batch = [0, 2, 3, 4]
-    more = {"weights": experience.mask * 0.5, "is_on_policy": on_policy, "kl_in_loss": True}
+    more = {"weights": experience.mask * 0.5, "is_on_policy": on_policy, "kl_coefficient": 0.2}
     loss = loss_of(experience, config, batch, **more)
 
     def run(*parts: list[int]) -> tuple[Tensor, Tensor, PolicyLossStats]:

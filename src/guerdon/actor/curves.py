@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PANELS: tuple[tuple[str, str, str], ...] = (  # metric, title, unit of its axis
     ("reward", "Reward", "mean of a step"),
-    ("kl", "KL to the reference", "nats a response"),
+    ("kl", "KL to reference or teacher", "nats a response"),
     ("entropy", "Entropy of the policy", "nats a token"),
     ("response_length", "Length of a response", "tokens"),
     ("loss", "Loss of the policy", ""),

@@ -80,7 +80,7 @@ class Experience:
         return penalised_rewards(self.rewards, kl_per_sequence(self.kl, self.mask, reduction), beta)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the KL to the reference and the entropy."""
+        """Returns the KL to the reference or the teacher, and the entropy."""
         return {
             "kl": kl_per_sequence(self.kl, self.mask).mean().item(),
             "kl_per_token": Moments.of(self.kl, self.mask).mean,
@@ -88,13 +88,18 @@ class Experience:
         }
 
 
-def with_rewards(rollouts: Sequence[Rollout], max_failed_fraction: float, step: int) -> list[Rollout]:
-    """Returns the rollouts that have a reward, sorted by group and index; raises RewardsFailed if too many failed."""
+def with_rewards(
+    rollouts: Sequence[Rollout], max_failed_fraction: float, step: int, origin: str = "reward model"
+) -> list[Rollout]:
+    """Returns the rollouts that have a reward, sorted by group and index; raises RewardsFailed if too many failed.
+
+    The error names `origin`, what the rewards come from.
+    """
     failed = [rollout for rollout in rollouts if rollout.reward is None]
     if len(failed) > max_failed_fraction * len(rollouts) or len(failed) == len(rollouts):
         raise RewardsFailed(
             f"{len(failed)} of the {len(rollouts)} responses of step {step} got no reward, and max_failed_fraction is "
-            f"{max_failed_fraction:g}; the first error: {failed[0].error}; see the log of the reward model's server, "
+            f"{max_failed_fraction:g}; the first error: {failed[0].error}; see the log of the {origin}'s server, "
             "or raise max_failed_fraction; the same command resumes from the last checkpoint"
         )
     kept = [rollout for rollout in rollouts if rollout.reward is not None]

@@ -31,9 +31,9 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import Ranks, start
 from guerdon.distributed.stopping import asking
 from guerdon.errors import RanksLost
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
+from guerdon.settings.actors import ActorConfig
 
-Config = TypeVar("Config", ReinforceRunConfig, PPORunConfig)
+Config = TypeVar("Config", bound=ActorConfig)
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,8 @@ def train(config: ReinforceRunConfig, policy: PolicyGroup | None = None) -> RunS
                 advantages, running = reinforce_advantages(experience, algorithm, running)
                 run.memory["running_mean"] = [running.sum_rewards, running.num_rewards]
 
-                update(run.policy, experience, advantages, algorithm, sampling, metrics, kl_in_loss=not in_reward)
+                beta = 0.0 if in_reward else algorithm.kl_coefficient
+                update(run.policy, experience, advantages, algorithm, sampling, metrics, kl_coefficient=beta)
                 run.finish(step, metrics, rollouts)
     return run.summary()
 

@@ -43,9 +43,10 @@ from guerdon.durable import (
 )
 from guerdon.errors import CheckpointError, ConfigError, GuerdonError, StorageFailed
 from guerdon.settings.actors import (
-    PPORunConfig,
-    ReinforceRunConfig,
+    ActorConfig,
+    DistillRunConfig,
     RemoteCriticConfig,
+    RewardedRunConfig,
     get_algorithm,
     get_remote,
     resolve_schedule,
@@ -67,7 +68,7 @@ _NOT_DECISIVE = {
     "policy.model", "policy.revision", "policy.dtype",  # their weights and dtype are decisive instead
     "policy.device", "policy.max_batch_tokens", "policy.max_length", "policy.require_packed",
     "policy.activation_checkpointing", "policy.offload_optimizer", "rollouts.max_batch_rollouts",
-    "reinforce.max_failed_fraction", "ppo.max_failed_fraction",
+    "reinforce.max_failed_fraction", "ppo.max_failed_fraction", "distill.max_failed_fraction",
 }  # fmt: skip
 
 WaitForSave = Callable[[Future[CheckpointInfo | None]], CheckpointInfo | None]
@@ -213,21 +214,26 @@ def _set_aside(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------- decisive settings
 
 
-def decisive_settings(config: ReinforceRunConfig | PPORunConfig) -> dict[str, Any]:
+def decisive_settings(config: ActorConfig) -> dict[str, Any]:
     """Returns the settings, by path, that decide a run's result, and so must not change at a resume."""
     algorithm = get_algorithm(config)[0]
-    where, remote = get_remote(config)
     found: dict[str, Any] = {
         "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
-        f"{where}.send": remote.send,
-        f"{where}.suffix": remote.suffix,
-        f"{where}.reward_model.name": remote.reward_model.name,
-        "reference.name": None if config.reference.url is None else config.reference.name,
         _COMMAND: f"guerdon {algorithm}",
     }
-    if isinstance(remote, RemoteCriticConfig):
-        found[f"{where}.combine_rm_and_critic_server"] = remote.combine_rm_and_critic_server
+    if isinstance(config, RewardedRunConfig):
+        where, remote = get_remote(config)
+        found |= {
+            f"{where}.send": remote.send,
+            f"{where}.suffix": remote.suffix,
+            f"{where}.reward_model.name": remote.reward_model.name,
+            "reference.name": None if config.reference.url is None else config.reference.name,
+        }
+        if isinstance(remote, RemoteCriticConfig):
+            found[f"{where}.combine_rm_and_critic_server"] = remote.combine_rm_and_critic_server
+    elif isinstance(config, DistillRunConfig):
+        found["teacher.name"] = config.teacher.name
     for section in ("policy", "rollouts", algorithm):
         found |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
     found["policy.total_steps"] = resolve_schedule(config).total_steps

@@ -17,7 +17,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "reward_max": ("reward", "their maximum"),
     "reward_penalised": ("reward", "their mean with the KL penalty; only if the penalty is in the reward"),
     "failed": ("reward", "responses that got no reward and were dropped"),
-    "kl": ("kl", "KL to the reference, as `kl_estimator` estimates it: summed over a response, mean over responses"),
+    "kl": (
+        "kl",
+        "KL to the reference or teacher, as `kl_estimator` estimates it: summed over a response, mean over responses",
+    ),
     "kl_per_token": ("kl", "the same estimate, mean over tokens"),
     "entropy": ("policy", "mean entropy of the policy at the responses' tokens, in nats, before the update"),
     "response_length": ("response", "mean length of a response in tokens, its EOS included"),
@@ -59,7 +62,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "seconds_reward_wait": ("time", "seconds of waiting for rewards after that"),
     "seconds_values": ("time", "seconds of waiting for values after that"),
     "seconds_logprobs": ("time", "seconds of the policy's log-probs before the update"),
-    "seconds_reference": ("time", "seconds of the reference's log-probs"),
+    "seconds_reference": (
+        "time",
+        "seconds of the reference's or the teacher's log-probs; of waiting if a server gives them",
+    ),
     "seconds_update": ("time", "seconds of the policy's update"),
     "seconds_critic_wait": ("time", "seconds of waiting for the critic's training after that"),
     "seconds_validation": ("time", "seconds of the step's validation"),

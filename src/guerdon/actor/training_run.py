@@ -23,7 +23,7 @@ from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
 from guerdon.actor.remote_critic import RemoteCritic
-from guerdon.actor.remote_reference import RemoteReference
+from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_checkpoints import (
     CheckpointSaver,
@@ -40,7 +40,7 @@ from guerdon.actor.run_checkpoints import (
 from guerdon.actor.run_metrics import METRICS, rollout_metrics, timed
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, get_remote, resolve_schedule
+from guerdon.settings.actors import ActorConfig, RewardedRunConfig, get_remote, resolve_schedule
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class Run:
 
     def __init__(
         self,
-        config: ReinforceRunConfig | PPORunConfig,
+        config: ActorConfig,
         *,
         score: Score,
         critic: RemoteCritic | None = None,
@@ -156,11 +156,12 @@ class Run:
         self._generation_s, self._loading_s = 0.0, time.monotonic() - started
         self._open_logs(exits)
 
-    def _open_reference(self, exits: ExitStack) -> RemoteReference | None:
+    def _open_reference(self, exits: ExitStack) -> RemoteTeacher | None:
         """Waits for the reference's server, if the settings name one."""
-        if self.config.reference.url is None:
+        config = self.config
+        if not isinstance(config, RewardedRunConfig) or config.reference.url is None:
             return None
-        reference = exits.enter_context(RemoteReference(self.config.reference, self.config.rollouts.temperature))
+        reference = exits.enter_context(RemoteTeacher(config.reference, config.rollouts.temperature, "reference"))
         reference.wait_ready(self._preemption.seconds_left())
         return reference
 
@@ -185,7 +186,7 @@ class Run:
             config.rollouts,
             run.seed,
             self._preemption,
-            keeps_reference=self._reference is None,
+            keeps_reference=isinstance(config, RewardedRunConfig) and self._reference is None,
         )
         loaded = self.policy.trainer.loaded
         self.data = Prompts(
@@ -196,8 +197,10 @@ class Run:
             seed=run.seed,
             output_dir=self._folder,
         )
-        check_sendable(self.data, *get_remote(config), config.rollouts.max_new_tokens)
-        ending = sent_ending(self.data.ending, get_remote(config)[1])
+        ending = ""
+        if isinstance(config, RewardedRunConfig):
+            check_sendable(self.data, *get_remote(config), config.rollouts.max_new_tokens)
+            ending = sent_ending(self.data.ending, get_remote(config)[1])
         self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
         if found is not None:
             check_settings_unchanged(found.state.with_current_base(loaded.info), self._decisive, found.folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 from guerdon.actor.experience import Experience
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.run_metrics import timed
-from guerdon.settings.actors import AlgorithmConfig, RolloutConfig
+from guerdon.settings.actors import LossConfig, RolloutConfig
 from guerdon.training.algorithms.kl import kl_per_token
 from guerdon.training.algorithms.losses import (
     Aggregation,
@@ -32,15 +32,15 @@ def update(
     policy: PolicyGroup | PolicyTrainer,
     experience: Experience,
     advantages: Tensor,
-    config: AlgorithmConfig,
+    config: LossConfig,
     sampling: RolloutConfig,
     metrics: dict[str, float],
     *,
-    kl_in_loss: bool = False,
+    kl_coefficient: float = 0.0,
 ) -> None:
     """Makes all optimiser steps on one step's experience: one per global batch and epoch.
 
-    `advantages` are float32 `[B, R]`. With `kl_in_loss` the loss contains the KL penalty.
+    `advantages` are float32 `[B, R]`. With a `kl_coefficient` the loss contains the KL penalty.
     """
     batches = global_batches(len(experience.rollouts), config)
     is_on_policy = config.epochs * len(batches) == 1
@@ -52,7 +52,7 @@ def update(
                 counts = GlobalCounts.of(experience.mask[torch.from_numpy(members)])
                 aggregation = Aggregation(config.loss_aggregation, counts, sampling.max_new_tokens)
                 loss = PolicyLoss.of(
-                    experience, advantages, weights, members, aggregation, config, is_on_policy, kl_in_loss
+                    experience, advantages, weights, members, aggregation, config, is_on_policy, kl_coefficient
                 )
                 reports.append(
                     policy.step(
@@ -82,7 +82,8 @@ class PolicyLoss:
     ref_logprobs: Tensor | None
     weights: Tensor | None
     aggregation: Aggregation
-    config: AlgorithmConfig
+    config: LossConfig
+    kl_coefficient: float
 
     @classmethod
     def of(
@@ -92,23 +93,24 @@ class PolicyLoss:
         weights: Tensor | None,
         batch: np.ndarray,
         aggregation: Aggregation,
-        config: AlgorithmConfig,
+        config: LossConfig,
         is_on_policy: bool,
-        kl_in_loss: bool,
+        kl_coefficient: float,
     ) -> PolicyLoss:
         """Builds the loss of the rows `batch`, int64, of tables like those of `experience`.
 
         `is_on_policy` is True if this is the only update on the experience.
         """
-        at, has_kl = torch.from_numpy(batch), kl_in_loss and config.kl_coefficient > 0
+        at = torch.from_numpy(batch)
         return cls(
             mask=experience.mask[at],
             advantages=advantages[at],
             old_logprobs=None if is_on_policy else experience.logprobs[at],
-            ref_logprobs=experience.ref_logprobs[at] if has_kl else None,
+            ref_logprobs=experience.ref_logprobs[at] if kl_coefficient > 0 else None,
             weights=None if weights is None else weights[at],
             aggregation=aggregation,
             config=config,
+            kl_coefficient=kl_coefficient,
         )
 
     def __call__(
@@ -148,12 +150,12 @@ class PolicyLoss:
             )
         if self.ref_logprobs is not None:
             kl = kl_per_token(logprobs, rows_of(self.ref_logprobs), mask, config.kl_estimator)
-            loss = loss + config.kl_coefficient * self.aggregation(kl, mask)
+            loss = loss + self.kl_coefficient * self.aggregation(kl, mask)
             stats = replace(stats, loss=loss.item())
         return loss, stats
 
 
-def _importance_weights(experience: Experience, config: AlgorithmConfig, sampling: RolloutConfig) -> Tensor | None:
+def _importance_weights(experience: Experience, config: LossConfig, sampling: RolloutConfig) -> Tensor | None:
     cap = config.importance_cap
     if cap is None:
         if sampling.engine != "vllm":
@@ -186,7 +188,7 @@ def advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
     return {"advantage_mean": moments.mean, "advantage_std": math.sqrt(moments.variance)}
 
 
-def global_batches(num_rows: int, config: AlgorithmConfig) -> list[np.ndarray]:
+def global_batches(num_rows: int, config: LossConfig) -> list[np.ndarray]:
     """Splits the rows into the global batches of one epoch; returns their indices, int64.
 
     There are as many as `global_batch_size` requires, but of equal size: a small last batch would make as large a step

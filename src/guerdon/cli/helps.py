@@ -188,6 +188,31 @@ CONFIG.yaml has the settings in sections; flags override it:
 Checkpoints of policy and critic are saved in pairs; the same command resumes from the newest pair.
 """
 
+DISTILL_EXAMPLES = """\
+Distil a served teacher into a policy: on-policy, by the reverse KL at each token.
+
+examples:
+  # in another terminal
+  guerdon serve-teacher ./my-teacher
+  # settings from a file as below, one overridden by a flag
+  guerdon distill run.yaml --rollouts.temperature 0.9
+  # the policy sharded over all GPUs
+  guerdon distill run.yaml --fsdp
+"""
+
+DISTILL_NOTES = """\
+CONFIG.yaml has the settings in sections; flags override it:
+
+  policy: {model: ./my-student, learning_rate: 1e-5}
+  data: {prompts: prompts.jsonl}
+  rollouts: {prompts_per_step: 16, rollouts_per_prompt: 4, max_new_tokens: 256}
+  teacher: {url: "http://127.0.0.1:5555"}
+  run: {steps: 200, output_dir: out/run}
+
+The teacher must have the policy's tokenizer. The same command resumes from the newest checkpoint in run.output_dir,
+which also holds metrics, curves and samples.
+"""
+
 BENCH_EXAMPLES = """\
 Measure a server under the load of an RLHF trainer: prompts with several responses each.
 
@@ -251,6 +276,7 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "score": (SCORE_EXAMPLES, SCORE_NOTES),
     "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
     "ppo": (PPO_EXAMPLES, PPO_NOTES),
+    "distill": (DISTILL_EXAMPLES, DISTILL_NOTES),
     "bench": (BENCH_EXAMPLES, None),
     "doctor": (DOCTOR_EXAMPLES, None),
     "convert": (CONVERT_EXAMPLES, CONVERT_NOTES),

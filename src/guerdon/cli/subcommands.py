@@ -18,7 +18,14 @@ from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
 from guerdon.errors import ConfigError, Exit
 from guerdon.settings.access import strip_credentials
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, check_actor, describe_run
+from guerdon.settings.actors import (
+    ActorConfig,
+    DistillRunConfig,
+    PPORunConfig,
+    ReinforceRunConfig,
+    check_actor,
+    describe_run,
+)
 from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig, ServerConfig, TeacherConfig
 from guerdon.settings.sources import (
     CRITIC_PORTS,
@@ -44,6 +51,7 @@ def make_parser() -> Parser:
     _add_score(commands)
     _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
+    _add_actor(commands, "distill", "Distil a served teacher into a policy.", DistillRunConfig, run_distill)
     _add_bench(commands)
     _add_doctor(commands)
     _add_convert(commands)
@@ -197,7 +205,9 @@ _SERVER_MODULES = (
     "guerdon.assembly", "guerdon.engine.checkpoint.reward_models", "guerdon.engine.engine",
     "guerdon.training.critic_trainer", *_MODELS,
 )  # fmt: skip
-_ACTOR_MODULES = ("guerdon.actor.launch", "guerdon.actor.reinforce", "guerdon.actor.ppo", *_MODELS)
+_ACTOR_MODULES = (
+    "guerdon.actor.launch", "guerdon.actor.reinforce", "guerdon.actor.ppo", "guerdon.actor.distill", *_MODELS,
+)  # fmt: skip
 """What takes the time of a rank's imports; without a part of it a rank only starts later."""
 
 
@@ -272,15 +282,21 @@ def run_score(args: argparse.Namespace) -> int:
     return Exit.FAILED if summary.num_failed else Exit.DONE
 
 
-# reinforce, ppo
+# reinforce, ppo, distill
+
+_OF_ALGORITHM = {
+    "reinforce": ("reinforce.kl_coefficient", "reinforce.advantage_estimator"),
+    "ppo": ("ppo.kl_coefficient", "ppo.critic_warmup_steps"),
+    "distill": ("distill.global_batch_size", "teacher.url"),
+}
+"""The flags of each actor that `--help` shows besides those of all actors."""
 
 
 def _add_actor(commands: Any, name: str, summary: str, cls: type, run: Callable[[argparse.Namespace], int]) -> None:
     parser = _add_command(commands, name, summary, run)
     parser.show_first(
         "policy.model", "policy.learning_rate", "data.prompts", "rollouts.rollouts_per_prompt",
-        "rollouts.max_new_tokens", "rollouts.temperature", f"{name}.kl_coefficient", "run.steps", "run.output_dir",
-        "reinforce.advantage_estimator" if name == "reinforce" else "ppo.critic_warmup_steps",
+        "rollouts.max_new_tokens", "rollouts.temperature", "run.steps", "run.output_dir", *_OF_ALGORITHM[name],
     )  # fmt: skip
     parser.usage = f"guerdon {name} CONFIG.yaml [--SECTION.SETTING VALUE ...]"
     parser.add_argument("CONFIG", metavar="CONFIG.yaml", help="YAML file with the settings.")
@@ -297,7 +313,12 @@ def run_ppo(args: argparse.Namespace) -> int:
     return _train(read_actor_settings(args, PPORunConfig))
 
 
-def _train(config: ReinforceRunConfig | PPORunConfig) -> int:
+def run_distill(args: argparse.Namespace) -> int:
+    """Distils a teacher into a policy; returns the exit status."""
+    return _train(read_actor_settings(args, DistillRunConfig))
+
+
+def _train(config: ActorConfig) -> int:
     from guerdon.actor import prompt_sources
 
     if num_started() == 1:  # with several ranks, the first checks them once the others are connected
@@ -308,11 +329,14 @@ def _train(config: ReinforceRunConfig | PPORunConfig) -> int:
     if wants_ranks(config.parallel):
         return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
-    from guerdon.actor import launch, ppo, reinforce
+    from guerdon.actor import distill, launch, ppo, reinforce
 
     if isinstance(config, ReinforceRunConfig):
         return launch.run(config, reinforce.train)
-    return launch.run(config, ppo.train)
+    if isinstance(config, PPORunConfig):
+        return launch.run(config, ppo.train)
+    assert isinstance(config, DistillRunConfig)
+    return launch.run(config, distill.train)
 
 
 # bench, doctor, convert, completion

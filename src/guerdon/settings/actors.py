@@ -1,4 +1,4 @@
-"""The settings of `guerdon reinforce` and `guerdon ppo`: sections of a YAML file, and flags named by their paths."""
+"""The settings of the actors' commands: sections of a YAML file, and flags named by their paths."""
 
 from __future__ import annotations
 
@@ -77,10 +77,9 @@ class RolloutConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """The settings of the loss that REINFORCE and PPO share."""
+class LossConfig:
+    """The settings of the loss that all actors share."""
 
-    kl_coefficient: float = setting(0.01, "Beta: weight of the KL divergence from the reference.", least=0)
     kl_estimator: KlEstimator = setting("k1", "Estimator of the KL per token.")
     loss_aggregation: Aggregation = setting("token-mean", "How the losses of tokens are reduced to one number.")
     global_batch_size: int = setting(64, "Number of responses in one optimiser step.", least=1)
@@ -96,6 +95,13 @@ class AlgorithmConfig:
     max_failed_fraction: float = setting(
         0.1, "Stop the run if a larger fraction of a step's responses gets no reward.", least=0, most=1
     )
+
+
+@dataclass
+class AlgorithmConfig(LossConfig):
+    """The settings that REINFORCE and PPO share."""
+
+    kl_coefficient: float = setting(0.01, "Beta: weight of the KL divergence from the reference.", least=0)
 
 
 @dataclass
@@ -124,6 +130,11 @@ class PPOConfig(AlgorithmConfig):
     lam: float = setting(0.95, "Lambda of GAE.", least=0, most=1)
     whiten_advantages: bool = setting(True, "Scale each step's advantages to mean 0 and variance 1.")
     critic_warmup_steps: int = setting(0, "Number of first steps that train only the critic.", least=0)
+
+
+@dataclass
+class DistillConfig(LossConfig):
+    """On-policy distillation."""
 
 
 @dataclass
@@ -220,8 +231,8 @@ class RemoteCriticConfig(RemoteRewardConfig):
 
 
 @dataclass
-class ReferenceConfig:
-    """The server of the reference, whose KL is the penalty; without `url` it is loaded beside the policy."""
+class TeacherServer:
+    """A teacher's server, which gives the log-probs of responses."""
 
     url: str | None = setting(None, "http:// or grpc:// URL of a server of guerdon serve-teacher.")
     name: str = setting("teacher", "Name of the model on the server.")
@@ -230,20 +241,26 @@ class ReferenceConfig:
 
 @dataclass
 class ActorConfig:
-    """The sections that both actors have."""
+    """The sections that all actors have."""
 
     policy: PolicyConfig = section(PolicyConfig, PolicyConfig.__doc__ or "")
     data: DataConfig = section(DataConfig, "Where prompts come from.")
     rollouts: RolloutConfig = section(RolloutConfig, "How responses are sampled.")
     run: RunConfig = section(RunConfig, "How long the run lasts, and what it saves.")
-    reference: ReferenceConfig = section(
-        ReferenceConfig, "The server of the reference; without its url the reference is loaded beside the policy."
-    )
     parallel: ParallelConfig = section(ParallelConfig, "The ranks that share the policy.")
 
 
 @dataclass
-class ReinforceRunConfig(ActorConfig):
+class RewardedRunConfig(ActorConfig):
+    """The sections that the actors have which learn from rewards, with a KL penalty."""
+
+    reference: TeacherServer = section(
+        TeacherServer, "The server of the reference; without its url the reference is loaded beside the policy."
+    )
+
+
+@dataclass
+class ReinforceRunConfig(RewardedRunConfig):
     """The settings of `guerdon reinforce`."""
 
     reinforce: ReinforceConfig = section(ReinforceConfig, "The algorithm.")
@@ -251,7 +268,7 @@ class ReinforceRunConfig(ActorConfig):
 
 
 @dataclass
-class PPORunConfig(ActorConfig):
+class PPORunConfig(RewardedRunConfig):
     """The settings of `guerdon ppo`."""
 
     ppo: PPOConfig = section(PPOConfig, "The algorithm.")
@@ -260,23 +277,33 @@ class PPORunConfig(ActorConfig):
     )
 
 
-def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
+@dataclass
+class DistillRunConfig(ActorConfig):
+    """The settings of `guerdon distill`."""
+
+    distill: DistillConfig = section(DistillConfig, "The algorithm.")
+    teacher: TeacherServer = section(TeacherServer, "The server of the teacher.")
+
+
+def check_actor(config: ActorConfig) -> None:
     """Raises ConfigError for every setting that is missing or out of its bounds; then for every contradiction."""
     mistakes = Mistakes()
     if not config.policy.model:
         mistakes.add(ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id"))
     if not config.data.prompts:
         mistakes.add(ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set"))
+    if isinstance(config, DistillRunConfig) and not config.teacher.url:
+        mistakes.add(ConfigError("teacher.url is not given", "give the URL of a server of guerdon serve-teacher"))
     for name in vars(config):
         if name != "policy":
             with mistakes.collected():
                 check_settings(getattr(config, name), f"{name}.")
     mistakes.raise_all()
-    checks: tuple[Callable[[ReinforceRunConfig | PPORunConfig], None], ...] = (
+    checks: tuple[Callable[[ActorConfig], None], ...] = (
         _check_addresses,
         lambda config: check_settings(resolve_schedule(config), "policy."),
         lambda config: check_sampling(config.rollouts),
-        lambda config: _check_time_limit(config.run),
+        lambda config: _check_run(config.run),
         _check_algorithm,
         _check_remote,
         _check_files,
@@ -287,11 +314,14 @@ def check_actor(config: ReinforceRunConfig | PPORunConfig) -> None:
     mistakes.raise_all()
 
 
-def _check_time_limit(run: RunConfig) -> None:
+def _check_run(run: RunConfig) -> None:
     parse_time_limit(run.time_limit)
+    for tracker in run.trackers:
+        if tracker not in ("wandb", "mlflow"):
+            raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
 
 
-def _check_algorithm(config: ReinforceRunConfig | PPORunConfig) -> None:
+def _check_algorithm(config: ActorConfig) -> None:
     _, algorithm = get_algorithm(config)
     if not isinstance(algorithm, ReinforceConfig):
         return
@@ -313,10 +343,9 @@ def _check_algorithm(config: ReinforceRunConfig | PPORunConfig) -> None:
         )
 
 
-def _check_remote(config: ReinforceRunConfig | PPORunConfig) -> None:
-    for tracker in config.run.trackers:
-        if tracker not in ("wandb", "mlflow"):
-            raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
+def _check_remote(config: ActorConfig) -> None:
+    if not isinstance(config, RewardedRunConfig):
+        return
     where, remote = get_remote(config)
     if remote.send != "tokens" and remote.pad_to_length is not None:
         raise ConfigError(
@@ -330,7 +359,7 @@ def _check_remote(config: ReinforceRunConfig | PPORunConfig) -> None:
         )
 
 
-def _check_files(config: ReinforceRunConfig | PPORunConfig) -> None:
+def _check_files(config: ActorConfig) -> None:
     for path, source in (
         ("policy.model", config.policy.model),
         ("data.prompts", config.data.prompts),
@@ -357,14 +386,18 @@ def check_sampling(rollouts: RolloutConfig) -> None:
         )
 
 
-def _check_addresses(config: ReinforceRunConfig | PPORunConfig) -> None:
+def _check_addresses(config: ActorConfig) -> None:
     """Raises ConfigError for a URL with credentials: a run saves its settings and sends them to trackers."""
-    where, remote = get_remote(config)
-    found = {f"{where}.reward_model.urls": remote.reward_model.urls}
-    if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
-        found[f"{where}.critic.url"] = [remote.critic.url]
-    if config.reference.url is not None:
-        found["reference.url"] = [config.reference.url]
+    found: dict[str, list[str]] = {}
+    if isinstance(config, RewardedRunConfig):
+        where, remote = get_remote(config)
+        found[f"{where}.reward_model.urls"] = remote.reward_model.urls
+        if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
+            found[f"{where}.critic.url"] = [remote.critic.url]
+        if config.reference.url is not None:
+            found["reference.url"] = [config.reference.url]
+    elif isinstance(config, DistillRunConfig):
+        found["teacher.url"] = [str(config.teacher.url)]
     for name, urls in found.items():
         for url in urls:
             if strip_credentials(url) != url:
@@ -374,20 +407,34 @@ def _check_addresses(config: ReinforceRunConfig | PPORunConfig) -> None:
                 )
 
 
-def get_algorithm(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, ReinforceConfig | PPOConfig]:
+def get_algorithm(config: ActorConfig) -> tuple[str, LossConfig]:
     """Returns the name of the algorithm's section, which is also the command's, and the section."""
-    return ("reinforce", config.reinforce) if isinstance(config, ReinforceRunConfig) else ("ppo", config.ppo)
+    if isinstance(config, ReinforceRunConfig):
+        return "reinforce", config.reinforce
+    if isinstance(config, PPORunConfig):
+        return "ppo", config.ppo
+    assert isinstance(config, DistillRunConfig)
+    return "distill", config.distill
 
 
-def get_remote(config: ReinforceRunConfig | PPORunConfig) -> tuple[str, RemoteRewardConfig]:
-    """Returns the name of the servers' section, and the section."""
+def get_remote(config: RewardedRunConfig) -> tuple[str, RemoteRewardConfig]:
+    """Returns the name of the section of the reward model's server, and the section."""
     if isinstance(config, ReinforceRunConfig):
         return "remote_rm", config.remote_rm
+    assert isinstance(config, PPORunConfig)
     return "remote_critic_rm", config.remote_critic_rm
 
 
-def describe_run(config: ReinforceRunConfig | PPORunConfig) -> str:
-    """Returns in one line what a run loads, where its rewards come from, and where its results go."""
+def describe_run(config: ActorConfig) -> str:
+    """Returns in one line what a run loads, what it learns from, and where its results go."""
+    policy, prompts, out = config.policy.model, config.data.prompts, config.run.output_dir
+    return f"policy {policy}, prompts {prompts}; {_describe_servers(config)}; results go to {out}"
+
+
+def _describe_servers(config: ActorConfig) -> str:
+    if isinstance(config, DistillRunConfig):
+        return f"the teacher's log-probs come from {config.teacher.url}"
+    assert isinstance(config, RewardedRunConfig)
     remote = get_remote(config)[1]
     origin = f"rewards come from {', '.join(remote.reward_model.addresses)}"
     if isinstance(remote, RemoteCriticConfig) and remote.combine_rm_and_critic_server:
@@ -396,12 +443,10 @@ def describe_run(config: ReinforceRunConfig | PPORunConfig) -> str:
         origin = f"values come from {remote.critic.address}, {origin}"
     if config.reference.url is not None:
         origin += f", the reference's log-probs from {config.reference.url}"
-    return (
-        f"policy {config.policy.model}, prompts {config.data.prompts}; {origin}; results go to {config.run.output_dir}"
-    )
+    return origin
 
 
-def resolve_schedule(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:
+def resolve_schedule(config: ActorConfig) -> PolicyConfig:
     """Returns the policy's settings with `total_steps`, computed from the run if it is not given."""
     steps = config.policy.total_steps
     return replace(
@@ -410,7 +455,7 @@ def resolve_schedule(config: ReinforceRunConfig | PPORunConfig) -> PolicyConfig:
     )
 
 
-def _count_optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: AlgorithmConfig) -> int:
+def _count_optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: LossConfig) -> int:
     responses = rollouts.prompts_per_step * rollouts.rollouts_per_prompt
     warmup = algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
     return max(1, run.steps - warmup) * algorithm.epochs * -(-responses // algorithm.global_batch_size)
