@@ -15,7 +15,7 @@ from guerdon.core import ModelInfo
 from guerdon.critic_core import Operation, TrainReport, TrainRequest
 from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartError, StorageFailed, TrainFailed
 from guerdon.server import status
-from guerdon.settings.config import LearningConfig
+from guerdon.settings.config import FREEZING, LearningConfig
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticTrainer, after, request
 from server.driving import Driver
 
@@ -165,7 +165,7 @@ def test_a_journal_of_other_settings_is_not_replayed(tmp_path: Path) -> None:
         assert critic.trainer.weight == after([A, B])
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
+@pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(LearningConfig)), *FREEZING])
 def test_no_setting_of_learning_is_forgotten(tmp_path: Path, name: str) -> None:
     with Driver(tmp_path) as critic:
         critic.train(A)

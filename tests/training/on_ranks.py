@@ -51,6 +51,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"lora": 4},
     "8bit": {"optimizer": "adamw_8bit"},
+    "frozen": {"frozen": r".*\.self_attn\..*"},
 }
 ROWS = zoo.rows(0, ((40, 4), (20, 3), (30, 3)))
 NUM_STEPS = 2

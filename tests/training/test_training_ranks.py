@@ -60,14 +60,15 @@ def check_more(told: dict[str, Any], one: dict[str, Any], exact: dict[str, torch
     """Checks the kinds that the layout supports.
 
     Rounding to few bits depends on the order of a processor's sums, so such a result must be close to float32's,
-    within twice one process's own distance from it. Adapters compute in float32 and must equal one process's.
+    within twice one process's own distance from it. Adapters, and what is not frozen, compute in float32 and must
+    equal one process's.
     """
-    has = {"data": {"bfloat16", "lora", "8bit"}, "fsdp": {"bfloat16", "lora"}}.get(name, {"bfloat16"})
+    has = {"data": {"bfloat16", "lora", "8bit"}, "fsdp": {"bfloat16", "lora"}}.get(name, {"bfloat16"}) | {"frozen"}
     for kind in one:
         if kind in has:
-            right = one[kind] if kind == "lora" else exact
+            right = one[kind] if kind in ("lora", "frozen") else exact
             worst = max(differences(told[kind], right).values())
-            limit = 1e-4 if kind == "lora" else 2 * max(differences(one[kind], exact).values())
+            limit = 1e-4 if kind in ("lora", "frozen") else 2 * max(differences(one[kind], exact).values())
             print(f"{name}: {kind}: {worst:.1e} of {limit:.1e}")
             assert worst < limit, (name, kind, worst, limit)
         else:
@@ -104,7 +105,7 @@ def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str], 
 @pytest.mark.timeout(700)
 def test_two_processes_train_as_one(folders: tuple[Path, Path, Path]) -> None:
     # Data parallel by itself trains in tests/actor/test_actor_ranks.py, and in the slow ones below.
-    run(folders, 2, ["tensor", "fsdp"], ("bfloat16",))
+    run(folders, 2, ["tensor", "fsdp"], ("bfloat16", "frozen"))
 
 
 @pytest.mark.slow

@@ -221,9 +221,20 @@ class CriticConfig(LearningConfig, EngineConfig):
         None, "Save a checkpoint after this many train requests; default: only on request.", least=1
     )
     global_batch_size: int = setting(64, "Number of sequences in one optimiser step.", least=1)
+    trainable: str | None = setting(
+        None, "Train only the weights whose whole names match this regular expression, such as `.*\\.mlp\\..*|score.*`."
+    )
+    frozen: str | None = setting(
+        None, "Never train the weights whose whole names match this regular expression, such as `.*\\.self_attn\\..*`."
+    )
     loss_clip_val: float = setting(
         0.2, "Maximum distance of a value from prev_values in the loss. 0: no clipping.", least=0
     )
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained, and none is frozen."""
+        return self.lora is None and self.trainable is None and self.frozen is None
 
     @property
     def best_mode(self) -> Literal["max", "min"]:
@@ -231,6 +242,10 @@ class CriticConfig(LearningConfig, EngineConfig):
         if self.keep_best_mode != "auto":
             return self.keep_best_mode
         return "min" if self.keep_best == "loss" else "max"
+
+
+FREEZING = ("trainable", "frozen")
+"""The settings of `CriticConfig` that choose which weights learn."""
 
 
 @dataclass
@@ -428,6 +443,21 @@ _REWARD_MODEL_SETTINGS = (
 
 
 def _check_critic(settings: CriticConfig, where: str) -> None:
+    for name in FREEZING:
+        if (pattern := getattr(settings, name)) is None:
+            continue
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise ConfigError(
+                f"{where}{name} is {pattern!r}, which is no regular expression: {e}",
+                r"give one that matches whole names of weights, such as '.*\.self_attn\..*'",
+            ) from e
+        if settings.lora is not None:
+            raise ConfigError(
+                f"{where}{name} is {pattern!r}, but lora is set, which trains adapters and the head alone",
+                "choose the adapted layers by lora_targets, or remove lora",
+            )
     if settings.checkpoint_dir is None:
         for name in ("save_every", "keep_best"):
             if (value := getattr(settings, name)) is not None:

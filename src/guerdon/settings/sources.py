@@ -41,7 +41,7 @@ GROUPS = {
     "model": """name revision max_length truncation pooling attribute_weights merge_attributes mean std
         step_separator step_reduction max_top_k model_repository""",
     "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps
-        gradient_clip_val loss_clip_val lora lora_alpha lora_targets activation_checkpointing""",
+        gradient_clip_val loss_clip_val trainable frozen lora lora_alpha lora_targets activation_checkpointing""",
     "checkpoints": "checkpoint_dir keep_checkpoints keep_best keep_best_mode save_every",
     "reward model beside the critic": """reward_model reward_model_memory reward_revision reward_pooling
         reward_attribute_weights reward_mean reward_std""",

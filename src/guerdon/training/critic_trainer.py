@@ -26,9 +26,10 @@ from guerdon.engine.checkpoint.stored import find_folder
 from guerdon.engine.engine import Engine
 from guerdon.engine.layers import recompute_activations
 from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
-from guerdon.settings.config import LEARNING, CriticConfig
+from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
+from guerdon.training.freezing import freeze
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_checkpoint import TrainerCheckpoint
 
@@ -59,6 +60,8 @@ class CriticTrainer:
         if config.lora is None:
             folder = find_folder(loaded.config.model, loaded.config.revision)
             self._files = trainer_checkpoint.critic_files(loaded, folder)
+            if config.trainable is not None or config.frozen is not None:
+                freeze(trainer_checkpoint.model_parameters(loaded), config.trainable, config.frozen)
         else:
             lora.add_adapters(
                 loaded.trunk,
@@ -83,7 +86,11 @@ class CriticTrainer:
         if config.lora is not None:
             part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
-        self._history = _digest(json.dumps({**_settings_in_version(config), **self._must_match()}, sort_keys=True))
+        facts = {**_settings_in_version(config), **self._must_match()}
+        for name in FREEZING:  # without them a version is what it was before they existed
+            if facts[name] is None:
+                del facts[name]
+        self._history = _digest(json.dumps(facts, sort_keys=True))
         self._lineage = 0
         self._is_offloaded = False
         self._broken = ""
@@ -315,6 +322,7 @@ class CriticTrainer:
             "std": self._loaded.head.std,
             "dtype": dtype_name(self.engine.dtype),
             **trainer_checkpoint.learning_settings(self._config),
+            **{name: getattr(self._config, name) for name in FREEZING},
         }
 
     # ---------------------------------------------------------------------------------------- memory and faults

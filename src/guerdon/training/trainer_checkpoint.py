@@ -17,13 +17,13 @@ and std in `config.json`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.placement import dtype_name
@@ -35,6 +35,8 @@ from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, tensor_files
 from guerdon.training.optimiser import Optimiser
 from guerdon.training.tensor_files import to_json
+
+T = TypeVar("T")
 
 HEAD = "score"
 MORE_FILES = (
@@ -164,16 +166,30 @@ class TrainerCheckpoint:
 
 def model_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
     """Returns the tensors of trunk and head under their names in a checkpoint."""
-    prefix = f"{loaded.trunk.base_model_prefix}." if loaded.trunk.base_model_prefix else ""
+    prefix = _trunk_prefix(loaded)
     trunk = {f"{prefix}{name}": tensor for name, tensor in loaded.trunk.state_dict().items()}
     return trunk | head_tensors(loaded)
 
 
 def head_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
     """Returns the head's tensors under their names in a checkpoint: a single layer without its number."""
-    state = loaded.head.module.state_dict()
-    alone = all(name.startswith("0.") for name in state)
-    return {f"{HEAD}.{name.removeprefix('0.') if alone else name}": tensor for name, tensor in state.items()}
+    return _named_head(loaded.head.module.state_dict())
+
+
+def model_parameters(loaded: LoadedModel) -> dict[str, nn.Parameter]:
+    """Returns the parameters of trunk and head under their names in a checkpoint."""
+    prefix = _trunk_prefix(loaded)
+    trunk = {f"{prefix}{name}": parameter for name, parameter in loaded.trunk.named_parameters()}
+    return trunk | _named_head(dict(loaded.head.module.named_parameters()))
+
+
+def _trunk_prefix(loaded: LoadedModel) -> str:
+    return f"{loaded.trunk.base_model_prefix}." if loaded.trunk.base_model_prefix else ""
+
+
+def _named_head(tensors: Mapping[str, T]) -> dict[str, T]:
+    alone = all(name.startswith("0.") for name in tensors)
+    return {f"{HEAD}.{name.removeprefix('0.') if alone else name}": tensor for name, tensor in tensors.items()}
 
 
 def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from guerdon.durable import ASIDE, DAMAGED, locked, make_folder, storing, sync, 
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
 from guerdon.server.critic.checkpoint_folder import Checkpoint, CheckpointFolder, DamagedCheckpoint
 from guerdon.server.critic.records import NAME, Record, decode_record, encode_record, is_cut, read_checkpoint
-from guerdon.settings.config import LEARNING, CriticConfig
+from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
 from guerdon.wire import critic_tensors
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MOST_OUTCOMES = 10_000
 """An id older than this many train requests would be applied as a new one."""
 
-_SETTINGS = (*LEARNING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
+_SETTINGS = (*LEARNING, *FREEZING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
 """What determines the weights, beside the requests and the initial weights."""
 
 _MEASURED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
