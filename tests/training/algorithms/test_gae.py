@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guerdon.training.algorithms.advantages import gae
+from guerdon.training.algorithms.advantages import adaptive_lams, gae
 from guerdon.training.algorithms.kl import token_rewards
 
 
@@ -46,6 +46,25 @@ def test_the_ends_of_lambda() -> None:
     # lambda 1: the rewards still to come, whatever the later values; lambda 0: one step. gamma is 1/2.
     assert gae(rewards, values, mask, 0.5, 1.0)[1].tolist() == [[3.0, 4.0, 4.0]]
     assert gae(rewards, values, mask, 0.5, 0.0)[0].tolist() == [[1.0, 2.0, -28.0]]
+
+
+def test_each_sequence_may_have_a_lambda_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(3, 6, generator=generator) for _ in range(2))
+    mask = (torch.rand(3, 6, generator=generator) < 0.6).float()
+    lams = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    own = gae(rewards, values, mask, 0.9, lams)
+    for i, lam in enumerate(lams.tolist()):
+        alone = gae(rewards[i : i + 1], values[i : i + 1], mask[i : i + 1], 0.9, lam)
+        assert all(torch.equal(result[i : i + 1], one) for result, one in zip(own, alone, strict=True))
+
+
+def test_lambda_grows_with_the_number_of_tokens_and_is_never_below_0() -> None:
+    mask = torch.zeros(4, 50)
+    for i, places in enumerate((range(0), range(2), range(10, 14), range(0, 50, 2))):
+        mask[i, list(places)] = 0.5  # a weight, which counts as a token
+    # alpha is 0.4: 1 - 1 / 0.8 is below 0; 1 - 1 / (0.4 * 4) = 0.375; 1 - 1 / (0.4 * 25) = 0.9.
+    torch.testing.assert_close(adaptive_lams(mask, 0.4), torch.tensor([0, 0, 0.375, 0.9], dtype=torch.float64))
 
 
 def test_nothing_carries_a_gradient() -> None:
@@ -98,6 +117,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (lambda: gae(ones, ones, ones, 1.1), "gamma must be within 0 and 1, not 1.1"),
         (lambda: gae(ones, ones, ones, lam=-0.1), "lam must be within 0 and 1, not -0.1"),
         (lambda: gae(ones, ones, ones, math.nan), "gamma must be within 0 and 1, not nan"),
+        (lambda: gae(ones, ones, ones, lam=torch.tensor([1, 1.5]).double()), "lam must be within 0 and 1, not 1.5"),
+        (lambda: gae(ones, ones, ones, lam=torch.ones(2)), "lam must be float64, not float32"),
+        (lambda: gae(ones, ones, ones, lam=torch.ones(3).double()), r"lam is \[3\], not \[2\]"),
+        (lambda: adaptive_lams(ones, 0.0), "alpha must be above 0, not 0.0"),
     ):
         with pytest.raises(ValueError, match=reason):
             call()

@@ -134,20 +134,25 @@ def estimate_advantages(
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float | Tensor = 0.95
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates, and the returns that the critic learns (Schulman et al., 2016).
 
         delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      returns = A + V
 
     V and A are 0 behind the last token. `rewards` (of `token_rewards`), `values`, `mask` and both results are float32
     `[B, T]`. Masked tokens are skipped as if absent, as in verl, so that a tool's output between two turns neither cuts
-    nor discounts. Results are 0 where the mask is. Raises ValueError for other shapes or dtypes and for `gamma` or
-    `lam` outside [0, 1].
+    nor discounts. Results are 0 where the mask is. `lam` is a number, or float64 `[B]`, one for each sequence, as of
+    `adaptive_lams`. Raises ValueError for other shapes or dtypes and for `gamma` or `lam` outside [0, 1].
     """
-    for name, factor in (("gamma", gamma), ("lam", lam)):
+    check_tokens({"rewards": rewards, "values": values, "mask": mask}, rows_only=True)
+    if isinstance(lam, Tensor):
+        check_samples({"lam": (lam, torch.float64)}, len(mask))
+    lams = lam.tolist() if isinstance(lam, Tensor) else [lam]
+    for name, factor in (("gamma", gamma), *(("lam", one) for one in lams)):
         if not 0 <= factor <= 1:
             raise ValueError(f"{name} must be within 0 and 1, not {factor}")
-    check_tokens({"rewards": rewards, "values": values, "mask": mask}, rows_only=True)
     is_token = mask > 0
     _, rewards, values = (tensor.double() for tensor in fill_left_out(mask, rewards, values))
     advantages = torch.zeros_like(values)
@@ -158,6 +163,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
         next_value = torch.where(is_token[:, t], values[:, t], next_value)
         next_advantage = torch.where(is_token[:, t], advantages[:, t], next_advantage)
     return advantages.float(), (advantages + values).float()
+
+
+def adaptive_lams(mask: Tensor, alpha: float) -> Tensor:
+    """Returns VAPO's λ of each sequence, `1 - 1 / (alpha * l)` of its l tokens, and 0 where that is below 0.
+
+    So the advantages of a long response reach back further (Yue et al., 2025, arXiv 2504.05118). `mask` is float32
+    `[B, T]`, the result float64 `[B]`. Raises ValueError if `alpha` is not above 0.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be above 0, not {alpha}")
+    check_tokens({"mask": mask}, rows_only=True)
+    num_tokens = (mask > 0).sum(dim=1).double()
+    return (1 - 1 / (alpha * num_tokens)).clamp(min=0.0)
 
 
 def _counted_rewards(rewards: Tensor, groups: Tensor, is_counted: Tensor) -> Tensor:
