@@ -31,6 +31,12 @@ def response(conversation: Any) -> str:
     return last["content"]
 
 
+def before_response(conversation: Sequence[Message]) -> list[Message]:
+    """Returns the conversation without the assistant's message that ends it; empty if there is none."""
+    last = conversation[-1] if conversation else None
+    return [*conversation[:-1]] if isinstance(last, dict) and last.get("role") == "assistant" else []
+
+
 def answered(conversation: Sequence[Message], text: str) -> list[Message]:
     """Returns the conversation with the assistant's response.
 

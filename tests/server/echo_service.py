@@ -76,6 +76,9 @@ class EchoScorer:
         yield
         return self.encode_messages(conversations)
 
+    def render(self, conversation: list[Message]) -> str:
+        return str(conversation)
+
     def render_prompts(self, conversations: list[list[Message]]) -> list[str]:
         return [str(conversation) for conversation in conversations]
 

@@ -140,7 +140,7 @@ def make_request(
     if lengths is not None and tokens is None:
         raise InvalidRequest(f"lengths go with tokens, not with {name}")
     if tokens is None:
-        _check_samples(name, samples)
+        check_samples(name, samples)
     request = ScoreRequest(priority=priority, timeout_s=timeout_s, pad_to_length=pad_to_length)
     if texts is not None:
         request.texts = list(texts)
@@ -176,7 +176,7 @@ def make_request(
     return request
 
 
-def _check_samples(name: str, samples: Any) -> None:
+def check_samples(name: str, samples: Any) -> None:
     """Raises InvalidRequest unless `samples` is a list of what `name` takes."""
     if _num_entries(samples) is None:
         raise InvalidRequest(f"{name} must be a list of at least one sample, not {_type_with_article(samples)}")
@@ -230,10 +230,10 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
         lengths = np.array([len(row) for row in request.tokens])
         inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0, request.pad_to_length))
         inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
-    elif request.messages is not None:
+    if request.messages is not None:
         _require(signature, "messages")
         inputs.append(_json("messages", request.messages))
-    elif request.texts is not None:
+    if request.texts is not None:
         _require(signature, "sentences")
         inputs.append(_texts("sentences", "texts", request.texts))
     if request.steps is not None:
@@ -383,7 +383,7 @@ def token_rows(tokens: TokenRows, lengths: Integers | None = None) -> list[np.nd
 
     `lengths` has one entry a sample, and padding is on the right. Raises InvalidRequest naming the row at fault.
     """
-    _check_samples("tokens", tokens)
+    check_samples("tokens", tokens)
     rows = id_rows("tokens", tokens)
     if lengths is None:
         return rows

@@ -9,7 +9,17 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from guerdon.client import calls
-from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows, make_request, pad_rows
+from guerdon.client.calls import (
+    Call,
+    Conversations,
+    Integers,
+    ModelSignature,
+    Texts,
+    TokenRows,
+    check_samples,
+    make_request,
+    pad_rows,
+)
 from guerdon.client.retry import Caller, Steps
 from guerdon.client.teacher_head import Head
 from guerdon.core import ScoreRequest
@@ -25,9 +35,10 @@ _ALWAYS = ("logprob_counts", "errors")
 class TeacherArgs(TypedDict, total=False):
     """What all questions to a teacher take; give exactly one of `tokens`, `texts` and `messages`.
 
-    Asked are the tokens behind each sample's first `prompt_lengths`, or all but the first token. `prompts` go with
-    `texts`, which are the responses then, and the two are tokenised together. `temperature` (1) divides the logits,
-    `entropy` (False) asks for the entropies too. `priority` and `timeout_s` are as for `RewardClient.score`.
+    Asked are the tokens behind each sample's first `prompt_lengths`, or all but the first token; of messages, those of
+    the assistant's message that ends them. `texts` may be responses to `prompts`, or to conversations in `messages`:
+    each is tokenised together with its prompt. `temperature` (1) divides the logits, `entropy` (False) asks for the
+    entropies too. `priority` and `timeout_s` are as for `RewardClient.score`.
     """
 
     tokens: TokenRows
@@ -115,7 +126,13 @@ def _prepare(
     parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
     if about.pop("entropy", False):
         outputs += ("entropy",)
+    before = about.pop("messages", None) if about.get("texts") is not None else None
     request = make_request(**about)
+    if before is not None:
+        check_samples("messages", before)
+        if len(before) != len(request):
+            raise InvalidRequest(f"messages has {len(before)} entries for {len(request)} texts; give one before each")
+        request.messages = [list(conversation) for conversation in before]
     if given is not None and len(given) != len(request):
         raise InvalidRequest(f"ids has {len(given)} entries for {len(request)} samples; it must have one entry each")
 

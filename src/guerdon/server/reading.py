@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation, common_prefix
 from guerdon.errors import InvalidRequest
-from guerdon.messages import response
+from guerdon.messages import before_response, response
 from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
@@ -27,7 +28,11 @@ INLINE_BYTES = 1 << 20
 """Work on more bytes runs in a thread."""
 
 _NUM_THREADS = 2
+_RENDERED_AT_ONCE = 64
 _SHOWN_IDS = 8
+
+Parts = ListLike[str | InvalidRequest]
+"""A part of each sample's text, or what is wrong with it."""
 
 Rows = ListLike[np.ndarray | str | InvalidRequest]
 """Of each sample its ids, or its text, or what is wrong with it."""
@@ -100,22 +105,44 @@ class Reader:
     async def _read_joined(self, served: Served, request: ScoreRequest, client: str) -> tuple[Rows, np.ndarray]:
         """Tokenises each prompt and its response together; returns the rows, and the prompts' lengths in tokens.
 
-        A response whose prompt has other tokens without it gets an error.
+        A response whose prompt has other tokens without it gets an error. If a conversation does not end with a
+        response, its prompt is empty.
         """
-        texts, prompts = request.texts or [], request.prompts or []
-        joined = dataclasses.replace(request, texts=[p + t for p, t in zip(prompts, texts, strict=True)])
-        distinct = list(dict.fromkeys(prompts))
-        rows = list(await self._read_text(served, joined, None, client))
-        alone = await self._read_text(served, dataclasses.replace(request, texts=distinct), None, client)
+        prompts, joined = await self._join(served, request, client)
+        asked = dataclasses.replace(request, messages=None)
+        distinct = list(dict.fromkeys(map(_or_nothing, prompts)))
+        together = dataclasses.replace(asked, texts=[*map(_or_nothing, joined)])
+        rows = list(await self._read_text(served, together, None, client))
+        alone = await self._read_text(served, dataclasses.replace(asked, texts=distinct), None, client)
         ids = dict(zip(distinct, alone, strict=True))
         lengths = np.zeros(len(rows), np.int64)
-        for i, (row, prompt) in enumerate(zip(rows, map(ids.__getitem__, prompts), strict=True)):
-            if isinstance(row, np.ndarray) and isinstance(prompt, np.ndarray):
-                lengths[i] = len(prompt)
-                rows[i] = changed_seam(prompt, row) or row
-            elif isinstance(prompt, InvalidRequest):
-                rows[i] = prompt
+        for i, (row, text, prompt) in enumerate(zip(rows, joined, prompts, strict=True)):
+            before = ids[_or_nothing(prompt)]
+            fault = next((x for x in (prompt, text, before, row) if isinstance(x, InvalidRequest)), None)
+            if isinstance(row, np.ndarray) and isinstance(before, np.ndarray):
+                lengths[i] = len(before)
+                fault = fault or changed_seam(before, row)
+            rows[i] = fault or row
         return rows, lengths
+
+    async def _join(self, served: Served, request: ScoreRequest, client: str) -> tuple[Parts, Parts]:
+        """Returns the prompts, and the prompts with their responses; conversations are rendered."""
+        texts, encoder, conversations = request.texts or [], served.encoder, request.messages
+        if conversations is None:
+            prompts = request.prompts or []
+            return prompts, [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+        assert isinstance(encoder, Tokenizer)
+        rendered: list[str | InvalidRequest] = []
+        whole: list[str | InvalidRequest] = []
+        for first in range(0, len(conversations), _RENDERED_AT_ONCE):
+            some = conversations[first : first + _RENDERED_AT_ONCE]
+            if request.texts is None:
+                whole += await self.run(client, functools.partial(_rendered, encoder, some))
+                some = [before_response(one) for one in some]
+            rendered += await self.run(client, functools.partial(_rendered, encoder, some, is_prompt=True))
+        if request.texts is not None:
+            whole = [p if isinstance(p, InvalidRequest) else p + t for p, t in zip(rendered, texts, strict=True)]
+        return rendered, whole
 
     async def _read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
@@ -142,8 +169,16 @@ def check(served: Served, request: ScoreRequest) -> None:
     info = served.info
     if not len(request):
         raise InvalidRequest("the request has no samples; send at least one")
-    if _is_apart(request, info) and (request.texts is None or request.prompt_lengths is not None):
-        raise InvalidRequest("prompts go with sentences, the responses to them, and without prompt_lengths")
+    num_prompts = (request.prompts is not None) + (request.messages is not None)
+    has_lengths = request.prompt_lengths is not None
+    if "logprobs" in info.outputs and (
+        (request.prompts is not None and request.texts is None)
+        or (request.texts is not None and num_prompts and (num_prompts == 2 or has_lengths))
+    ):
+        raise InvalidRequest(
+            "prompts go with sentences, the responses to them, and so may messages instead of prompts; both without "
+            "prompt_lengths"
+        )
     if request.tokens is not None:
         if not info.takes_tokens:
             raise InvalidRequest(f"{info.name} reads text, not token ids; send sentences")
@@ -279,8 +314,25 @@ def _advance(steps: Steps) -> Rows | None:
 
 
 def _is_apart(request: ScoreRequest, info: ModelInfo) -> bool:
-    """Whether the request's texts are responses to its prompts, and are read behind them."""
-    return request.prompts is not None and "logprobs" in info.outputs
+    """Whether a teacher is asked about responses that are text, whose first token is not known yet."""
+    if "logprobs" not in info.outputs or request.prompt_lengths is not None:
+        return False
+    if request.texts is not None:
+        return request.prompts is not None or request.messages is not None
+    return request.messages is not None and any(query.start is None for query in request.queries or ())
+
+
+def _rendered(
+    encoder: Tokenizer, conversations: list[list[Message]], is_prompt: bool = False
+) -> list[str | InvalidRequest]:
+    if not is_prompt:
+        return [encoder.render(conversation) for conversation in conversations]
+    made = iter(encoder.render_prompts([conversation for conversation in conversations if conversation]))
+    return [next(made) if conversation else "" for conversation in conversations]
+
+
+def _or_nothing(text: str | InvalidRequest) -> str:
+    return text if isinstance(text, str) else ""
 
 
 def _why(info: ModelInfo) -> str:

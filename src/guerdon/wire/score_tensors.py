@@ -43,11 +43,13 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         inputs["sentences"] = raw_text
     check_names(request.inputs, request.outputs, info)
     contents = inputs.keys() & _CONTENTS
-    if len(contents) != 1:
+    # To a teacher, sentences may be responses to messages.
+    is_apart = contents == {"sentences", "messages"} and "logprobs" in info.outputs
+    if len(contents) != 1 and not is_apart:
         choices = [name for name in known_inputs(info) if name in _CONTENTS]
         got = " and ".join(sorted(contents)) or "none of them"
         raise InvalidRequest(f"exactly one of the inputs {', '.join(choices)} is needed; the request has {got}")
-    content = inputs[contents.pop()]
+    content = inputs["sentences" if is_apart else contents.pop()]
     num_rows = content.shape[0] if content.shape else 0
     if num_rows == 0:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
@@ -61,9 +63,11 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
             raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
         texts = _texts(content)
         if content.name == "messages":
-            score.messages = [_conversation(i, value) for i, value in enumerate(_jsons(content, texts))]
+            score.messages = _conversations(content, texts)
         else:
             score.texts = texts
+        if is_apart:
+            score.messages = _conversations(inputs["messages"], _row_texts(inputs["messages"], num_rows))
     else:
         score.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
         score.width = content.shape[1]
@@ -172,6 +176,10 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
     return values
+
+
+def _conversations(tensor: Tensor, texts: list[str]) -> list[list[Message]]:
+    return [_conversation(i, value) for i, value in enumerate(_jsons(tensor, texts))]
 
 
 def _conversation(row: int, messages: Any) -> list[Message]:
