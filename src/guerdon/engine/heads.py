@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from guerdon.core import Score, Sequence
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
+from guerdon.engine.linear import with_faster_product
 from guerdon.engine.microbatches import to_device
 from guerdon.errors import CheckpointError, SampleFailed
 
@@ -251,7 +252,10 @@ class OutputHead:
         """Returns logits `[N,V]` in the model's dtype for hidden states `[N,H]`, differentiable."""
         # Copy at each call: adapters may have replaced modules since. The copy shares modules and parameters.
         model = self._fsdp.below_root(self._model)
-        model._modules = {**self._model._modules, self._name: self._stand_in(self._trunk)}
+        model._modules = {
+            name: self._stand_in(child) if name == self._name else with_faster_product(child)
+            for name, child in self._model._modules.items()
+        }
         return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _stand_in(self, module: Any) -> Any:

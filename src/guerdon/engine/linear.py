@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
+
+from guerdon.engine.fsdp import shallow_copy
 
 _FEWEST_ROWS = 4
 """For fewer rows both libraries wait for memory."""
@@ -33,6 +36,16 @@ def is_faster() -> bool:
 def replacement(module: nn.Module) -> Any:
     """Returns a function that computes the module's forward by oneDNN; None if the module is no linear layer."""
     return REPLACEMENTS.get(type(module))
+
+
+def with_faster_product(module: Any) -> Any:
+    """Returns a copy of a linear layer that computes by oneDNN, with the same parameters; other modules as they are."""
+    forward = replacement(module)
+    if forward is None or "forward" in vars(module) or not is_faster():
+        return module  # tensor parallelism gives layers a forward of their own
+    copied = shallow_copy(module)
+    copied.forward = MethodType(forward, copied)
+    return copied
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:

@@ -128,15 +128,19 @@ class TeacherEngine(LanguageEngine):
             part.by_state["hidden"] = hidden.to(torch.bfloat16) if form.rounds_hidden else hidden
         if not form.needs_head:
             return part
-        order = part.order = np.argsort(state_of, kind="stable")
-        targets = self.to_device(np.concatenate([one.targets for one in asked])[order])
+        vocab_size = self.info.vocab_size or 1
+        targets = np.concatenate([one.targets for one in asked])
         given = None
         if form.has_given:
             width = max(one.given.shape[1] for one in asked)
             wide = [np.pad(x.given, ((0, 0), (0, width - x.given.shape[1])), constant_values=-1) for x in asked]
+            order = np.argsort(state_of, kind="stable")
+            part.token_of = np.argsort(order)
             given = self.to_device(np.concatenate(wide)[order])
+        else:  # tokens of a shared prefix are asked once
+            _, order, part.token_of = np.unique(state_of * vocab_size + targets, return_index=True, return_inverse=True)
         by_state, by_token = read_head(
-            self.head, self.info.vocab_size or 1, hidden, form, state_of[order], targets, given, self.to_device
+            self.head, vocab_size, hidden, form, state_of[order], self.to_device(targets[order]), given, self.to_device
         )
         part.by_state |= by_state
         part.by_token |= by_token
@@ -220,13 +224,13 @@ class _Askers:
 class _Part:
     """The results of one micro-batch for queries of one form, by state and by asked token.
 
-    `state_of` is each asked token's state; `order` is that of the tokens in `by_token`.
+    `state_of` is each asked token's row in `by_state`, `token_of` its row in `by_token`.
     """
 
     form: _Form
     asked: list[_Asked]
     state_of: np.ndarray
-    order: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    token_of: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     by_state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     by_token: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
@@ -234,16 +238,12 @@ class _Part:
         """Yields each sequence's number and result."""
         form = self.form
         states = {name: _to_host(table) for name, table in self.by_state.items()}
-        tokens = {}
-        for name, table in self.by_token.items():
-            sorted_ = _to_host(table)
-            tokens[name] = np.empty_like(sorted_)
-            tokens[name][self.order] = sorted_
+        tokens = {name: _to_host(table) for name, table in self.by_token.items()}
         stop = 0
         for one in self.asked:
             start, stop = stop, stop + len(one.at)
             end = stop - 1 if form.with_next else stop
-            made = TokenLogprobs(**{name: table[start:end].copy() for name, table in tokens.items()})
+            made = TokenLogprobs(**{name: table[self.token_of[start:end]] for name, table in tokens.items()})
             if made.given_logprobs is not None:
                 made.given_logprobs = made.given_logprobs[:, : one.given.shape[1]]
             own = {name: table[self.state_of[start:end]] for name, table in states.items()}
@@ -302,16 +302,14 @@ def read_head(
         for rows in row_slices(logits):
             first, stop = start + rows.start, start + min(rows.stop, len(logits))
             low, high = np.searchsorted(state_of, [first, stop])
-            part = scale(logits[rows], form.temperature)
-            normaliser = torch.logsumexp(part, -1)
-            normaliser.masked_fill_(~normaliser.isfinite(), torch.nan)  # infinite ones would hide in differences
-            _read_states(part, normaliser, form, {name: table[first:stop] for name, table in by_state.items()})
+            table = torch.log_softmax(scale(logits[rows], form.temperature), -1)
+            _read_states(table, form, {name: into[first:stop] for name, into in by_state.items()})
             if high > low:
                 own = to_device(state_of[low:high] - first)
                 wanted = None if given is None else given[low:high]
-                into = {name: table[low:high] for name, table in by_token.items()}
-                _read_tokens(part, normaliser, own, targets[low:high], wanted, into)
-        del logits, part
+                results = {name: into[low:high] for name, into in by_token.items()}
+                _read_tokens(table, own, targets[low:high], wanted, results)
+        del logits, table
     return by_state, by_token
 
 
@@ -336,26 +334,26 @@ def _empty_results(
     return by_state, by_token
 
 
-def _read_states(part: Tensor, normaliser: Tensor, form: _Form, into: dict[str, Tensor]) -> None:
-    if form.with_entropy:
-        table = part - normaliser[:, None]
-        into["entropy"].copy_(-(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1))
+def _read_states(table: Tensor, form: _Form, into: dict[str, Tensor]) -> None:
+    """Reads log-probs `[u,V]`; all of a row are NaN if a logit is NaN or +inf, or if all are -inf."""
     if form.num_top:
-        top, ids = part.topk(form.num_top, -1)
-        into["top_logprobs"].copy_(top - normaliser[:, None])
+        top, ids = table.topk(form.num_top, -1)
+        into["top_logprobs"].copy_(top)
         into["top_ids"].copy_(ids)
+    if form.with_entropy:
+        into["entropy"].copy_(-(table.exp().mul_(table.clamp(min=IMPOSSIBLE))).sum(-1))
 
 
 def _read_tokens(
-    part: Tensor, normaliser: Tensor, state_of: Tensor, targets: Tensor, given: Tensor | None, into: dict[str, Tensor]
+    table: Tensor, state_of: Tensor, targets: Tensor, given: Tensor | None, into: dict[str, Tensor]
 ) -> None:
-    actual = part[state_of, targets]
+    actual = table[state_of, targets]
     if "logprobs" in into:
-        into["logprobs"].copy_(actual - normaliser[state_of])
+        into["logprobs"].copy_(actual)
     if "ranks" in into:
-        size = len(part)  # as many rows at once as fit the caches: many tokens may have the same state
+        size = len(table)  # as many rows at once as fit the caches: many tokens may have the same state
         for some, least, ranks in zip(*(x.split(size) for x in (state_of, actual, into["ranks"])), strict=True):
-            ranks.copy_((part[some] >= least[:, None]).sum(-1))
+            ranks.copy_((table[some] >= least[:, None]).sum(-1))
     if given is not None:
-        found = part[state_of[:, None], given.clamp(min=0)] - normaliser[state_of, None]
+        found = table[state_of[:, None], given.clamp(min=0)]
         into["given_logprobs"].copy_(found.masked_fill_(given < 0, 0.0))
