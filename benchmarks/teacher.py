@@ -6,12 +6,13 @@ Eight responses of 150 random tokens to each prompt, of 180 and of 1,000 tokens.
 form of vLLM, `/v1/completions` with `prompt_logprobs` 1 and 20, one request per prompt, all in flight; vLLM's cache is
 emptied before each pass. transformers runs in this process, in float32, one sequence at a time and padded; its table of
 logits becomes log-probs of the responses' tokens and nothing else. All forms alternate in rounds; medians are shown.
-"Largest difference" is that of the responses' log-probs from transformers, one sequence at a time.
+"Largest difference" is that of the responses' log-probs from transformers in float64, one sequence at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import signal
@@ -143,7 +144,10 @@ def measure(
         groups.append([[*start.tolist(), *luck.integers(0, vocabulary, TOKENS).tolist()] for _ in range(RESPONSES)])
     forms = [(name, top) for name in servers for top in TOP]
     found: dict[str, dict] = {}
-    truth = [lp for group in groups for lp in in_process(model, group, padded=False)]
+    exact = copy.deepcopy(model).double()
+    bar = tqdm(groups, desc=f"truth in float64, prompts of {prompt}", file=sys.stderr)
+    truth = [lp for group in bar for lp in in_process(exact, group, padded=False)]
+    del exact
 
     def note(form: str, seconds: float, size: int, logprobs: list[np.ndarray]) -> None:
         row = found.setdefault(form, {"seconds": [], "bytes": size, "difference": 0.0})
@@ -181,7 +185,7 @@ def in_process(model: torch.nn.Module, group: list[list[int]], *, padded: bool) 
     found = []
     for rows in [group] if padded else [[row] for row in group]:
         ids = torch.tensor(rows)
-        logits = model(input_ids=ids, use_cache=False).logits[:, -TOKENS - 1 : -1].float()
+        logits = model(input_ids=ids, use_cache=False).logits[:, -TOKENS - 1 : -1]
         found += list(logits.log_softmax(-1).gather(2, ids[:, -TOKENS:, None])[..., 0].numpy())
     return found
 

@@ -18,6 +18,8 @@ import zoo
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
 from guerdon.engine import linear
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import ModelConfig
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -102,3 +104,19 @@ def test_processors_without_avx512_keep_mkl() -> None:
     command = [sys.executable, "-c", "from guerdon.engine import linear; print(linear.is_faster())"]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_who_asks_first_does_not_matter() -> None:
+    with torch.inference_mode():  # in which no gradient can be taken
+        assert linear._agrees()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_an_output_head_computes_by_onednn(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "is_faster", lambda: True)
+    loaded = load_policy(PolicyConfig(model=str(zoo.language_model(arch, tmp_path / arch))))
+    states = torch.randn(8, loaded.head.width)
+    seen = used_onednn(monkeypatch)
+    found = loaded.head(states)
+    assert seen
+    torch.testing.assert_close(found, loaded.model.get_output_embeddings()(states), atol=1e-5, rtol=1e-5)

@@ -100,6 +100,7 @@ def _is_intel() -> bool:
         return True  # not Linux: nothing is known, and MKL stays
 
 
+@torch.inference_mode(False)  # or gradients could not be taken, wherever this is asked first
 def _agrees() -> bool:
     """Whether oneDNN computes what PyTorch does, gradients too: the operator is not part of PyTorch's public API."""
     numbers = torch.Generator().manual_seed(0)
