@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ import tritonclient.http
 from safetensors.torch import load_file
 
 import zoo
-from guerdon import CriticClient, RewardClient, assembly, cli
+from guerdon import AsyncCriticClient, CriticClient, Gae, RewardClient, TrainReport, assembly, cli
 from guerdon.assembly import build_service
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, Exit, InvalidRequest, Offloaded, StartError
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.training.algorithms.advantages import adaptive_lams, gae
 from processes import environment
 from training.plain import PlainCritic, request
 
@@ -100,6 +103,44 @@ def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, 
     for name, weight in own.items():
         assert (weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
         assert not torch.equal(weights[name], begun[name]), f"{name} has not moved"
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_one_call_of_rewards_trains_on_the_returns_and_answers_the_advantages(
+    transport: str, folder: Path, tmp_path: Path
+) -> None:
+    asked, random = request(rows_of(6, shared=True)), np.random.default_rng(0)
+    rewards = random.normal(size=asked.mask.shape).astype(np.float32)
+    rule = Gae(0.95, 1.0, lam_alpha=0.4)
+    with serving(folder, tmp_path / "critic", reward_model=str(folder / "reward")) as server:
+        url = server.http_url if transport == "http" else server.grpc_url or ""
+        with CriticClient(url) as critic:
+            served = torch.from_numpy(np.stack([v[:-1] for v in critic.infer(asked.tokens).values]))
+            measured = critic.validate(asked.tokens, mask=asked.mask, rewards=rewards, gae=rule)
+            report = critic.train(asked.tokens, mask=asked.mask, rewards=rewards, gae=rule, updates=2, train_id="a")
+            first = report.result(60)
+
+            async def ask_again() -> TrainReport:
+                async with AsyncCriticClient(url) as other:
+                    return await other.train(
+                        asked.tokens, mask=asked.mask, rewards=rewards, gae=rule, updates=2, train_id="a"
+                    )
+
+            again = asyncio.run(ask_again())
+            state = critic.state()
+    mask = torch.from_numpy(asked.mask)
+    _, returns = gae(torch.from_numpy(rewards), served, mask, 0.95, 1.0)
+    advantages, _ = gae(torch.from_numpy(rewards), served, mask, 0.95, adaptive_lams(mask, 0.4))
+    for found in (measured, first, again):
+        np.testing.assert_allclose(found.advantages, advantages, atol=1e-5)
+        np.testing.assert_allclose(found.returns, returns, atol=1e-5)
+    np.testing.assert_array_equal(first.advantages, again.advantages)
+    assert again == first and state.step == first.num_steps == 4
+    # As plain torch learns on these returns, from the values before.
+    plain = PlainCritic(folder / "model", lr=LR)
+    told = replace(asked, returns=returns.numpy(), prev_values=served.numpy())
+    losses = [loss for _ in range(2) for loss in plain.train(told, GBS)[0]]
+    assert first.losses == pytest.approx(losses, rel=1e-3)
 
 
 @pytest.mark.parametrize("with_rewards", [True, False])

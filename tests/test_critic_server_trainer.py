@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from guerdon import CriticClient, CriticServerTrainer
-from guerdon.critic_core import TrainRequest
+from guerdon.critic_core import Gae, TrainRequest
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.errors import ConfigError, InvalidRequest, ServerFault, TrainFailed
 from guerdon.server.runtime import RunningServer
@@ -160,6 +160,23 @@ def test_passes_over_the_rows_are_as_many_requests() -> None:
     assert (report.step, report.num_steps, report.num_tokens) == (4, 4, 2 * reports[0].num_tokens)
     assert report.losses == reports[0].losses + reports[1].losses
     assert (report.loss, report.pass_losses) == (reports[0].loss, [r.loss for r in reports])
+
+
+def test_returns_are_estimated_from_the_users_values() -> None:
+    trainer, batch = make(), batch_of(6)
+    batch["mask"][1] = 0
+    batch["mask"][2, 2] = 0
+    rewards = np.arange(6, dtype=np.float32)[:, None]
+    asked = TrainRequest("a", **batch, rewards=rewards, gae=Gae(0.5, 1.0))
+    asked.tokens[1] = -1  # which is not read
+    own = trainer.critic.infer(np.where(batch["mask"][:, :1] > 0, batch["tokens"], 0), np.full(6, 6))[1][:, :-1]
+    made = trainer.critic.estimate(asked)
+    np.testing.assert_allclose(made.prev_values, np.where(batch["mask"] > 0, own, 0), atol=1e-6)
+    for i in range(6):
+        counts = np.flatnonzero(batch["mask"][i])
+        want = rewards[i] * 0.5 ** np.arange(len(counts))[::-1]
+        np.testing.assert_allclose(made.returns[i, counts], want, atol=1e-5)
+        np.testing.assert_allclose(made.advantages[i, counts], want - own[i, counts], atol=1e-5)  # type: ignore[index]
 
 
 def test_training_by_keyword_returns_what_the_server_answers() -> None:

@@ -21,6 +21,7 @@ def test_the_public_names() -> None:
         "AsyncTeacherClient",
         "CriticClient",
         "CriticServerTrainer",
+        "Gae",
         "Head",
         "LocalRewardModel",
         "LocalTeacher",

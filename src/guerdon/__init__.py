@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TeacherAnswers,
         TeacherClient,
     )
-    from guerdon.critic_core import TrainReport
+    from guerdon.critic_core import Gae, TrainReport
     from guerdon.errors import (
         Cancelled,
         CheckpointError,
@@ -70,6 +70,7 @@ __all__ = [
     "CriticServerTrainer",
     "DeadlineExceeded",
     "Forbidden",
+    "Gae",
     "GuerdonError",
     "Head",
     "InvalidRequest",
@@ -111,6 +112,7 @@ _MODULES = {  # all others are in guerdon.errors
     "AsyncTeacherClient": "guerdon.client",
     "CriticClient": "guerdon.client",
     "CriticServerTrainer": "guerdon.adapters.nemo_aligner.critic_server_trainer",
+    "Gae": "guerdon.critic_core",
     "Head": "guerdon.client",
     "LocalRewardModel": "guerdon.local",
     "LocalTeacher": "guerdon.local",

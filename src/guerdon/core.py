@@ -31,6 +31,7 @@ class Signal(IntEnum):
     SWITCH = 9
     UNLOAD = 10
     RELEASE = 11
+    ESTIMATE = 12
 
 
 MIN_SHARED = 16

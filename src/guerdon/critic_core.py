@@ -29,6 +29,21 @@ class OperationInfo:
     critic: str
 
 
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """How returns and advantages are made of rewards and values: by generalised advantage estimation, all in [0, 1].
+
+    `lam_critic` is the λ of the returns that the critic learns, `lam_policy` that of the advantages. With `lam_alpha`
+    in its place each sequence has 1 - 1 / (lam_alpha * l), at least 0, for its l masked tokens, as in VAPO. With
+    neither, the advantages have `lam_critic`, too.
+    """
+
+    gamma: float = 1.0
+    lam_critic: float = 1.0
+    lam_policy: float | None = None
+    lam_alpha: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class TrainRequest:
     """What a critic is trained or validated on: N sequences with a target for every token.
@@ -37,6 +52,10 @@ class TrainRequest:
     `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; it is read
     only if `mask` is above 0. A request's `id` makes it idempotent. All rows are trained on `updates` times, as if
     the request came so many times.
+
+    A request may have `rewards` and `gae` instead: float32 `[N, T-1]`, or `[N, 1]`, one a row, for its last masked
+    token. Then `returns` and `prev_values` are `[N, 0]` until the critic has estimated them with its own values, and
+    `advantages` float32 `[N, T-1]` beside them. All three are 0 where the mask is.
     """
 
     id: str
@@ -46,6 +65,9 @@ class TrainRequest:
     mask: np.ndarray
     timeout_s: float | None = None
     updates: int = 1
+    rewards: np.ndarray | None = None
+    gae: Gae | None = None
+    advantages: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,7 +82,8 @@ class TrainReport:
     each global batch of all passes. `clip_fraction` and `explained_variance` (NaN where the returns do not vary) are
     the first pass's, too: each batch is measured before its update. `num_tokens` counts the masked tokens of all
     passes. `grad_norm` is the last step's before clipping, `learning_rate` the one that it used. `num_steps` were
-    made, `num_skipped` left out because their gradient was not finite.
+    made, `num_skipped` left out because their gradient was not finite. `advantages` and `returns`, float32 `[N, T-1]`,
+    answer a request with rewards.
     """
 
     id: str
@@ -76,6 +99,8 @@ class TrainReport:
     num_steps: int
     num_skipped: int
     pass_losses: list[float] = field(default_factory=list)
+    advantages: np.ndarray | None = field(default=None, compare=False, repr=False)
+    returns: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)

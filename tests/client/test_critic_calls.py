@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
     CriticState,
+    Gae,
     Operation,
     OperationInfo,
     TrainReport,
@@ -131,6 +133,63 @@ def test_a_train_request_reaches_the_server_as_it_was() -> None:
     assert (got.id, got.timeout_s, got.updates) == ("a-1", 2.5, 3)
     for name in ROWS:
         np.testing.assert_array_equal(getattr(got, name), getattr(request, name))
+
+
+def test_rewards_reach_the_server_in_place_of_returns() -> None:
+    given = {name: ROWS[name] for name in ("tokens", "mask")}
+    for rewards, expected in (([1, 2], [[1], [2]]), (np.ones(2), [[1], [1]]), ([[1, 2], [3]], [[1, 2], [3, 0]])):
+        request = make_train_request(**given, rewards=rewards, gae=Gae(0.9, 0.8, lam_alpha=0.1), updates=2)
+        sent = prepare_train("critic_train", request).build(described(TRAIN), 2.5)
+        assert set(sent.inputs) == {"tokens", "rewards", "mask"}
+        assert list(sent.outputs or ()) == ["report", "advantages", "returns"]
+        got = kserve.to_request(sent, TRAIN)
+        assert isinstance(got, TrainRequest) and got.rewards is not None
+        assert (got.rewards.tolist(), got.gae, got.updates) == (expected, Gae(0.9, 0.8, None, 0.1), 2)
+    assert make_train_request(**given, rewards=[1, 2]).gae == Gae(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [1, 2]}, "returns is given beside rewards; give returns, prev_values and mask, or rewards and"),
+        ({"mask": None}, "mask is missing; give returns"),
+        ({"prev_values": None}, "prev_values is missing"),
+        ({"gae": Gae()}, "gae goes with rewards, which are missing"),
+        ({"returns": None, "prev_values": None, "rewards": [1, 2, 3]}, "rewards has 3 rows, tokens 2"),
+        ({"returns": None, "prev_values": None, "rewards": [[1], [2]]}, r"rewards\[0\] has 1 entries for 3 tokens"),
+        ({"returns": None, "prev_values": None, "rewards": [1, "x"]}, "rewards must be a flat list of numbers"),
+    ],
+)
+def test_what_does_not_go_together_in_a_train_call_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=message):
+        make_train_request(**(ROWS | change))
+
+
+def test_advantages_come_back_beside_the_report() -> None:
+    request = make_train_request(**{n: ROWS[n] for n in ("tokens", "mask")}, rewards=[1, 2])
+    errand = prepare_train("critic_train", request)
+    sent = errand.build(described(TRAIN), 1.0)
+    table = np.arange(4, dtype=np.float32).reshape(2, 2)
+    reply = kserve.to_reply(dataclasses.replace(REPORT, advantages=table, returns=table + 1), sent, TRAIN)
+    report = errand.parse(reply, 0.0, 0.0)
+    np.testing.assert_array_equal(report.advantages, table)
+    np.testing.assert_array_equal(report.returns, table + 1)
+    reply.outputs[1] = Tensor.of("advantages", table[:1])
+    with pytest.raises(errors.ServerFault, match="no advantages and returns of the mask's shape"):
+        errand.parse(reply, 0.0, 0.0)
+    with pytest.raises(errors.ServerFault, match="no advantages and returns"):
+        errand.parse(kserve.to_reply(REPORT, sent, TRAIN), 0.0, 0.0)
+
+
+def test_an_older_server_is_not_asked_for_what_it_would_not_do() -> None:
+    described_before = described(TRAIN)
+    older = dataclasses.replace(described_before, outputs={"loss_mean": "FP32", "report": "BYTES"})
+    for more in ({"updates": 2}, {"returns": None, "prev_values": None, "rewards": [1, 2]}):
+        request = make_train_request(**(ROWS | more))
+        prepare_train("critic_train", request).build(described_before, 1.0)
+        with pytest.raises(errors.InvalidRequest, match="is an older server's, which knows neither updates nor"):
+            prepare_train("critic_train", request).build(older, 1.0)
+    prepare_train("critic_train", make_train_request(**ROWS)).build(older, 1.0)
 
 
 def test_a_report_comes_back() -> None:

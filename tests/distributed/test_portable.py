@@ -18,7 +18,7 @@ import torch
 from guerdon.actor.policy_group import Call, Generate, GenerateMore, GenerationRound, Open
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.core import Command, Score, Scored, Sequence, Signal
-from guerdon.critic_core import TrainReport, TrainRequest
+from guerdon.critic_core import Gae, TrainReport, TrainRequest
 from guerdon.distributed import portable
 from guerdon.distributed.ranks import Member
 from guerdon.errors import Overloaded, SampleFailed, TrainFailed
@@ -87,6 +87,12 @@ VALUES: list[Any] = [
     Member(1, "host", 7),
     Command(Signal.FORWARD, "rm", [Sequence(ROW, label={"x": [1]}, steps=ROW)], plain=True),
     Command(Signal.TRAIN, train=TrainRequest("id", ROW[None], *[np.ones((1, 4), np.float32)] * 3)),
+    Command(
+        Signal.ESTIMATE,
+        train=TrainRequest(
+            "id", ROW[None], *[np.ones((1, 4), np.float32)] * 3, updates=2, rewards=ROW[None], gae=Gae(0.5)
+        ),
+    ),
     Scored([Score(1.0, np.ones(2, np.float32)), SampleFailed("no")], "v"),
     TrainReport("id", 1, "v", 0.1, [0.1], 3, 0.0, float("inf"), 1.0, 1e-6, 1, 0),
     Overloaded("full", 2.5),

@@ -24,6 +24,7 @@ def save(checkpoints: CheckpointFolder, step: int, content: bytes = b"weights", 
         metrics=metrics,
         position=10 * step,
         answers=b"{}",
+        estimates=b"tables" if step % 2 else None,
         settings={"lora": None},
     )
     checkpoints.prune(set())
@@ -40,7 +41,10 @@ def test_a_checkpoint_is_found_again_as_it_was_made(tmp_path: Path) -> None:
     assert found is not None
     assert (found.info.number, found.info.step, found.info.weights_version) == (1, 7, "1+7")
     assert (found.info.metrics, found.position, found.answers()) == ({"loss": 0.25}, 70, b"{}")
+    assert found.estimates() == b"tables"
     assert (found.folder / "part" / "model.bin").read_bytes() == b"weights"
+    save(checkpoints := CheckpointFolder(tmp_path, keep=2), 8)
+    assert checkpoints.whole(None).estimates() is None
 
 
 def test_the_newest_and_the_best_are_kept_and_numbers_go_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from guerdon.core import ModelInfo
-from guerdon.critic_core import TrainRequest
+from guerdon.critic_core import Gae, TrainRequest
 from guerdon.errors import InvalidRequest
 from guerdon.server.critic.train_checks import MAX_ID_LENGTH, check
 
@@ -74,6 +75,50 @@ def test_each_mistake_is_refused_by_its_place(change: Callable[[TrainRequest], N
     check(asked, INFO)
     change(asked)
     with pytest.raises(InvalidRequest, match=says):
+        check(asked, INFO)
+
+
+def rewarded(per_token: bool = True) -> TrainRequest:
+    """As `request`, with rewards of every token or of every row."""
+    asked = request()
+    asked.rewards = np.ones((3, 5 if per_token else 1), np.float32)
+    asked.returns = asked.prev_values = np.empty((3, 0), np.float32)
+    asked.gae = Gae()
+    return asked
+
+
+def gae(**changes: float) -> Callable[[TrainRequest], None]:
+    return lambda asked: setattr(asked, "gae", Gae(**changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (set_at("rewards", 2, 0, np.nan), "rewards is nan in row 2, column 0"),
+        (cut("rewards"), r"rewards has shape \[3, 4\], not \[N, T-1\] = \[3, 5\]"),
+        (gae(gamma=1.1), "gamma is 1.1; give a number from 0 to 1"),
+        (gae(lam_critic=math.nan), "lam_critic is nan"),
+        (gae(lam_policy=-0.1), "lam_policy is -0.1"),
+        (gae(lam_alpha=0.0), "lam_alpha is 0.0; give a number above 0"),
+        (gae(lam_alpha=math.inf), "lam_alpha is inf"),
+        (gae(lam_policy=1.0, lam_alpha=0.05), "lam_policy and lam_alpha are both given"),
+    ],
+)
+def test_each_mistake_with_rewards_is_refused(change: Callable[[TrainRequest], None], says: str) -> None:
+    asked = rewarded()
+    asked.rewards[asked.mask == 0] = np.nan  # type: ignore[index]
+    check(asked, INFO)
+    change(asked)
+    with pytest.raises(InvalidRequest, match=says):
+        check(asked, INFO)
+
+
+def test_a_rows_reward_counts_if_a_token_of_it_does() -> None:
+    asked = rewarded(per_token=False)
+    asked.rewards[1] = np.nan  # type: ignore[index]  # of a row without masked tokens
+    check(asked, INFO)
+    set_at("rewards", 2, 0, np.inf)(asked)
+    with pytest.raises(InvalidRequest, match="rewards is inf in row 2, column 0"):
         check(asked, INFO)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import zoo
 from guerdon.core import Sequence
+from guerdon.critic_core import Gae
 from guerdon.distributed.ranks import ALONE, Ranks, start
 from guerdon.distributed.shards import shards
 from guerdon.engine.checkpoint.language_models import load_policy
@@ -56,6 +57,9 @@ MORE: dict[str, dict[str, Any]] = {
 ROWS = zoo.rows(0, ((40, 4), (20, 3), (30, 3)))
 NUM_STEPS = 2
 REQUEST = request(ROWS)
+REWARDED = dataclasses.replace(
+    REQUEST, rewards=np.arange(12, dtype=np.float32)[:, None], gae=Gae(0.9, 1.0, lam_alpha=0.5)
+)
 TOKENS, PROMPTS, _ = rollouts()
 LENGTHS = torch.tensor([len(row) for row in TOKENS]) - torch.from_numpy(PROMPTS)
 MASK = (torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]).float()
@@ -134,6 +138,7 @@ def ppo(old: Tensor) -> Callable[..., tuple[Tensor, PolicyLossStats]]:
 def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Trains a critic and a policy, saves both below `out`, and tells what came of it; trainers are returned, too."""
     made = critic(critic_folder, ranks)
+    estimated = made.estimate(REWARDED)
     before = dataclasses.asdict(made.validate(REQUEST))
     report = dataclasses.asdict(made.train(REQUEST))
     learner = policy(policy_folder, ranks)
@@ -151,6 +156,7 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     for other in ranks.tell_all(told):
         assert repr(other) == repr(told), (other, told)
     told |= {
+        "estimates": [torch.from_numpy(x) for x in (estimated.returns, estimated.advantages, estimated.prev_values)],
         "old": own.logprobs.clone(),
         "entropies": own.entropies.clone(),
         "reference": learner.reference_logprobs(TOKENS, PROMPTS, 0.7).clone(),

@@ -14,6 +14,7 @@ from plain import request
 
 import zoo
 from guerdon.core import Score, Sequence
+from guerdon.critic_core import Gae
 from guerdon.distributed.ranks import ALONE
 from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
@@ -62,6 +63,19 @@ def scored(both: CriticWithReward) -> tuple[np.ndarray, np.ndarray]:
     results = both.score([Sequence(row) for row in ROWS])
     assert all(isinstance(r, Score) for r in results), results
     return np.array([r.reward for r in results]), np.concatenate([r.values for r in results])  # type: ignore
+
+
+@MEMORY
+def test_returns_are_estimated_by_the_critic_wherever_it_waits(memory: Memory, tmp_path: Path) -> None:
+    both, _, _, moves = make(tmp_path, memory)
+    asked = request(ROWS)
+    asked.rewards, asked.gae = np.ones((len(ROWS), 1), np.float32), Gae(lam_policy=0.5)
+    want = build(tmp_path / "critic").estimate(asked)
+    moves.clear()
+    made = both.estimate(asked)
+    assert moves == ([] if memory == "resident" else ["-reward", "+critic"])
+    for name in ("returns", "advantages", "prev_values"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(want, name))
 
 
 @MEMORY

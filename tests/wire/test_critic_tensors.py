@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, OperationInfo, TrainReport
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, OperationInfo, TrainReport
 from guerdon.errors import InvalidRequest
 from guerdon.wire import critic_tensors, kserve
 from guerdon.wire.tensors import InferRequest, Tensor
@@ -66,7 +67,9 @@ WIDE = np.zeros((2, 4), np.float32)
     ("change", "message"),
     [
         ({"mask": None, "returns": None}, "needs the inputs tokens, returns, .*; missing: returns, mask$"),
-        ({"rewards": TARGET}, "unknown input 'rewards'; model 'critic_train' takes tokens, returns"),
+        ({"values": TARGET}, "unknown input 'values'; model 'critic_train' takes tokens, returns, .*, rewards"),
+        ({"rewards": TARGET}, "'rewards' and 'returns' are both given: of rewards the critic makes returns"),
+        ({"rewards": TARGET, "returns": None}, "'rewards' and 'prev_values' are both given"),
         ({"tokens": TOKENS[0]}, r"'tokens' must have shape \[N, T\], not \[4\]"),
         ({"tokens": TOKENS[:0]}, r"'tokens' has shape \[0, 4\]: at least one row"),
         ({"tokens": TOKENS[:, :1]}, r"'tokens' has shape \[2, 1\]"),
@@ -82,6 +85,58 @@ def test_tensors_that_do_not_fit_are_named(change, message):
     arrays = {name: value for name, value in (TRAIN | change).items() if value is not None}
     with pytest.raises(InvalidRequest, match=message):
         kserve.to_request(request(arrays), info(Operation.TRAIN))
+
+
+def rewarded(change: dict | None = None, outputs: list[str] | None = None, **parameters) -> InferRequest:
+    arrays = {"tokens": TOKENS, "rewards": TARGET, "mask": TRAIN["mask"]} | (change or {})
+    given = {"gamma": 1, "lam_critic": 0.5} | parameters
+    made = request({name: value for name, value in arrays.items() if value is not None}, outputs)
+    made.parameters.update({name: value for name, value in given.items() if value is not None})
+    return made
+
+
+@pytest.mark.parametrize("operation", [Operation.TRAIN, Operation.VALIDATE])
+def test_rewards_stand_in_place_of_returns_and_previous_values(operation):
+    asked = kserve.to_request(rewarded(lam_alpha=0.05), info(operation))
+    assert asked.gae == Gae(1.0, 0.5, None, 0.05) and type(asked.gae.gamma) is float
+    assert asked.rewards.tolist() == TARGET.tolist() and asked.rewards.dtype == np.float32
+    assert asked.returns.shape == asked.prev_values.shape == (2, 0) and asked.advantages is None
+    asked = kserve.to_request(rewarded({"rewards": np.float64([[1], [2]])}, lam_policy=0.9), info(operation))
+    assert (asked.rewards.tolist(), asked.gae) == ([[1], [2]], Gae(1.0, 0.5, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (rewarded(gamma=None), "the input rewards needs the parameter gamma"),
+        (rewarded(lam_critic=None), "the input rewards needs the parameter lam_critic"),
+        (rewarded(lam_policy="1"), "parameter 'lam_policy' is '1'; it must be a number"),
+        (rewarded(gamma=True), "parameter 'gamma' is True; it must be a number"),
+        (rewarded({"mask": None}), "needs the inputs tokens, mask, rewards; missing: mask$"),
+        (
+            rewarded({"rewards": TARGET[:, :2]}),
+            r"'rewards' must have shape \[N, T-1\] = \[2, 3\] or \[N, 1\] = \[2, 1\] b",
+        ),
+        (rewarded({"rewards": TARGET[0]}), r"'rewards' must have shape .* not \[3\]"),
+        (request(TRAIN, lam_alpha=0.5), "parameter 'lam_alpha' goes with the input rewards, which is missing"),
+        (request(TRAIN, ["advantages"]), "output 'advantages' needs the input rewards"),
+    ],
+)
+def test_what_does_not_go_with_rewards_is_said(asked, message):
+    with pytest.raises(InvalidRequest, match=message):
+        kserve.to_request(asked, info(Operation.TRAIN))
+
+
+def test_advantages_and_returns_are_tensors_and_not_in_the_report():
+    report = dataclasses.replace(REPORT, advantages=TARGET, returns=TARGET + 1)
+    reply = kserve.to_reply(report, rewarded(), info(Operation.TRAIN))
+    found = {tensor.name: tensor for tensor in reply.outputs}
+    assert list(found) == ["loss_mean", "report", "advantages", "returns"]
+    assert found["advantages"].data.tolist() == TARGET.tolist() and found["advantages"].datatype == "FP32"
+    assert found["returns"].data.tolist() == (TARGET + 1).tolist()
+    assert b"advantages" not in found["report"].data[0]
+    back = critic_tensors.from_json(TrainReport, found["report"].data[0])
+    assert back == REPORT and back.advantages is None
 
 
 def test_an_id_is_a_text():
@@ -122,7 +177,9 @@ def test_each_wrong_control_request_has_its_own_error(operation, arrays, message
 
 
 def test_an_output_that_is_not_there_is_refused():
-    with pytest.raises(InvalidRequest, match="unknown output 'values'; model 'critic_train' gives loss_mean, report"):
+    with pytest.raises(
+        InvalidRequest, match="unknown output 'values'; model 'critic_train' gives loss_mean, report, advantages"
+    ):
         kserve.to_request(request(TRAIN, ["values"]), info(Operation.TRAIN))
 
 

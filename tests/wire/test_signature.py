@@ -77,10 +77,15 @@ def test_training_takes_whole_tensors_and_gives_the_loss(name):
         ("mask", np.float32, (-1, -1), False),
     ]
     assert [(spec.name, spec.dtype, spec.shape) for spec in parsed.outputs] == [("loss_mean", np.float32, (1,))]
-    assert signature.metadata(operation(name))["outputs"] == [
+    metadata = signature.metadata(operation(name))
+    assert metadata["outputs"] == [
         {"name": "loss_mean", "datatype": "FP32", "shape": [1]},
         {"name": "report", "datatype": "BYTES", "shape": [1]},
+        {"name": "advantages", "datatype": "FP32", "shape": [-1, -1]},
+        {"name": "returns", "datatype": "FP32", "shape": [-1, -1]},
     ]
+    # Rewards stand for others, and a client of the config sends all that it lists.
+    assert [entry["name"] for entry in metadata["inputs"]] == ["tokens", "returns", "prev_values", "mask", "rewards"]
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,18 @@ import orjson
 from guerdon.client import calls
 from guerdon.client.calls import Call, Integers, ModelSignature, TokenRows, number_row, pad_rows, token_rows
 from guerdon.core import ScoreRequest
-from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
-from guerdon.wire.critic_tensors import TRAIN_ID, from_json
+from guerdon.wire.critic_tensors import GAE, TRAIN_ID, from_json
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 Result = TypeVar("Result", TrainReport, CheckpointInfo, CriticState)
 Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
 """One row a sample: an array `[N, T - 1]`, or rows of different lengths."""
+
+
+Rewards = Rows | Sequence[float]
+"""Rewards of tokens, one row a sample, or one reward a sample."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,36 +55,65 @@ class CriticScores:
 
 def make_train_request(
     tokens: TokenRows,
-    returns: Rows,
-    prev_values: Rows,
-    mask: Rows,
+    returns: Rows | None = None,
+    prev_values: Rows | None = None,
+    mask: Rows | None = None,
     train_id: str | None = None,
     lengths: Integers | None = None,
+    *,
     updates: int = 1,
+    rewards: Rewards | None = None,
+    gae: Gae | None = None,
 ) -> TrainRequest:
     """Returns the request to train on N rows, padded to the longest; copies the arrays, because it may be sent again.
 
     Row i of `tokens` has T_i ids, and row i of the others T_i - 1 numbers; with `lengths`, which has each T_i, all may
-    be padded. Raises InvalidRequest naming the row at fault.
+    be padded. `rewards`, in place of `returns` and `prev_values`, may also be one number a row. Raises InvalidRequest
+    naming the row at fault.
     """
     ids = token_rows(tokens, lengths)
-    targets = {}
-    for name, rows in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
-        if len(rows) != len(ids):
-            raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
-        numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
-        if lengths is not None:
-            numbers = [found[: max(0, len(row) - 1)] for row, found in zip(ids, numbers, strict=True)]
-        for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
-            if len(found) != len(row) - 1:
-                raise InvalidRequest(
-                    f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
-                    "entry t belongs to the action at token t+1"
-                )
-        targets[name] = pad_rows(numbers, np.float32)
-    padded = pad_rows(ids, np.int64)
-    returned, valued, masked = targets["returns"], targets["prev_values"], targets["mask"]
-    return TrainRequest(train_id or uuid.uuid4().hex, padded, returned, valued, masked, updates=updates)
+    given = {"returns": returns, "prev_values": prev_values, "rewards": rewards, "mask": mask}
+    needed = ("returns", "prev_values", "mask") if rewards is None else ("rewards", "mask")
+    for name, table in given.items():
+        if (table is None) == (name in needed):
+            raise InvalidRequest(
+                f"{name} is {'missing' if table is None else 'given beside rewards'}; give returns, prev_values and "
+                "mask, or rewards and mask"
+            )
+    if gae is not None and rewards is None:
+        raise InvalidRequest("gae goes with rewards, which are missing")
+    tables = {
+        name: _table(name, rows, ids, lengths is not None) for name in needed if (rows := given[name]) is not None
+    }
+    made = TrainRequest(
+        train_id or uuid.uuid4().hex,
+        pad_rows(ids, np.int64),
+        tables.get("returns", np.empty((len(ids), 0), np.float32)),
+        tables.get("prev_values", np.empty((len(ids), 0), np.float32)),
+        tables["mask"],
+        updates=updates,
+    )
+    if rewards is not None:
+        made.rewards, made.gae = tables["rewards"], gae or Gae()
+    return made
+
+
+def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool) -> np.ndarray:
+    """Returns float32 `[N, T-1]`, or `[N, 1]` of rewards that are one a row."""
+    if len(rows) != len(ids):
+        raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
+    if name == "rewards" and all(np.ndim(row) == 0 for row in rows):
+        return number_row(name, rows, "biuf", np.float32).reshape(-1, 1)
+    numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
+    if is_padded:
+        numbers = [found[: max(0, len(row) - 1)] for row, found in zip(ids, numbers, strict=True)]
+    for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
+        if len(found) != len(row) - 1:
+            raise InvalidRequest(
+                f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
+                "entry t belongs to the action at token t+1"
+            )
+    return pad_rows(numbers, np.float32)
 
 
 def prepare_infer(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Call[CriticScores]:
@@ -112,9 +145,24 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
                 f"model '{model}' gives no report: its server could not recognise a request that is sent again, and "
                 "would train on it twice; this client trains guerdon's critics only"
             )
-        return _request(_rows(request), ["report"], left_s, **_train_parameters(request))
+        if (request.updates != 1 or request.gae is not None) and "advantages" not in signature.outputs:
+            raise InvalidRequest(
+                f"model '{model}' is an older server's, which knows neither updates nor rewards; update it, or send "
+                "returns and prev_values, once for each update"
+            )
+        outputs = ["report"] if request.rewards is None else ["report", "advantages", "returns"]
+        return _request(_rows(request), outputs, left_s, **_train_parameters(request))
 
-    return Call(model, build, lambda reply, *_: _read_result(TrainReport, reply, "report"), request.tokens.size)
+    def parse(reply: InferReply, *_: float) -> TrainReport:
+        report = _read_result(TrainReport, reply, "report")
+        if request.rewards is not None:
+            found = {tensor.name: np.asarray(tensor.data) for tensor in reply.outputs if tensor.name != "report"}
+            if any(table.shape != request.mask.shape for table in found.values()) or len(found) != 2:
+                raise ServerFault(f"model '{reply.model_name}' sent no advantages and returns of the mask's shape")
+            report.advantages, report.returns = found["advantages"], found["returns"]
+        return report
+
+    return Call(model, build, parse, request.tokens.size)
 
 
 def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
@@ -177,11 +225,14 @@ def _metric(name: Any, value: Any) -> float:
 
 
 def _rows(request: TrainRequest) -> list[Tensor]:
-    return [Tensor.of(name, getattr(request, name)) for name in ("tokens", "returns", "prev_values", "mask")]
+    names = ("tokens", "returns", "prev_values", "mask") if request.rewards is None else ("tokens", "rewards", "mask")
+    return [Tensor.of(name, getattr(request, name)) for name in names]
 
 
 def _train_parameters(request: TrainRequest) -> dict[str, Any]:
-    more = {"updates": request.updates} if request.updates != 1 else {}
+    more: dict[str, Any] = {"updates": request.updates} if request.updates != 1 else {}
+    if request.gae is not None:
+        more |= {name: value for name in GAE if (value := getattr(request.gae, name)) is not None}
     return {TRAIN_ID: request.id, **more}
 
 

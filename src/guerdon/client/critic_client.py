@@ -13,6 +13,7 @@ from guerdon.client.addresses import Credentials, addresses
 from guerdon.client.calls import Call, Conversations, Integers, Texts, TokenRows, make_request
 from guerdon.client.critic_calls import (
     CriticScores,
+    Rewards,
     Rows,
     make_train_request,
     prepare_control,
@@ -24,7 +25,7 @@ from guerdon.client.faces import AsyncClient, BlockingClient, CallFuture
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
 from guerdon.core import ScoreRequest
-from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")
@@ -189,13 +190,15 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     def train(
         self,
         tokens: TokenRows,
-        returns: Rows,
-        prev_values: Rows,
-        mask: Rows,
+        returns: Rows | None = None,
+        prev_values: Rows | None = None,
+        mask: Rows | None = None,
         *,
+        rewards: Rewards | None = None,
+        gae: Gae | None = None,
+        updates: int = 1,
         lengths: Integers | None = None,
         train_id: str | None = None,
-        updates: int = 1,
     ) -> TrainFuture[TrainReport]:
         """Returns a future of the report on training on these rows, at once.
 
@@ -204,8 +207,13 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         trained on all rows `updates` times. A `train_id` (default: a new one) is never applied twice; the second time
         the server repeats its answer. A failure is logged; if nobody has looked at the future by the next call, that
         call raises it.
+
+        Give `returns` and `prev_values`, or `rewards`, one a row or T_i - 1 of them, from which the critic estimates
+        both with its own values by `gae` (default: no discount, λ 1). The report then has `advantages` and `returns`.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths, updates)
+        request = make_train_request(
+            tokens, returns, prev_values, mask, train_id, lengths, updates=updates, rewards=rewards, gae=gae
+        )
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, train_id), future, alone=True)
@@ -224,10 +232,18 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         return self._start(steps, future, alone=True)
 
     def validate(
-        self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
+        self,
+        tokens: TokenRows,
+        returns: Rows | None = None,
+        prev_values: Rows | None = None,
+        mask: Rows | None = None,
+        *,
+        rewards: Rewards | None = None,
+        gae: Gae | None = None,
+        lengths: Integers | None = None,
     ) -> TrainReport:
-        """Returns the loss and its metrics on these rows, without training; blocks."""
-        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
+        """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
+        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae)
         return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -365,16 +381,20 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     def train(
         self,
         tokens: TokenRows,
-        returns: Rows,
-        prev_values: Rows,
-        mask: Rows,
+        returns: Rows | None = None,
+        prev_values: Rows | None = None,
+        mask: Rows | None = None,
         *,
+        rewards: Rewards | None = None,
+        gae: Gae | None = None,
+        updates: int = 1,
         lengths: Integers | None = None,
         train_id: str | None = None,
-        updates: int = 1,
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, train_id, lengths, updates)
+        request = make_train_request(
+            tokens, returns, prev_values, mask, train_id, lengths, updates=updates, rewards=rewards, gae=gae
+        )
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(self._session, request, train_id)
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
@@ -382,10 +402,18 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         return future
 
     async def validate(
-        self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
+        self,
+        tokens: TokenRows,
+        returns: Rows | None = None,
+        prev_values: Rows | None = None,
+        mask: Rows | None = None,
+        *,
+        rewards: Rewards | None = None,
+        gae: Gae | None = None,
+        lengths: Integers | None = None,
     ) -> TrainReport:
-        """Returns the loss and its metrics on these rows, without training."""
-        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
+        """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
+        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae)
         return await self._start(self._validate_steps(self._session, request))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:

@@ -36,9 +36,10 @@ class Trainer(Protocol):
     """A critic that learns.
 
     `train` raises TrainFailed if only its `num_steps` leading global batches stand and nothing else changed; any other
-    GuerdonError means that nothing changed. `state` has `step`, `learning_rate`, `num_parameters` and `num_trainable`,
-    and `broken`, the reason, if the weights are corrupt. `load` continues the saved lineage, or starts a new one with
-    the given number.
+    GuerdonError means that nothing changed. `estimate` gives the request with the returns, previous values and
+    advantages that its rewards make, and changes nothing. `state` has `step`, `learning_rate`, `num_parameters` and
+    `num_trainable`, and `broken`, the reason, if the weights are corrupt. `load` continues the saved lineage, or starts
+    a new one with the given number.
     """
 
     info: ModelInfo
@@ -49,6 +50,8 @@ class Trainer(Protocol):
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport: ...
 
     def validate(self, request: TrainRequest) -> TrainReport: ...
+
+    def estimate(self, request: TrainRequest) -> TrainRequest: ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -98,7 +101,7 @@ class Worker:
         """Does this rank's part of a command.
 
         Returns a Scored for FORWARD, a TrainReport for TRAIN and VALIDATE, and on rank 0 the loaded scorer for a
-        scorer's LOAD.
+        scorer's LOAD, and the request with what was estimated for ESTIMATE.
         """
         name = command.model
         match command.signal:
@@ -119,6 +122,11 @@ class Worker:
                 assert command.train is not None
                 with computing.HERE.computing(is_long=True):
                     return self._trainers[name].validate(command.train)
+            case Signal.ESTIMATE:
+                assert command.train is not None
+                with computing.HERE.computing(is_long=True):
+                    estimated = self._trainers[name].estimate(command.train)
+                return estimated if self._ranks.is_leader else None
             case Signal.LOAD if name not in self._trainers:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)
@@ -178,7 +186,7 @@ class Worker:
 
     def is_watched(self, command: Command) -> bool:
         """Whether the command runs layers that tick."""
-        signals = (Signal.FORWARD, Signal.TRAIN, Signal.VALIDATE)
+        signals = (Signal.FORWARD, Signal.TRAIN, Signal.VALIDATE, Signal.ESTIMATE)
         return command.signal in signals and command.model in self._ticking
 
     def _parts(self, command: Command) -> list[list[int]]:

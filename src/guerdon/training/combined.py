@@ -122,6 +122,11 @@ class CriticWithReward:
         self._swap_in_critic()
         return self._critic.validate(request)
 
+    def estimate(self, request: TrainRequest) -> TrainRequest:
+        """As CriticTrainer.estimate; also raises TrainFailed if the critic cannot be moved to the device."""
+        self._swap_in_critic()
+        return self._critic.estimate(request)
+
     def save(self, folder: Path) -> None:
         """As CriticTrainer.save, wherever its weights are at the moment."""
         self._critic.save(folder)

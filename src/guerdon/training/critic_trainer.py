@@ -29,6 +29,7 @@ from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, Ser
 from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
+from guerdon.training.estimates import read_rows, with_estimates
 from guerdon.training.freezing import freeze
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_checkpoint import TrainerCheckpoint
@@ -196,10 +197,27 @@ class CriticTrainer:
             totals.add(batch, collectives.sum_over_parts(sums, self._ranks))
         return self._report(request, totals)
 
+    def estimate(self, request: TrainRequest) -> TrainRequest:
+        """Collective; returns the request with what its rewards and the current values make, as `with_estimates`."""
+        self.check_ready()
+        rows = read_rows(request.tokens, request.mask, int(self._keeps_action))
+        numbers = list(rows)
+        part = collectives.rows_of_this_rank(list(rows.values()), self._ranks)
+        table = torch.zeros(request.mask.shape)
+        with collectives.share_errors(self._ranks), self.engine.no_gradients():
+            for at, values in self.engine.values([rows[numbers[i]] for i in part]):
+                for i, own in zip(at, values, strict=bool(at)):
+                    row = table[numbers[part[i]]]
+                    row[: len(own)] = own[: len(row)].cpu()
+        collectives.sum_tables(table, self._ranks)
+        return with_estimates(request, table.numpy())
+
+    @property
+    def _keeps_action(self) -> bool:
+        return self.engine.length_classes.depend_on_length
+
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
-        return global_batches(
-            request, self._config.global_batch_size, with_action=self.engine.length_classes.depend_on_length
-        )
+        return global_batches(request, self._config.global_batch_size, with_action=self._keeps_action)
 
     def _measure(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
         """Returns this rank's sums of each batch."""
@@ -391,14 +409,9 @@ def global_batches(request: TrainRequest, size: int, *, with_action: bool = Fals
 def _global_batch(request: TrainRequest, part: slice, num_more: int) -> GlobalBatch:
     tokens, mask = request.tokens[part], request.mask[part]
     targets = np.stack([request.prev_values[part], request.returns[part], mask])
-    counts = mask > 0
-    width = mask.shape[1]
-    rows, own = [], []
-    for i in np.flatnonzero(counts.any(axis=1)):
-        length = width - int(counts[i, ::-1].argmax())
-        rows.append(tokens[i, : length + num_more])
-        own.append(np.pad(targets[:, i, :length], ((0, 0), (0, num_more))))
-    return GlobalBatch(rows, own, float(mask.sum(dtype=np.float64)), int(counts.sum()))
+    rows = read_rows(tokens, mask, num_more)
+    own = [np.pad(targets[:, i, : len(row) - num_more], ((0, 0), (0, num_more))) for i, row in rows.items()]
+    return GlobalBatch(list(rows.values()), own, float(mask.sum(dtype=np.float64)), int((mask > 0).sum()))
 
 
 class _TrainTotals:

@@ -22,6 +22,7 @@ from guerdon.distributed.parts import WHOLE
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
 from guerdon.errors import GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
+from guerdon.training.estimates import read_rows, with_estimates
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,16 @@ class UserCritic:
                     logged = _plain_metrics(metrics | {"loss": loss})
                     done.append((logged, float(batch["mask"].sum()), num_tokens))
         return dataclasses.replace(self._report(request.id, done), num_steps=0, num_skipped=0)
+
+    def estimate(self, request: TrainRequest) -> TrainRequest:
+        """Returns the request with what its rewards and the current values make, as `with_estimates`."""
+        rows = read_rows(request.tokens, request.mask, 1)
+        table = np.zeros_like(request.mask)
+        for (i, row), score in zip(rows.items(), self.score([Sequence(row) for row in rows.values()]), strict=True):
+            if isinstance(score, SampleFailed):
+                raise TrainFailed(f"row {i}: {score}: nothing was changed", 0)
+            table[i, : len(row) - 1] = score.values[:-1]  # type: ignore[index]
+        return with_estimates(request, table)
 
     def save(self, folder: Path) -> None:
         """Saves where the user saves, on every rank; writes nothing into `folder`."""

@@ -14,6 +14,7 @@ from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
     CriticState,
+    Gae,
     Operation,
     OperationInfo,
     TrainReport,
@@ -28,6 +29,13 @@ Noun = TypeVar("Noun")
 
 TRAIN_ID = "train_id"
 """The request parameter that names a train request. The protocol's own `id` will not do: clients count it from 0."""
+GAE = tuple(f.name for f in dataclasses.fields(Gae))
+"""The request parameters beside the input rewards."""
+
+_ESTIMATED = ("returns", "prev_values")
+"""The inputs that rewards stand for."""
+_ESTIMATES = ("advantages", "returns")
+"""The outputs that they have, the fields of a report that are tensors."""
 
 
 def to_request(request: InferRequest, info: OperationInfo) -> TrainRequest | ControlRequest:
@@ -55,6 +63,9 @@ def to_reply(
         if name == "loss_mean":
             assert isinstance(answer, TrainReport)
             outputs.append(Tensor.of(name, np.array([answer.loss], np.float32)))
+        elif name in _ESTIMATES:
+            if (table := getattr(answer, name)) is not None:
+                outputs.append(Tensor.of(name, table))
         elif name == "status":
             outputs.append(Tensor.of(name, np.zeros(1, np.int64)))
         elif answer is not None:
@@ -64,8 +75,9 @@ def to_reply(
 
 
 def to_json(noun: TrainReport | CheckpointInfo | CriticState) -> bytes:
-    """Returns the noun as a JSON object; non-finite numbers are null."""
-    return orjson.dumps(noun, option=orjson.OPT_SERIALIZE_NUMPY)
+    """Returns the noun as a JSON object without tensors; non-finite numbers are null."""
+    fields = {f.name: getattr(noun, f.name) for f in dataclasses.fields(noun) if f.name not in _ESTIMATES}
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def from_json(cls: type[Noun], text: bytes) -> Noun:
@@ -81,7 +93,8 @@ def _noun(cls: type[Noun], value: dict[str, Any]) -> Noun:
     """Unknown keys are ignored, and fields with a default may be missing: the other side may be newer or older."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    optional = {f.name for f in fields if f.default_factory is not dataclasses.MISSING}
+    missing = dataclasses.MISSING
+    optional = {f.name for f in fields if f.default is not missing or f.default_factory is not missing}
     read = [f.name for f in fields if f.name in value or f.name not in optional]
     return cls(**{name: _field(hints[name], value[name]) for name in read})
 
@@ -98,7 +111,7 @@ def _field(hint: Any, value: Any) -> Any:
 
 def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
     inputs = request.inputs
-    needed = [name for name, _, _ in input_specs(info)]
+    needed = _needed(request, info)
     missing = [name for name in needed if name not in inputs]
     if missing:
         raise InvalidRequest(f"model '{info.name}' needs the inputs {', '.join(needed)}; missing: {', '.join(missing)}")
@@ -114,17 +127,55 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
             f"input 'tokens' has shape {list(tokens.shape)}: at least one row of two tokens is needed, as values are "
             "trained on the actions that follow them"
         )
-    targets = {name: _target(inputs[name], num_rows, width) for name in ("returns", "prev_values", "mask")}
     updates = request.count("updates") if "updates" in request.parameters else 1
     if updates != 1 and info.operation is Operation.VALIDATE:
         raise InvalidRequest(f"parameter 'updates' is {updates}, but '{info.name}' makes none; leave it out")
-    return TrainRequest(name, tokens, **targets, timeout_s=request.timeout_s, updates=updates)
+    tables = {name: _target(inputs[name], num_rows, width) for name in needed if name != "tokens"}
+    if "rewards" not in tables:
+        returns, prev_values, mask = tables["returns"], tables["prev_values"], tables["mask"]
+        return TrainRequest(name, tokens, returns, prev_values, mask, request.timeout_s, updates)
+    unknown = np.empty((num_rows, 0), np.float32)
+    rewards, rule = tables["rewards"], _gae(request)
+    return TrainRequest(name, tokens, unknown, unknown, tables["mask"], request.timeout_s, updates, rewards, rule)
+
+
+def _needed(request: InferRequest, info: OperationInfo) -> list[str]:
+    """Returns the inputs that the request must have; raises InvalidRequest for what does not go together."""
+    names = [name for name, _, _ in input_specs(info)]
+    if "rewards" not in request.inputs:
+        for name in GAE:
+            if name in request.parameters:
+                raise InvalidRequest(f"parameter '{name}' goes with the input rewards, which is missing")
+        for name in request.outputs or ():
+            if name in _ESTIMATES:
+                raise InvalidRequest(f"output '{name}' needs the input rewards, in place of returns and prev_values")
+        return names
+    for name in _ESTIMATED:
+        if name in request.inputs:
+            raise InvalidRequest(f"inputs 'rewards' and '{name}' are both given: of rewards the critic makes {name}")
+    return [*(name for name in names if name not in _ESTIMATED), "rewards"]
+
+
+def _gae(request: InferRequest) -> Gae:
+    given: dict[str, float] = {}
+    for name in GAE:
+        value = request.parameters.get(name)
+        if value is None:
+            if name in ("gamma", "lam_critic"):
+                raise InvalidRequest(f"the input rewards needs the parameter {name}, a number from 0 to 1")
+        elif type(value) not in (int, float):
+            raise InvalidRequest(f"parameter '{name}' is {shown(value)}; it must be a number")
+        else:
+            given[name] = float(value)
+    return Gae(**given)
 
 
 def _target(tensor: Tensor, num_rows: int, width: int) -> np.ndarray:
-    if tensor.shape != (num_rows, width - 1):
+    is_of_rows = tensor.name == "rewards" and tensor.shape == (num_rows, 1)
+    if tensor.shape != (num_rows, width - 1) and not is_of_rows:
+        other = f" or [N, 1] = [{num_rows}, 1]" if tensor.name == "rewards" else ""
         raise InvalidRequest(
-            f"input '{tensor.name}' must have shape [N, T-1] = [{num_rows}, {width - 1}] beside tokens "
+            f"input '{tensor.name}' must have shape [N, T-1] = [{num_rows}, {width - 1}]{other} beside tokens "
             f"[{num_rows}, {width}], not {list(tensor.shape)}: column t concerns the action at token t+1"
         )
     return floats(tensor)

@@ -18,11 +18,21 @@ MODEL_VERSION = "1"
 
 PLATFORM = "guerdon"
 
+_UNIT = {"type": "number", "minimum": 0, "maximum": 1}
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "timeout": {"type": "integer", "minimum": 0, "description": "microseconds from arrival; 0: the server's own limit"},
     "priority": {"type": "integer", "minimum": 0, "description": "1 goes first; 0 is the default"},
     "binary_data_output": {"type": "boolean"},
     "train_id": {"type": "string", "description": "names a train request, which is applied once"},
+    "gamma": {**_UNIT, "description": "discounts the rewards of a train request"},
+    "lam_critic": {**_UNIT, "description": "GAE's lambda of the returns that the critic learns from rewards"},
+    "lam_policy": {**_UNIT, "description": "GAE's lambda of the advantages; lam_critic without it"},
+    "lam_alpha": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "description": "lambda of the advantages is 1 - 1 / (lam_alpha * tokens of the row), at least 0",
+    },
     "updates": {"type": "integer", "minimum": 1, "description": "passes of a train request over its rows"},
     **teacher_tensors.PARAMETERS,
 }
@@ -117,7 +127,7 @@ def metadata(info: Info) -> ModelMetadata:
         "name": info.name,
         "versions": [MODEL_VERSION],
         "platform": PLATFORM,
-        "inputs": entries(input_specs(info)),
+        "inputs": entries((*input_specs(info), *_more_inputs(info))),
         "outputs": entries((*output_specs(info), *_more_outputs(info))),
     }
 
@@ -179,7 +189,7 @@ def input_specs(info: Info) -> tuple[Spec, ...]:
 @lru_cache(maxsize=64)
 def known_inputs(info: Info) -> tuple[str, ...]:
     """Returns the name of every input."""
-    return tuple(name for name, _, _ in input_specs(info))
+    return tuple(name for name, _, _ in (*input_specs(info), *_more_inputs(info)))
 
 
 @lru_cache(maxsize=64)
@@ -237,10 +247,18 @@ def why_no_text(info: ModelInfo) -> str:
     )
 
 
+def _more_inputs(info: Info) -> tuple[Spec, ...]:
+    """The inputs that stand for others, so that the config does not list them: clients send all that it lists."""
+    has_rewards = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
+    return (("rewards", "FP32", _ROWS),) if has_rewards else ()
+
+
 def _more_outputs(info: Info) -> tuple[Spec, ...]:
     """The outputs that may be requested, but that the config does not list."""
     if isinstance(info, OperationInfo):
-        has_report = _is_on_rows(info.operation) or info.operation in (Operation.SAVE, Operation.LOAD)
+        if _is_on_rows(info.operation):
+            return (("report", "BYTES", (1,)), ("advantages", "FP32", _ROWS), ("returns", "FP32", _ROWS))
+        has_report = info.operation in (Operation.SAVE, Operation.LOAD)
         return (("report", "BYTES", (1,)),) if has_report else ()
     has_lengths = "values" in info.outputs or "logprobs" in info.outputs
     more: tuple[Spec, ...] = (("sequence_lengths", "INT64", (1,)),) if has_lengths else ()

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{6,})-step-(\d+)")
 _MANIFEST = "manifest.json"
 _ANSWERS = "answers.json"
+_ESTIMATES = "answered.safetensors"
 
 
 class DamagedCheckpoint(Exception):
@@ -40,6 +41,10 @@ class Checkpoint:
     def answers(self) -> bytes:
         """Returns the `answers` given to `commit`."""
         return (self.folder / _ANSWERS).read_bytes()
+
+    def estimates(self) -> bytes | None:
+        """Returns the `estimates` given to `commit`; None if there were none."""
+        return (self.folder / _ESTIMATES).read_bytes() if _ESTIMATES in self.files else None
 
 
 class CheckpointFolder:
@@ -97,11 +102,14 @@ class CheckpointFolder:
         metrics: dict[str, float],
         position: int,
         answers: bytes,
+        estimates: bytes | None,
         settings: dict[str, Any],
     ) -> CheckpointInfo:
         """Makes a durable checkpoint of the files in `aside`; raises OSError, and then there is none."""
         info = CheckpointInfo(f"checkpoint-{self._next:06d}-step-{step}", self._next, step, weights_version, metrics)
         write_new(aside / _ANSWERS, answers)
+        if estimates is not None:
+            write_new(aside / _ESTIMATES, estimates)
         files = seal(aside, _MANIFEST, {"info": info, "position": position, "settings": settings})
         folder = self._folder / info.name
         place(aside, folder)

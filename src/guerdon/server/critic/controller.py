@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -256,8 +257,9 @@ class Critic:
         try:
             if (known := self.store.outcome(request.id)) is not None:
                 counted = "known" if known.digest == digest else InvalidRequest.__name__
-                return known.report_for(request.id, digest)
+                return self.store.complete(known.report_for(request.id, digest), request)
             self._check_present("train")
+            request = self._estimated(request, group)
             started = time.monotonic()
             position = self.store.accept(request, digest)
             journalled = time.monotonic()
@@ -277,7 +279,7 @@ class Critic:
             with self._showing():
                 self.store.finish(request, position, TrainOutcome(digest, report))
             counted = "ok"
-            return report
+            return self.store.complete(report, request)
         except GuerdonError as e:
             counted = counted if counted == "known" else type(e).__name__
             raise
@@ -286,9 +288,24 @@ class Critic:
 
     def _validate(self, request: TrainRequest, group: Executor) -> TrainReport:
         self._check_present("validate")
+        request = self._estimated(request, group)
         report = group.execute(Command(Signal.VALIDATE, self.name, train=request))
         assert isinstance(report, TrainReport)
-        return report
+        if request.rewards is None:
+            return report
+        return dataclasses.replace(report, advantages=request.advantages, returns=request.returns)
+
+    def _estimated(self, request: TrainRequest, group: Executor) -> TrainRequest:
+        """Returns the request with what its rewards and the current weights make; unchanged without rewards.
+
+        It is done before the request is journalled, so that a replay trains on the same returns, and nothing is lost if
+        it fails.
+        """
+        if request.rewards is None:
+            return request
+        estimated = group.execute(Command(Signal.ESTIMATE, self.name, train=request))
+        assert isinstance(estimated, TrainRequest)
+        return estimated
 
     def _work(self, operation: Operation, request: ControlRequest) -> Callable[[Executor], OperationResult]:
         works: dict[Operation, Callable[[ControlRequest, Executor], OperationResult]] = {

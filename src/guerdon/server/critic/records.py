@@ -6,6 +6,7 @@ told from one in which a bit flipped. Records of guerdon 0.1, safetensors files 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -19,11 +20,17 @@ import orjson
 from safetensors.numpy import load as unpack
 from safetensors.numpy import save as pack
 
-from guerdon.critic_core import TrainRequest
+from guerdon.critic_core import Gae, TrainRequest
 
 NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
 """Matches a record's file name: the position, and how many global batches of a request that broke off stand."""
 _TENSORS = ("tokens", "returns", "prev_values", "mask")
+_MORE = ("rewards", "advantages")
+"""Written beside them for a request with rewards."""
+_REWARDED = ("tokens", "rewards", "mask")
+"""What such a request itself says."""
+_ESTIMATES = ("returns", "prev_values", "advantages")
+"""What the critic itself makes of a request with rewards. It is kept, because later weights would give other values."""
 
 _HEAD = struct.Struct("<Q8sQ")
 """The number of bytes of head that follow, the format, the payload's length. Guerdon 0.1 takes the first number for the
@@ -53,11 +60,20 @@ class Record:
 
 
 def digest_of(request: TrainRequest) -> str:
-    """Returns a digest of what the request asks for; the id is not in it."""
-    digest = hashlib.sha256()
-    if request.updates != 1:
-        digest.update(f"updates {request.updates}\n".encode())
-    for name in _TENSORS:
+    """Returns a digest of what the request asks for; neither the id nor what the critic estimates is in it."""
+    text = f"updates {request.updates}\n" if request.updates != 1 else ""
+    if request.gae is not None:
+        text += f"{_plain(request.gae)}\n"
+    return _digest(request, _TENSORS if request.rewards is None else _REWARDED, text)
+
+
+def _plain(rule: Gae) -> dict[str, float]:
+    return {name: value for name, value in dataclasses.asdict(rule).items() if value is not None}
+
+
+def _digest(request: TrainRequest, names: tuple[str, ...], text: str = "") -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in names:
         array = np.ascontiguousarray(getattr(request, name))
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.data)
@@ -69,7 +85,10 @@ def encode_record(meta: dict[str, Any], content: TrainRequest | str, digest: str
     tensors: dict[str, np.ndarray] = {}
     if isinstance(content, TrainRequest):
         meta |= {"id": content.id, "digest": digest, "updates": content.updates}
-        tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in _TENSORS}
+        names = _TENSORS if content.gae is None else (*_TENSORS, *_MORE)
+        if content.gae is not None:
+            meta |= {"gae": _plain(content.gae), "estimates": _digest(content, _ESTIMATES)}
+        tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in names}
     else:
         meta |= {"checkpoint": content}
     text = orjson.dumps(meta).decode()
@@ -94,10 +113,14 @@ def decode_record(path: Path) -> Record:
     )
     tensors = unpack(payload)
     if record.checkpoint is None:
-        tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
         updates = meta.get("updates", 1)  # earlier versions made one
-        record.request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=updates)
-        if digest_of(record.request) != record.digest:
+        tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
+        record.request = request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=updates)
+        is_whole = True
+        if "gae" in meta:
+            request.gae, request.rewards, request.advantages = Gae(**meta["gae"]), *map(tensors.get, _MORE)
+            is_whole = _digest(request, _ESTIMATES) == meta["estimates"]
+        if not is_whole or digest_of(request) != record.digest:
             raise ValueError("its tensors are not those that were written")
     return record
 

@@ -24,6 +24,7 @@ from guerdon.core import Command, ModelInfo, Signal
 from guerdon.critic_core import CheckpointInfo, TrainReport, TrainRequest
 from guerdon.durable import ASIDE, DAMAGED, locked, make_folder, storing, sync, write_new
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
+from guerdon.server.critic.answered import AnsweredEstimates
 from guerdon.server.critic.checkpoint_folder import Checkpoint, CheckpointFolder, DamagedCheckpoint
 from guerdon.server.critic.records import NAME, Record, decode_record, encode_record, is_cut, read_checkpoint
 from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
@@ -242,6 +243,7 @@ class Store:
         self.measured: dict[str, float] = {}
         self.is_durable = config.checkpoint_dir is not None
         self._outcomes: dict[str, TrainOutcome] = {}
+        self._answered = AnsweredEstimates()
         self._lock = threading.Lock()
         self._begun: int | None = None
         self._loss: RanksLost | None = None
@@ -286,7 +288,7 @@ class Store:
         Raises StorageFailed if the disk does not note it; then nobody may be told until it does.
         """
         with self._writing():
-            self._keep(request.id, outcome)
+            self._keep(request, outcome)
             if outcome.report is None and not outcome.num_steps:
                 self._withdraw(position)
                 return
@@ -322,6 +324,10 @@ class Store:
             self._journal.settle()
         return outcome
 
+    def complete(self, report: TrainReport, request: TrainRequest) -> TrainReport:
+        """Returns the report of a finished request as it is answered; raises InvalidRequest as `AnsweredEstimates`."""
+        return self._answered.complete(report, request)
+
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, lead: Lead, facts: dict[str, Any], metrics: dict[str, float]) -> CheckpointInfo:
@@ -348,6 +354,7 @@ class Store:
                     metrics=metrics,
                     position=position,
                     answers=orjson.dumps(self._outcomes, option=orjson.OPT_SERIALIZE_NUMPY),
+                    estimates=self._answered.dumps(),
                     settings=self._settings,
                 )
             except BaseException as e:
@@ -373,6 +380,7 @@ class Store:
         with self._writing():
             self._begun = None
             self._outcomes = {name: _outcome(entry) for name, entry in orjson.loads(checkpoint.answers()).items()}
+            self._answered = AnsweredEstimates(checkpoint.estimates())
             self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in _MEASURED}
 
     # ------------------------------------------------------------------------------------------ the way back
@@ -426,7 +434,7 @@ class Store:
             stand = f"broke off; the first {record.num_steps} of its global batches stand"
             failure = f"train request {record.request.id} {stand}"
             outcome = TrainOutcome(record.digest, None, failure, record.num_steps)
-        self._keep(record.request.id, outcome)
+        self._keep(record.request, outcome)
         self.num_unsaved += 1
 
     def _finish_replayed(self, request: TrainRequest, position: int, outcome: TrainOutcome) -> None:
@@ -483,9 +491,11 @@ class Store:
                 raise copy.copy(self._loss)
             yield
 
-    def _keep(self, id: str, outcome: TrainOutcome) -> None:  # noqa: A002
-        self._outcomes.pop(id, None)
-        self._outcomes[id] = outcome
+    def _keep(self, request: TrainRequest, outcome: TrainOutcome) -> None:
+        self._outcomes.pop(request.id, None)
+        self._outcomes[request.id] = outcome
+        if outcome.report is not None:
+            self._answered.keep(request)
         if len(self._outcomes) > MOST_OUTCOMES:
             del self._outcomes[next(iter(self._outcomes))]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from guerdon.core import ModelInfo
-from guerdon.critic_core import TrainRequest
+from guerdon.critic_core import Gae, TrainRequest
 from guerdon.errors import InvalidRequest
 from guerdon.server.critic.records import digest_of
 
@@ -40,9 +40,10 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
             "on the actions that follow them"
         )
     num_rows, width = tokens.shape
-    for name in ("returns", "prev_values", "mask"):
+    given = ("returns", "prev_values", "mask") if request.rewards is None else ("rewards", "mask")
+    for name in given:
         shape = getattr(request, name).shape
-        if shape != (num_rows, width - 1):
+        if shape != (num_rows, width - 1) and not (name == "rewards" and shape == (num_rows, 1)):
             hint = (
                 "; it has T columns: leave out the last one, which no action follows" if shape == tokens.shape else ""
             )
@@ -51,9 +52,12 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
     is_learnt = mask > 0
     if not is_learnt.any():
         raise InvalidRequest("mask is 0 everywhere: there is nothing to learn from")
-    for name in ("returns", "prev_values"):
+    for name in given[:-1]:
         values = getattr(request, name)
-        _refuse(is_learnt & ~np.isfinite(values), values, name, "give finite numbers wherever the mask is above 0")
+        is_read = is_learnt if values.shape == mask.shape else is_learnt.any(axis=1, keepdims=True)
+        _refuse(is_read & ~np.isfinite(values), values, name, "give finite numbers wherever the mask is above 0")
+    if request.gae is not None:
+        _check_gae(request.gae)
     columns = np.arange(1, width)
     lengths = (is_learnt * columns).max(axis=1)  # tokens up to the last learnt column
     is_read = (np.arange(width) <= lengths[:, None]) & (lengths[:, None] > 0)
@@ -66,6 +70,18 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
         raise InvalidRequest(
             f"row {row} learns from {lengths[row]} tokens, {info.name} takes at most {info.max_length}; shorten it"
         )
+
+
+def _check_gae(rule: Gae) -> None:
+    for name in ("gamma", "lam_critic", "lam_policy"):
+        value = getattr(rule, name)
+        if value is not None and not 0 <= value <= 1:
+            raise InvalidRequest(f"{name} is {value}; give a number from 0 to 1")
+    if rule.lam_alpha is not None:
+        if not (rule.lam_alpha > 0 and math.isfinite(rule.lam_alpha)):
+            raise InvalidRequest(f"lam_alpha is {rule.lam_alpha}; give a number above 0, such as 0.05")
+        if rule.lam_policy is not None:
+            raise InvalidRequest("lam_policy and lam_alpha are both given, and each decides the advantages; give one")
 
 
 def check_metrics(metrics: dict[str, float]) -> None:
