@@ -85,6 +85,9 @@ class EchoScorer:
     def pieces(self, tokens: np.ndarray) -> list[str]:
         return ["?"] * len(tokens)
 
+    def texts_of(self, ids: np.ndarray) -> list[str]:
+        return ["?"] * len(ids)
+
     def score(self, sequences: list[Sequence]) -> list[Score | GuerdonError]:
         if any(s.tokens[0] == SLOW_TOKEN for s in sequences):
             self._go.wait(self.slow_s)

@@ -48,6 +48,8 @@ class Tokenizer(Encoder, Protocol):
 
     def pieces(self, tokens: np.ndarray) -> list[str]: ...
 
+    def texts_of(self, ids: np.ndarray) -> list[str]: ...
+
 
 class Served(Protocol):
     """A model that the worker holds, as the service sees it: what it is, and how text becomes its ids."""

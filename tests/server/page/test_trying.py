@@ -16,7 +16,7 @@ from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.server.page import trying
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, TeacherConfig
 from server.helpers import outcomes
 
 PROMPT, RESPONSES = "Who wrote Faust — and why?", [" Goethe did ✓", " I don't know."]
@@ -52,10 +52,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     }
     models = [ModelConfig(model=str(zoo.tokenizer(path)), name=name, deterministic=True) for name, path in made.items()]
     models[0].max_length = 100
+    teacher = TeacherConfig(model=str(zoo.tokenizer(zoo.language_model("llama", folder / "teacher"))), max_top_k=3)
     models[2].step_separator = "##"
     models.append(ModelConfig(model="served:flaky", name="flaky"))
     total = RewardConfig(name="total", components=[ComponentConfig(model="rm"), ComponentConfig(model="flaky")])
-    config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])
+    config = ServerConfig(port=0, grpc_port=None, models=[*models, teacher], rewards=[total])
     with RunningServer(build_service(config), config) as running:
         yield running
 
@@ -136,6 +137,41 @@ def test_the_chat_template_is_used_if_the_page_asks_for_it(client):
     assert "".join(token["text"] for token in one["tokens"] if token["in_prompt"]) == "<s>user: Hi</s>\n"
 
 
+def test_a_teacher_tells_logprobs_and_what_was_likeliest(client):
+    (one,) = tried(client, model="teacher", prompt=PROMPT, responses=RESPONSES[:1])["results"]
+    asked = {"model": "teacher", "prompt": PROMPT + RESPONSES[0], "max_tokens": 0, "prompt_logprobs": 3}
+    (choice,) = client.post("/v1/completions", json=asked).json()["choices"]
+    assert one["reward"] is None and one["error"] is None
+    first, *others = one["tokens"]
+    assert first["value"] is None and "likeliest" not in first
+    for token, position in zip(others, choice["prompt_logprobs"][1:], strict=True):
+        own, *_ = position.values()
+        assert (token["value"], token["rank"]) == (pytest.approx(own["logprob"], abs=1e-5), own["rank"])
+        best = sorted(position.values(), key=lambda entry: entry["rank"])[:3]
+        assert [text for text, _ in token["likeliest"]] == [entry["decoded_token"] for entry in best]
+        assert [value for _, value in token["likeliest"]] == pytest.approx(
+            [entry["logprob"] for entry in best], abs=1e-5
+        )
+    values = [token["value"] for token in others if not token["in_prompt"]]
+    assert one["attributes"]["log-prob of the response"] == pytest.approx(sum(values), rel=1e-5)
+    assert one["attributes"]["per token"] == pytest.approx(np.mean(values), rel=1e-5)
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (chat,) = tried(client, model="teacher", messages=[conversation])["results"]
+    assert "".join(token["text"] for token in chat["tokens"] if token["in_prompt"]) == "<s>user: Hi</s>\n"
+
+
+def test_ids_are_tried_as_well(client):
+    asked = {"tokens": [[5, 6, 7, 8], [5, 6, 7, 9999]], "prompt_length": 3}
+    fine, wrong = tried(client, model="teacher", **asked)["results"]
+    assert [token["in_prompt"] for token in fine["tokens"]] == [True, True, True, False]
+    assert fine["attributes"]["per token"] == pytest.approx(fine["tokens"][3]["value"])
+    assert "token id 9999 is outside the vocabulary" in wrong["error"] and wrong["tokens"] is None
+    (one,) = tried(client, model="rm", tokens=[[5, 6, 7, 2**62]])["results"]
+    assert "outside the vocabulary" in one["error"]
+    (short,) = tried(client, model="teacher", tokens=[[5, 6]], prompt_length=3)["results"]
+    assert "prompt length 3 lies outside the sample's 2 tokens" in short["error"]
+
+
 def test_a_failed_response_is_told_in_its_place(client):
     told = tried(client, model="flaky", responses=["fine", served.FAILS])["results"]
     assert (told[0]["reward"], told[0]["error"]) == (4, None)
@@ -185,6 +221,9 @@ def test_it_counts_as_any_request_does(client, server):
         ({"messages": {}}, "messages is an object; send at most 16 conversations"),
         ({"messages": [["x"]]}, "messages[0][0] is a string"),
         ({"responses": ["x"], "model": 7}, "model is 7"),
+        ({"tokens": [[5]], "responses": ["x"]}, "the body has tokens, and text, too"),
+        ({"tokens": [[]]}, "tokens[0] is an empty list"),
+        ({"tokens": [[-1]]}, "tokens[0][0] is -1"),
     ],
     ids=str,
 )

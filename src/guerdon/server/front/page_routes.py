@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from guerdon.core import ModelInfo, ScoreReply
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import Overloaded, RouteNotFound
 from guerdon.server import status
@@ -217,7 +217,11 @@ class _TrialExchange:
         return visit.find_scorer(trial.model)
 
     def take_decoder(self) -> Decoder:
-        return lambda _: (None, self._trial.request)
+        return self._decode
+
+    def _decode(self, info: ModelInfo | OperationInfo) -> tuple[None, ScoreRequest]:
+        assert isinstance(info, ModelInfo)
+        return None, self._trial.ask(info)
 
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         assert isinstance(info, ModelInfo)

@@ -12,6 +12,7 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Se
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
 from guerdon.server.catalog import Tokenizer
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire import bodies
 from guerdon.wire.forms.form import check_conversation, joined, of_conversation, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
@@ -22,10 +23,12 @@ MOST_TOKENS = 32_768
 
 _MOST_CHARACTERS = 4 * MOST_TOKENS
 
+_NUM_LIKELIEST = 5
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What is to be scored; of each sample `prompts` has what came before the response, as text or messages."""
+    """What is to be scored; of each sample `prompts` has what came before the response, as text, messages or ids."""
 
     model: str
     request: ScoreRequest
@@ -39,15 +42,29 @@ class Trial:
         conversations = self.request.messages or []
         return sum(len(message["content"]) for conversation in conversations for message in _plain(conversation))
 
+    def ask(self, info: ModelInfo) -> ScoreRequest:
+        """Returns the request; a teacher is asked about all tokens."""
+        if "logprobs" in info.outputs:
+            top_k = min(_NUM_LIKELIEST, info.max_top_k, info.vocab_size or 0)
+            self.request.prompts = None  # which the texts begin with
+            self.request.queries = [LogprobQuery(start=1, top_k=top_k, with_ranks=True)] * len(self.request)
+        return self.request
+
     def length(self, i: int) -> int:
         """About how many tokens the sample has before a function that reads it as text."""
         request = self.request
+        if request.tokens is not None:
+            return len(request.tokens[i])
         text = request.texts[i] if request.texts is not None else _plain((request.messages or [])[i])[-1]["content"]
         return Sequence(np.empty(0, np.int64), text).num_tokens
 
-    def ids(self, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each sample's tokens and its prompt's, int64 `[T]`; both empty where one cannot be read."""
+    def ids(self, tokenizer: Tokenizer | None) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """Returns each sample's tokens and its prompt's, int64 `[T]`; both empty if one cannot be read."""
         request = self.request
+        if request.tokens is not None:
+            return list(zip(request.tokens, self.prompts, strict=True))
+        if tokenizer is None:
+            return [None] * len(request)
         if request.messages is not None:
             rows = tokenizer.encode_messages(request.messages)
             texts = [text if isinstance(text, str) else "" for text in tokenizer.render_prompts(self.prompts)]
@@ -74,6 +91,14 @@ def read(body: bytes) -> Trial:
     """
     asked = bodies.read(body, TrialBody)
     model, prompt = asked.model or "", asked.prompt
+    if asked.tokens is not None:
+        if prompt or asked.responses or asked.messages or asked.template:
+            raise InvalidRequest("the body has tokens, and text, too; send one of both")
+        rows = [np.array(row, np.int64) for row in asked.tokens]
+        lengths = np.full(len(rows), asked.prompt_length)
+        return Trial(
+            model, ScoreRequest(tokens=rows, prompt_lengths=lengths), [row[: asked.prompt_length] for row in rows]
+        )
     if asked.messages is not None:
         if prompt or asked.responses:
             raise InvalidRequest("the body has messages, and prompt or responses, too; send one of both")
@@ -91,10 +116,10 @@ def read(body: bytes) -> Trial:
 
 def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> TrialReply:
     """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
-    told: list[Any] = [None] * len(reply.results)
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
-    if tokenizer is not None and is_short:
-        told = trial.ids(tokenizer)
+    told = trial.ids(tokenizer) if is_short else [None] * len(reply.results)
+    if trial.request.tokens is not None:  # those that the model refuses may be anything
+        told = [ids if isinstance(result, Score) else None for ids, result in zip(told, reply.results, strict=True)]
     return {
         "model": info.name,
         "weights_version": reply.weights_version,
@@ -148,23 +173,48 @@ def _result(
         told["components" if info.kind == "sum" else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
         told["error"] = bodies.cut(str(e))
-    if ids is None or tokenizer is None or len(ids[0]) != length:  # what was cut at the start or the end
+    if ids is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
-    told["tokens"] = _tokens(ids, None if score is None else score.values, tokenizer)
+    told["tokens"] = _tokens(ids, score, tokenizer)
+    if score is not None and score.logprobs is not None:
+        told["attributes"] = _sums(ids, score.logprobs)
     if score is not None and score.steps is not None:
         told["steps"] = _steps(ids[0], score.steps, info)
     return told
 
 
-def _tokens(ids: tuple[np.ndarray, np.ndarray], values: np.ndarray | None, tokenizer: Tokenizer) -> list[TrialToken]:
+def _tokens(ids: tuple[np.ndarray, np.ndarray], score: Score | None, tokenizer: Tokenizer | None) -> list[TrialToken]:
     tokens, prompt = ids
     num_prompt = common_prefix(tokens, prompt)
-    numbers = [None] * len(tokens) if values is None else values.tolist()
-    pieces = tokenizer.pieces(tokens)
-    return [
-        {"text": piece, "value": value, "in_prompt": i < num_prompt}
-        for i, (piece, value) in enumerate(zip(pieces, numbers, strict=True))
+    pieces = [f"{i} " for i in tokens.tolist()] if tokenizer is None else tokenizer.pieces(tokens)
+    made: list[TrialToken] = [
+        {"text": piece, "value": None, "in_prompt": i < num_prompt} for i, piece in enumerate(pieces)
     ]
+    if score is not None and score.values is not None:
+        for token, value in zip(made, score.values.tolist(), strict=True):
+            token["value"] = value
+    if score is not None and score.logprobs is not None:
+        _add_logprobs(made[1:], score.logprobs, tokenizer)
+    return made
+
+
+def _add_logprobs(tokens: list[TrialToken], said: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+    """Adds what the teacher says about the tokens, all but the first."""
+    assert said.logprobs is not None and said.ranks is not None
+    for token, value, rank in zip(tokens, said.logprobs.tolist(), said.ranks.tolist(), strict=True):
+        token["value"], token["rank"] = value, rank
+    if said.top_ids is None or said.top_logprobs is None:
+        return
+    for token, ids, values in zip(tokens, said.top_ids, said.top_logprobs.tolist(), strict=True):
+        texts = [str(i) for i in ids.tolist()] if tokenizer is None else tokenizer.texts_of(ids)
+        token["likeliest"] = list(zip(texts, values, strict=True))
+
+
+def _sums(ids: tuple[np.ndarray, np.ndarray], said: TokenLogprobs) -> dict[str, np.float32]:
+    """Returns the log-prob of the response, and that of one of its tokens in the mean."""
+    assert said.logprobs is not None
+    own = said.logprobs[max(0, common_prefix(*ids) - 1) :]
+    return {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
 
 
 def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[TrialStep] | None:

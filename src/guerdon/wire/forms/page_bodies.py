@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from guerdon.wire.forms.form import Conversation, Text
+from guerdon.wire.forms.form import Conversation, Text, TokenId
 
 MAX_RESPONSES = 16
 """Most responses, or conversations, that Try it scores at once."""
@@ -17,7 +17,10 @@ _SOME = Meta(min_length=1, max_length=MAX_RESPONSES)
 
 
 class TrialBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Responses, with or without a prompt, or whole conversations; `template` renders both as messages."""
+    """Responses, with or without a prompt, or whole conversations; `template` renders both as messages.
+
+    In place of text there may be `tokens`: of each sample all ids, of which the first `prompt_length` are the prompt's.
+    """
 
     example: ClassVar[str] = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
     model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
@@ -31,12 +34,21 @@ class TrialBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description=f"at most {MAX_RESPONSES} conversations, which are lists of objects with role and content"),
     ] = None
     template: bool | None = None
+    tokens: Annotated[
+        Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], _SOME] | None,
+        Meta(description=f"at most {MAX_RESPONSES} lists of token ids"),
+    ] = None
+    prompt_length: Annotated[int, Meta(ge=0, description="a whole number from 0 up")] = 0
 
 
 class TrialToken(TypedDict):
+    """A token with its value, or with its log-prob; a teacher tells its rank and the likeliest in its place as well."""
+
     text: str
     value: float | None
     in_prompt: bool
+    rank: NotRequired[int]
+    likeliest: NotRequired[list[tuple[str, float]]]
 
 
 class TrialStep(TypedDict):

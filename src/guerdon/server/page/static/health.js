@@ -112,6 +112,11 @@ export function givesRewards({ models }, name) {
   return models.find((m) => m.name === name)?.outputs.includes("rewards") ?? false;
 }
 
+/** Whether the model is a teacher. */
+export function givesLogprobs({ models }, name) {
+  return models.find((m) => m.name === name)?.outputs.includes("logprobs") ?? false;
+}
+
 /** Whether the critic was trained in the last `windowS` seconds. */
 export function isTrained({ critic, server }, windowS) {
   return critic?.reports.time.some((t) => t >= server.now - windowS) ?? false;

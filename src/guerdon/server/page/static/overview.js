@@ -2,7 +2,7 @@
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, latency, number, percent, plural, span, windowName } from "./format.js";
-import { checks, driftOf, findings, givesRewards, isTrained, last, total } from "./health.js";
+import { checks, driftOf, findings, givesLogprobs, givesRewards, isTrained, last, total } from "./health.js";
 import { sparkline } from "./lines.js";
 import { lately, meanLately, since } from "./panels.js";
 
@@ -136,17 +136,17 @@ export function showTiles(snapshot, name, windowS) {
   const received = total(own.received_tokens_per_s, snapshot.series.step_s);
   const computed = total(own.computed_tokens_per_s, snapshot.series.step_s);
   const saved = lines.received_tokens_per_s.map((got, i) => (got > 0 ? 1 - lines.computed_tokens_per_s[i] / got : null));
-  put("saved", whole, received ? percent(1 - computed / received) : "–", savedText(received, computed), saved);
+  put("saved", whole, received ? percent(1 - computed / received) : "–", savedText(received, computed, givesLogprobs(snapshot, name)), saved);
 }
 
 function both(value, word, other) {
   return isNumber(value) ? `${number(value)} ${word} · ${other}` : other;
 }
 
-/** Describes the tokens that sharing saved or padding added. */
-function savedText(received, computed) {
+/** Describes the tokens that sharing saved, or that padding or the size of a teacher's answers added. */
+function savedText(received, computed, isTeacher) {
   if (!received) return "shared prompts, computed once";
-  if (computed > received) return `${number(computed - received)} tokens of padding`;
+  if (computed > received) return `${number(computed - received)} tokens ${isTeacher ? "for the size of answers" : "of padding"}`;
   return `${number(received - computed)} tokens of shared prompts`;
 }
 

@@ -1,7 +1,7 @@
-/** A text with its tokens' values as shades: high values in one colour, low ones in another. */
+/** A text with its tokens' values or log-probs as shades: high ones in one colour, low ones in another. */
 
 import { el, putText } from "./dom.js";
-import { isNumber, plural, reward } from "./format.js";
+import { isNumber, percent, plural, reward } from "./format.js";
 
 const DEEPEST = 62;
 
@@ -37,20 +37,25 @@ export function legend({ low, high, middle }) {
 /** Returns one result's text as tokens; the pointer and the arrow keys read out their values. */
 export function heatText({ tokens, steps }, range, label) {
   const hasValues = tokens.some(({ value }) => isNumber(value));
-  const said = hasValues ? ". Point at one, or use the arrow keys, to read its value." : steps?.length ? ` in ${plural(steps.length, "step")}; each step's reward follows it.` : "";
+  const isTeachers = tokens.some(({ likeliest }) => likeliest);
+  const read = isTeachers ? "its log-prob, and what was likeliest in its place" : "its value";
+  const said = hasValues ? `. Point at one, or use the arrow keys, to read ${read}.` : steps?.length ? ` in ${plural(steps.length, "step")}; each step's reward follows it.` : "";
   const told = el("p", { class: "told", "aria-live": "polite" }, plural(tokens.length, "token") + said);
   const ends = new Map((steps ?? []).map((step, i) => [step.index, { ...step, number: i + 1 }]));
   const nodes = [];
-  const what = hasValues ? " with its tokens' values" : steps?.length ? " with its steps' rewards" : "";
+  const what = isTeachers ? " with its tokens' log-probs" : hasValues ? " with its tokens' values" : steps?.length ? " with its steps' rewards" : "";
   const text = el("div", { class: "heat-text", tabindex: 0, role: "group", "aria-label": label + what });
+  const choices = el("div", { class: "likeliest" });
   let at = -1;
   const tell = (i) => {
     nodes[at]?.classList.remove("at");
     at = i;
     nodes[i].classList.add("at");
-    const { text: piece, value } = tokens[i];
+    const { text: piece, value, rank } = tokens[i];
     const step = ends.get(i);
-    putText(told, `Token ${i + 1}, “${piece}”: ${isNumber(value) ? reward(value, 3) : "no value"}${step ? `; step ${step.number}: ${reward(step.reward, 3)}` : ""}`);
+    choices.replaceChildren(...likeliest(tokens[i]));
+    const none = isTeachers ? "nothing predicts it" : "no value";
+    putText(told, `Token ${i + 1}, “${piece}”: ${isNumber(value) ? reward(value, 3) : none}${rank ? `, rank ${rank}` : ""}${step ? `; step ${step.number}: ${reward(step.reward, 3)}` : ""}`);
   };
   tokens.forEach((token, i) => {
     const node = el("span", { class: `token${token.in_prompt ? " prompt" : ""}`, "data-i": i }, token.text);
@@ -74,5 +79,18 @@ export function heatText({ tokens, steps }, range, label) {
     event.preventDefault();
     tell(Math.min(Math.max(at + move, 0), nodes.length - 1));
   });
-  return el("div", {}, text, told);
+  return el("div", {}, text, told, isTeachers ? choices : null);
+}
+
+/** Returns a table of the likeliest tokens in the token's place, in which the token itself is marked. */
+function likeliest({ text, likeliest: found }) {
+  if (!found?.length) return [];
+  const rows = found.map(([piece, logprob]) => {
+    const share = Math.exp(logprob);
+    return el("tr", { class: piece === text ? "own" : null },
+      el("th", { scope: "row" }, `“${piece}”`), el("td", {}, reward(logprob, 3)), el("td", {}, percent(share)),
+      el("td", { class: "share" }, el("meter", { class: "ok", value: share, "aria-hidden": "true" })));
+  });
+  return [el("table", {}, el("thead", {}, el("tr", {},
+    ...["Likeliest here", "Log-prob", "Probability", ""].map((word) => el("th", { scope: "col" }, word)))), el("tbody", {}, ...rows))];
 }

@@ -1,12 +1,12 @@
-/** The "Try it" section: scores a prompt's responses, and shows rewards, their parts, and every token's value. */
+/** The "Try it" section: scores a prompt's responses, and shows rewards, their parts, and every token's value or log-prob. */
 
 import { tryOut } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, putText } from "./dom.js";
 import { isNumber, latency, plural, reward } from "./format.js";
 import { heatText, legend, rangeOf } from "./tokens.js";
 
 const MOST = 16;
-let model, prompt, template, templateField, responses, add, submit, results;
+let model, prompt, template, templateField, ids, idsField, responses, add, submit, results;
 
 /** Creates the form and an empty list of results. */
 export function make() {
@@ -14,13 +14,15 @@ export function make() {
   prompt = el("textarea", { id: "try-prompt", rows: 3, placeholder: "A user's message" });
   template = el("input", { type: "checkbox", id: "try-template" });
   templateField = el("label", { class: "check" }, template, "use the model's chat template");
+  ids = el("input", { type: "checkbox", id: "try-ids", onchange: () => offer() });
+  idsField = el("label", { class: "check" }, ids, "token ids instead of text");
   responses = el("div", { class: "responses" });
   add = el("button", { type: "button", class: "quiet", onclick: () => addResponse().focus() }, "Add a response");
   submit = el("button", { type: "submit", class: "primary" }, "Score");
   results = el("div", { class: "card results", "aria-live": "polite" }, el("p", { class: "empty" }, "Rewards appear here."));
   const form = el("form", { class: "card" },
     el("label", { class: "field" }, el("span", {}, "Model"), model),
-    el("label", { class: "field" }, el("span", {}, "Prompt"), prompt), templateField, responses,
+    el("label", { class: "field" }, el("span", {}, "Prompt"), prompt), templateField, idsField, responses,
     el("div", { class: "actions" }, submit, add));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -36,10 +38,10 @@ export function make() {
 
 let serving = [];
 
-/** Offers the loaded models that take text. */
+/** Offers the loaded models that take text or token ids. */
 export function show({ models }) {
-  const able = models.filter((m) => m.is_loaded && m.takes_text);
-  const says = JSON.stringify(able.map((m) => [m.name, m.takes_messages]));
+  const able = models.filter((m) => m.is_loaded && (m.takes_text || m.takes_tokens));
+  const says = JSON.stringify(able.map((m) => [m.name, m.takes_text, m.takes_messages, m.takes_tokens]));
   if (says === model.dataset.says) return;
   model.dataset.says = says;
   serving = able;
@@ -47,19 +49,35 @@ export function show({ models }) {
   model.replaceChildren(...able.map((m) => el("option", { value: m.name }, m.name)));
   if (able.some((m) => m.name === chosen)) model.value = chosen;
   submit.disabled = !able.length;
-  if (!able.length) results.replaceChildren(el("p", { class: "empty" }, "No loaded model takes text."));
-  model.onchange = offerTemplate;
-  offerTemplate();
+  if (!able.length) results.replaceChildren(el("p", { class: "empty" }, "No model is loaded."));
+  model.onchange = offerModel;
+  offerModel();
 }
 
-function offerTemplate() {
-  const takes = serving.find((m) => m.name === model.value)?.takes_messages ?? false;
-  templateField.hidden = !takes;
-  template.checked = takes;
+/** Offers what the chosen model takes. */
+function offerModel() {
+  const { takes_text: text, takes_tokens: tokens, takes_messages: messages, outputs } = serving.find((m) => m.name === model.value) ?? {};
+  idsField.hidden = !tokens;
+  ids.disabled = !text;
+  ids.checked = Boolean(tokens && !text);
+  template.checked = messages ?? false;
+  const waiting = results.querySelector(".empty");
+  if (waiting && outputs) putText(waiting, `${outputs.includes("logprobs") ? "Log-probs" : "Rewards"} appear here.`);
+  offer();
 }
+
+/** Shows what goes with text, or with ids. */
+function offer() {
+  const { takes_messages: messages } = serving.find((m) => m.name === model.value) ?? {};
+  templateField.hidden = !messages || ids.checked;
+  prompt.placeholder = ids.checked ? "Ids, such as 5 6 7" : "A user's message";
+  for (const area of responses.querySelectorAll("textarea")) area.placeholder = answerHint();
+}
+
+const answerHint = () => (ids.checked ? "Ids, such as 8 9" : "The policy's answer");
 
 function addResponse() {
-  const text = el("textarea", { rows: 2, placeholder: "The policy's answer" });
+  const text = el("textarea", { rows: 2, placeholder: answerHint() });
   const remove = el("button", { type: "button", class: "quiet remove", "aria-label": "Remove this response" }, "×");
   const row = el("div", { class: "response" }, el("label", { class: "field" }, el("span", {}), text), remove);
   remove.addEventListener("click", () => {
@@ -91,9 +109,7 @@ async function send() {
   submit.disabled = true;
   results.setAttribute("aria-busy", "true");
   try {
-    const request = { model: model.value, prompt: prompt.value || null, responses: filled };
-    if (template.checked && !templateField.hidden) request.template = true;
-    const told = await tryOut(request);
+    const told = await tryOut({ model: model.value, ...(ids.checked ? tokens(filled) : written(filled)) });
     results.replaceChildren(...found(told, filled));
   } catch (failure) {
     results.replaceChildren(el("p", { class: "failed" }, failure.message));
@@ -101,6 +117,22 @@ async function send() {
     submit.disabled = false;
     results.removeAttribute("aria-busy");
   }
+}
+
+function written(filled) {
+  const request = { prompt: prompt.value || null, responses: filled };
+  return template.checked && !templateField.hidden ? { ...request, template: true } : request;
+}
+
+function tokens(filled) {
+  const before = readIds(prompt.value);
+  return { tokens: filled.map((text) => [...before, ...readIds(text)]), prompt_length: before.length };
+}
+
+/** Reads ids with spaces, commas or brackets between them. */
+function readIds(text) {
+  if (/[^\d\s,[\]]/.test(text)) throw new Error("Write token ids: whole numbers, with spaces or commas between them.");
+  return (text.match(/\d+/g) ?? []).map(Number);
 }
 
 function found(told, texts) {
@@ -118,10 +150,11 @@ function found(told, texts) {
 
 function one(result, i, text, [low, high], best, range) {
   const isBest = best !== null && result.reward === best;
+  const isTeachers = !isNumber(result.reward) && result.error === null && result.tokens?.some(({ likeliest }) => likeliest);
   const head = el("div", { class: "head" },
     el("span", {}, `Response ${i + 1}`),
-    isNumber(result.reward) ? bar(result.reward, low, high) : el("span", { class: "failed" }, result.error ?? "no score"),
-    el("b", { class: "score" }, reward(result.reward)), isBest ? el("span", { class: "pill ok" }, "best") : null);
+    isNumber(result.reward) ? bar(result.reward, low, high) : el("span", { class: "failed" }, result.error ?? (isTeachers ? "" : "no score")),
+    el("b", { class: "score" }, isTeachers ? "" : reward(result.reward)), isBest ? el("span", { class: "pill ok" }, "best") : null);
   const parts = Object.entries({ ...result.components, ...result.attributes });
   const shown = result.tokens?.length
     ? heatText(result, range, `Response ${i + 1}`)
