@@ -9,6 +9,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,26 @@ def test_a_key_goes_into_the_url(folder: Path, tmp_path: Path) -> None:
         got = trl_client.VLLMClient(base_url=url).get_sequence_logprobs([[5, 6, 7, 8]], [2], top_logprobs=1)
         assert np.isfinite(got["actual_logprobs"]).all() and len(got["actual_logprobs"][0]) == 2
         check_as_worker(url, folder)
+
+
+def test_a_wrong_request_ends_the_run_with_the_servers_message(server: RunningServer) -> None:
+    client = trl_client.VLLMClient(base_url=server.http_url)
+    with pytest.raises(Exception, match=r"400.*prompt_logprobs is 129; teacher gives at most 128 ids"):
+        client.get_sequence_logprobs([[5, 6, 7]], [1], top_logprobs=129)
+
+
+@pytest.mark.slow  # TRL waits 4 s before its second retry
+def test_trls_client_waits_for_a_server_that_restarts(folder: Path) -> None:
+    models: list[Any] = [TeacherConfig(model=str(folder / "teacher"))]
+    config = ServerConfig(port=served.free_port(), grpc_port=None, models=models)
+    with served.running(config) as running:
+        client = trl_client.VLLMClient(base_url=running.http_url)
+        before = client.get_sequence_logprobs([[5, 6, 7]], [1], top_logprobs=2)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.get_sequence_logprobs, [[5, 6, 7]], [1], top_logprobs=2)
+        assert not wait([asked], timeout=1).done
+        with served.running(config):
+            assert asked.result(60) == before
 
 
 class StudentServer:

@@ -29,8 +29,17 @@ SHORTER = {
     "python -m guerdon.adapters.rewardbench": "--dataset pairs.json --load_json --not_quantized --torch_dtype float32",
 }
 """Flags appended to commands that would take minutes or download a data set."""
-SHORTER_PYTHON = {"GRPOConfig(": "GRPOConfig(max_steps=1, max_completion_length=8, report_to='none', "}
-"""Replaces calls in Python that would take minutes."""
+SHORTER_PYTHON = {
+    **{
+        f"{name}Config(": f"{name}Config(max_steps=1, max_completion_length=8, report_to='none', "
+        for name in ("GRPO", "Distillation")
+    },
+    "DPOConfig(": "DPOConfig(max_steps=1, report_to='none', ",
+    # TRL insists on vLLM, of which it uses nothing there.
+    "trainer = ServerDist": "import trl.generation.vllm_client as client\n"
+    "client.is_vllm_available = lambda: True\ntrainer = ServerDist",
+}
+"""Replaces text in Python that would take minutes, or needs what is not installed."""
 START_S, COMMAND_S = 120.0, 200.0
 FORKS = Forks()
 

@@ -71,6 +71,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("pages")
     model = served.reward_model(folder / "my-reward-model")
     policy(folder / "my-policy")
+    policy(folder / "my-teacher")
     prompts(folder / "prompts.jsonl")
     with Reader(folder, NOT_RUN) as reader:
         for_an_older_library(model)
@@ -86,7 +87,8 @@ def for_an_older_library(model: Path) -> None:
         name: [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": text}]
         for name, text in (("chosen", "4"), ("rejected", "5"))
     }
-    (model.parent / "pairs.json").write_text(json.dumps(pair))
+    for name in ("pairs.json", "pairs.jsonl"):
+        (model.parent / name).write_text(json.dumps(pair))
 
 
 @pytest.mark.timeout(300)
