@@ -14,6 +14,7 @@ from guerdon.training.optimiser import Optimiser
 from killing import Points, kill_at
 
 POINTS: Points = {
+    "between the estimate and the journal": (CriticTrainer, "estimate", False),
     "before the journal": (Journal, "append", True),
     "between the journal and training": (Journal, "append", False),
     "between two steps of a request": (Optimiser, "apply", False),

@@ -72,7 +72,15 @@ def test_a_checkpoint_that_is_gone_back_to_is_spared(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     spared = save(checkpoints, 1)
     aside = checkpoints.begin()
-    facts = {"step": 2, "weights_version": "1", "metrics": {}, "position": 20, "answers": b"", "settings": {}}
+    facts = {
+        "step": 2,
+        "weights_version": "1",
+        "metrics": {},
+        "position": 20,
+        "answers": b"",
+        "estimates": None,
+        "settings": {},
+    }
     checkpoints.commit(aside, **facts)  # type: ignore[arg-type]
     checkpoints.prune({spared})
     assert names(tmp_path) == [spared, "checkpoint-000002-step-2"]
