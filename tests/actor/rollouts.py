@@ -11,7 +11,7 @@ from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.assembly import build_service
 from guerdon.core import Message
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
 
 
 def rollout(
@@ -47,7 +47,7 @@ def rollout(
 
 @contextmanager
 def serving(
-    *models: ModelConfig, critic: CriticConfig | None = None, port: int = 0, grace_s: float = 30.0
+    *models: ModelConfig | TeacherConfig, critic: CriticConfig | None = None, port: int = 0, grace_s: float = 30.0
 ) -> Iterator[RunningServer]:
     """A server of these models on loopback."""
     config = ServerConfig(port=port, grpc_port=None, models=list(models), critic=critic)

@@ -24,8 +24,9 @@ from guerdon.settings.actors import (
     RemoteCriticConfig,
     RemoteRewardConfig,
     RewardModelServer,
+    TeacherServer,
 )
-from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig, TeacherConfig
 from launched import launched
 
 EVEN = ModelConfig(model="actor.reward_functions:even", name="even")
@@ -42,8 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(EVEN) as server:
+def url(folder: Path) -> Iterator[str]:
+    """A server of the reward model, and of a reference that is not the policy's beginning."""
+    other = zoo.tokenizer(zoo.language_model("llama", folder / "reference", seed=1))
+    with serving(EVEN, TeacherConfig(model=str(other), name="reference", deterministic=True)) as server:
         yield server.http_url
 
 
@@ -55,6 +58,7 @@ def config_of(
     steps: int = 3,
     parallel: ParallelConfig = DP2,
     algorithm: dict[str, Any] | None = None,
+    reference: TeacherServer | None = None,
     **more: Any,
 ) -> ReinforceRunConfig:
     return ReinforceRunConfig(
@@ -63,6 +67,7 @@ def config_of(
         parallel=parallel,
         reinforce=ReinforceConfig(**{"epochs": 2, "global_batch_size": 12, **(algorithm or {})}),
         remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=[url]), timeout_s=30.0),
+        reference=reference or TeacherServer(),
     )
 
 
@@ -89,10 +94,16 @@ def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) 
     nowhere, bad = config_of(folder, url, tmp_path / "nowhere"), config_of(folder, url, tmp_path / "bad")
     nowhere.rollouts.engine = "vllm"
     bad.reinforce.clip_low = 0.0
-    made, not_loaded, no_trainer, of_vllm, of_bad = together(
+    # The KL to another model than the policy's beginning, which a server holds, is in the loss.
+    served: dict[str, Any] = {
+        "reference": TeacherServer(url, "reference", timeout_s=30.0),
+        "algorithm": {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.5},
+    }
+    made, of_served, not_loaded, no_trainer, of_vllm, of_bad = together(
         2,
         [
             Job(config_of(folder, url, tmp_path / "two")),
+            Job(config_of(folder, url, tmp_path / "two-served", **served)),
             Job(config_of(folder, url, tmp_path / "none"), broken="load_policy"),
             Job(config_of(folder, url, tmp_path / "none"), broken="PolicyTrainer"),
             Job(nowhere),
@@ -101,6 +112,14 @@ def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) 
         tmp_path / "ranks",
     )
     assert_same(made, tmp_path / "two", alone(config_of(folder, url, tmp_path / "one")), tmp_path / "one")
+
+    assert_same(
+        of_served,
+        tmp_path / "two-served",
+        alone(config_of(folder, url, tmp_path / "one-served", **served)),
+        tmp_path / "one-served",
+    )
+    assert metrics_of(tmp_path / "two-served")[0]["kl"] > 0.01
 
     # What cannot start ends all ranks, and rank 0 says why.
     for ranks, kind, text in (
