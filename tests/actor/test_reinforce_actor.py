@@ -15,8 +15,9 @@ from actor.rollouts import serving
 from guerdon import ReinforceActor
 from guerdon.adapters.nemo_aligner import RemoteGPTRMClient
 from guerdon.errors import ConfigError
-from guerdon.settings.actors import PolicyConfig, RolloutConfig
-from guerdon.settings.config import ModelConfig
+from guerdon.settings.actors import PolicyConfig, RolloutConfig, TeacherServer
+from guerdon.settings.config import ModelConfig, TeacherConfig
+from guerdon.training.policy_trainer import PolicyTrainer
 from training.policies import PlainPolicy, caught_gradients, rollouts
 
 SAMPLING = RolloutConfig(max_new_tokens=8, temperature=0.7)
@@ -87,6 +88,23 @@ def test_logprobs_of_all_tokens_or_of_the_responses(folder: Path, shared: Reinfo
     alone = actor.get_inference_log_probs(tokens, lengths[:, None], torch.from_numpy(prompt_lengths))
     assert torch.allclose(alone, want * mask, atol=1e-5)
     assert torch.equal(actor.get_init_policy_logprobs(tokens), got)
+
+
+def test_a_server_may_hold_the_reference(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = zoo.tokenizer(zoo.language_model("llama", tmp_path, seed=1))
+    rows, prompt_lengths, _ = rollouts()
+    tokens, lengths = padded(rows)
+    want, _, mask = PlainPolicy(other).logprobs(rows, prompt_lengths, SAMPLING.temperature)
+    monkeypatch.delattr(PolicyTrainer, "_load_reference")
+    with serving(TeacherConfig(model=str(other))) as server:
+        config = PolicyConfig(model=str(folder), max_batch_tokens=150)
+        actor = ReinforceActor(config, SAMPLING, reference=TeacherServer(server.http_url, timeout_s=30.0))
+        got = actor.get_init_policy_logprobs(tokens, lengths, torch.from_numpy(prompt_lengths))
+        assert torch.allclose(got, want * mask, atol=1e-5)
+        without_prompts = actor.get_init_policy_logprobs(tokens, torch.where(torch.arange(len(rows)) == 1, 1, lengths))
+        assert (without_prompts[1] == 0).all() and (without_prompts[0][: len(rows[0]) - 1] < 0).all()
+        with pytest.raises(ConfigError, match="server URL 'ftp://a' is malformed"):
+            ReinforceActor(config, SAMPLING, reference=TeacherServer("ftp://a"))
 
 
 @pytest.mark.parametrize("lora", [None, 4])

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from guerdon.actor.remote_rewards import (
     START_S,
     PendingGroups,
@@ -88,6 +90,19 @@ class RemoteTeacher:
                 rollout.ref_logprobs = logprobs
                 if error is not None:
                     rollout.reward, rollout.error = None, error
+
+    def logprobs(self, rows: list[np.ndarray], prompt_lengths: np.ndarray) -> list[np.ndarray]:
+        """Returns the log-probs of the rows' responses; blocks. Raises SampleFailed for the first that has none."""
+        answers = self._client.logprobs(
+            tokens=rows,
+            prompt_lengths=prompt_lengths,
+            temperature=self._temperature,
+            timeout_s=self._config.timeout_s,
+        )
+        assert answers.logprobs is not None
+        self._weights.see(answers.weights_version)
+        answers.raise_for_failed()
+        return answers.logprobs
 
     def close(self) -> None:
         """Closes the connections, and abandons requests in progress."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from guerdon.actor.generation import make_generator
+from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
-from guerdon.settings.actors import PolicyConfig, RolloutConfig, check_sampling
+from guerdon.settings.actors import PolicyConfig, RolloutConfig, TeacherServer, check_sampling
 from guerdon.settings.config import check_settings
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
@@ -76,8 +77,19 @@ class ReinforceActor:
     last step or `load`: a loop that resumes from a checkpoint saved right after a step samples the same responses.
     """
 
-    def __init__(self, policy: PolicyConfig | str, rollouts: RolloutConfig | None = None, *, seed: int = 0) -> None:
-        """Loads the policy from its settings, folder or hub id; raises ConfigError and CheckpointError."""
+    def __init__(
+        self,
+        policy: PolicyConfig | str,
+        rollouts: RolloutConfig | None = None,
+        *,
+        seed: int = 0,
+        reference: TeacherServer | None = None,
+    ) -> None:
+        """Loads the policy from its settings, folder or hub id; raises ConfigError and CheckpointError.
+
+        A teacher's server may be the reference, which then takes no memory here; waits for it, and raises StartError if
+        it does not come.
+        """
         if not isinstance(policy, PolicyConfig | str):
             raise ConfigError(
                 f"ReinforceActor got {type(policy).__name__} for its policy; NeMo-Aligner's (cfg, trainer) names no "
@@ -89,7 +101,13 @@ class ReinforceActor:
         check_settings(self.policy_config)
         check_sampling(self.rollout_config)
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
-        self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed)
+        self._reference: RemoteTeacher | None = None
+        if reference is not None and reference.url is not None:
+            self._reference = RemoteTeacher(reference, self.rollout_config.temperature, "reference")
+            self._reference.wait_ready()
+            if loaded.tokenizer is not None:
+                self._reference.check_tokenizer(loaded.tokenizer)
+        self.trainer = PolicyTrainer(loaded, self.policy_config, seed=seed, keeps_reference=self._reference is None)
         self.generator = make_generator(self.trainer, self.rollout_config)
         self.tokenizer = None if loaded.tokenizer is None else NemoTokenizer(loaded.tokenizer)
         self.pad_id = loaded.eos_token_ids[0] if loaded.eos_token_ids else loaded.pad_token_id
@@ -143,7 +161,7 @@ class ReinforceActor:
     def get_init_policy_logprobs(
         self, response_tokens: Tensor, response_lengths: Tensor | None = None, prompt_lengths: Tensor | None = None
     ) -> Tensor:
-        """Returns the reference's log-probs: those of the policy as first loaded, before any step or checkpoint."""
+        """Returns the reference's log-probs: the served one's, or the first policy's, before any step or checkpoint."""
         return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=True)
 
     def finish_inference(self) -> None:
@@ -223,7 +241,10 @@ class ReinforceActor:
         starts = torch.ones(count, dtype=torch.int64) if prompt_lengths is None else prompt_lengths.reshape(-1).cpu()
         rows = [row[:end].numpy() for row, end in zip(tokens.cpu(), ends.tolist(), strict=True)]
         temperature = self.rollout_config.temperature
-        if of_reference:
+        made: Sequence[Tensor] | Tensor
+        if of_reference and self._reference is not None:
+            made = [torch.from_numpy(row) for row in self._reference.logprobs(rows, starts.numpy())]
+        elif of_reference:
             made = self.trainer.reference_logprobs(rows, starts.numpy(), temperature)
         else:
             made = self.trainer.logprobs(rows, starts.numpy(), temperature).logprobs
