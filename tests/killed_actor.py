@@ -23,7 +23,7 @@ from killing import Points, kill_at
 
 POINTS: Points = {
     "amid the rollouts": (Run, "check_preemption", True),
-    "before the update": (PolicyTrainer, "reference_logprobs", False),
+    "before the update": (PolicyTrainer, "logprobs", False),
     "between two optimiser steps": (Optimiser, "apply", False),
     "before the metrics are logged": (Trackers, "log", True),
     "between the metrics and the save": (Trackers, "log", False),

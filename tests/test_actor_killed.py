@@ -16,7 +16,10 @@ import zoo
 from actor.runs import metrics_of, parts, tiny_policy
 from guerdon import CriticClient
 from guerdon.settings.actors import (
+    ActorConfig,
     CriticServer,
+    DistillConfig,
+    DistillRunConfig,
     PPOConfig,
     PPORunConfig,
     ReinforceConfig,
@@ -24,8 +27,9 @@ from guerdon.settings.actors import (
     RemoteCriticConfig,
     RemoteRewardConfig,
     RewardModelServer,
+    TeacherServer,
 )
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
 from killing import Kill, Restarted, forkserver, free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,6 +59,7 @@ def preloaded() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_policy(tmp_path_factory.mktemp("killed"))
     zoo.tokenizer(zoo.checkpoint("llama", folder / "reward", seed=1))
+    zoo.tokenizer(zoo.language_model("llama", folder / "teacher", seed=1))
     return folder
 
 
@@ -90,8 +95,32 @@ def reinforced(
         reinforce=ReinforceConfig(**{"advantage_estimator": "mean", "epochs": 2, "global_batch_size": 8, **algorithm}),
         remote_rm=RemoteRewardConfig(RewardModelServer(port=port), timeout_s=TIMEOUT_S),
     )
+    return outcome_with_kills(config, server_config, out, actor_kills, server_kills)
+
+
+def distilled(folder: Path, out: Path, actor_kills: Sequence[Kill] = (), server_kills: Sequence[Kill] = ()) -> Outcome:
+    """A run of distillation whose actor and whose teacher's server die at these points."""
+    port = free_port()
+    model = TeacherConfig(model=str(folder / "teacher"), deterministic=True)
+    server_config = ServerConfig(port=port, grpc_port=None, log_level="error", models=[model])
+    config = DistillRunConfig(
+        **settings_of(folder, out),
+        distill=DistillConfig(epochs=2, global_batch_size=8),
+        teacher=TeacherServer(f"http://127.0.0.1:{port}", timeout_s=TIMEOUT_S),
+    )
+    return outcome_with_kills(config, server_config, out, actor_kills, server_kills)
+
+
+def outcome_with_kills(
+    config: ActorConfig,
+    server_config: ServerConfig,
+    out: Path,
+    actor_kills: Sequence[Kill],
+    server_kills: Sequence[Kill],
+) -> Outcome:
+    """The outcome of a run whose only server has these settings."""
     with (
-        Restarted(killed_actor.serve, (server_config,), server_kills, port) as server,
+        Restarted(killed_actor.serve, (server_config,), server_kills, server_config.port) as server,
         Restarted(killed_actor.train, (config,), actor_kills) as actor,
     ):
         assert actor.wait(TIMEOUT_S) == 0
@@ -154,6 +183,11 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outco
 
 
 @pytest.fixture(scope="module")
+def undisturbed_distillation(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return distilled(folder, tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
 def undisturbed_pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return optimised(folder, tmp_path_factory.mktemp("undisturbed"))
 
@@ -162,6 +196,14 @@ def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, undisturbed: Outc
     outcome = reinforced(folder, tmp_path, [("amid a save", 1), ("between two optimiser steps", 9)], [0.3])
     assert outcome.num_kills == 3
     assert_same(outcome, undisturbed)
+
+
+def test_a_killed_distillation_ends_as_an_undisturbed_one(
+    folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
+) -> None:
+    outcome = distilled(folder, tmp_path, [("amid a save", 1), ("between two optimiser steps", 9)], [0.3])
+    assert outcome.num_kills == 3
+    assert_same(outcome, undisturbed_distillation)
 
 
 def test_a_killed_pair_ends_as_an_undisturbed_one(folder: Path, undisturbed_pair: Outcome, tmp_path: Path) -> None:
@@ -182,6 +224,29 @@ def test_a_kill_of_the_actor_at_each_point(point: str, folder: Path, undisturbed
     outcome = reinforced(folder, tmp_path, [*first, (point, 1), (point, 2 if "resume" not in point else 1)])
     assert outcome.num_kills == len(first) + 2
     assert_same(outcome, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", killed_actor.POINTS)
+def test_a_kill_of_a_distilling_actor_at_each_point(
+    point: str, folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
+) -> None:
+    first: list[Kill] = [("amid the rollouts", 40)] if "resume" in point else []
+    outcome = distilled(folder, tmp_path, [*first, (point, 1), (point, 2 if "resume" not in point else 1)])
+    assert outcome.num_kills == len(first) + 2
+    assert_same(outcome, undisturbed_distillation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_of_actor_and_teacher(
+    seed: int, folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
+) -> None:
+    times = random.Random(seed + 100)
+    server_kills = [times.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(3)]
+    outcome = distilled(folder, tmp_path, plan(seed, list(killed_actor.POINTS)), server_kills)
+    assert outcome.num_kills
+    assert_same(outcome, undisturbed_distillation)
 
 
 @pytest.mark.slow

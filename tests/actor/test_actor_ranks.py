@@ -1,4 +1,4 @@
-"""REINFORCE and PPO on several processes: what one process does, by parts."""
+"""Actors on several processes: what one process does, by parts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from actor.runs import metrics_of, parts, tiny_policy, weights_of
 from guerdon.errors import ConfigError, GuerdonError
 from guerdon.settings.actors import (
     CriticServer,
+    DistillConfig,
+    DistillRunConfig,
     PPOConfig,
     PPORunConfig,
     ReinforceConfig,
@@ -204,6 +206,30 @@ def test_ppo_on_two_processes_does_what_it_does_on_one(folder: Path, tmp_path: P
         assert ranks[0].error is None and [r.status for r in ranks] == [0, 0]
         assert ranks[0].tokens() == one.tokens()
         assert ranks[0].rewards() == pytest.approx(one.rewards(), rel=1e-5)
+        assert_same_weights(tmp_path / out, tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_distillation_on_two_processes_does_what_it_does_on_one(folder: Path, tmp_path: Path) -> None:
+    teacher = zoo.tokenizer(zoo.language_model("llama", folder / "teacher", seed=1))
+    with serving(TeacherConfig(model=str(teacher), deterministic=True)) as server:
+
+        def config(out: str, parallel: ParallelConfig) -> DistillRunConfig:
+            return DistillRunConfig(
+                **parts(folder, tmp_path / out, steps=3, rollouts={"prompts_per_step": 5}),
+                parallel=parallel,
+                distill=DistillConfig(epochs=2, global_batch_size=12),
+                teacher=TeacherServer(server.http_url, timeout_s=30.0),
+            )
+
+        layouts = {"dp": DP2, "fsdp": FSDP2, "tp": TP2}
+        made = together(2, [Job(config(*layout)) for layout in layouts.items()], tmp_path / "ranks", timeout_s=350.0)
+        one = alone(config("one", DP2))
+    for (first, *others), out in zip(made, layouts, strict=True):
+        assert first.error is None and [first.status, *(other.status for other in others)] == [0, 0]
+        assert first.tokens() == one.tokens()
+        assert first.rewards() == pytest.approx(one.rewards(), rel=1e-3, abs=1e-3)
         assert_same_weights(tmp_path / out, tmp_path / "one")
 
 

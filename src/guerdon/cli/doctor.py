@@ -182,7 +182,7 @@ _DEVELOPMENT = ("dev", "docs", "fuzz")
 _PURPOSES = {
     "grpc": "grpc:// URLs",
     "server": "serve, serve-critic, score --model",
-    "actor": "reinforce, ppo",
+    "actor": "reinforce, ppo, distill",
     "plot": "bench --plot",
     "otel": "serve --traces",
     "lora": "low-rank adapters",
