@@ -26,6 +26,7 @@ PORTS = {"serve": ("5555", "5557"), "serve-critic": ("5556", "5558"), "serve-tea
 """HTTP and gRPC ports by command, as on the pages."""
 SHORTER = {
     "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
+    "guerdon distill": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
     "python -m guerdon.adapters.rewardbench": "--dataset pairs.json --load_json --not_quantized --torch_dtype float32",
 }
 """Flags appended to commands that would take minutes or download a data set."""
@@ -34,6 +35,7 @@ SHORTER_PYTHON = {
         f"{name}Config(": f"{name}Config(max_steps=1, max_completion_length=8, report_to='none', "
         for name in ("GRPO", "Distillation")
     },
+    "PolicyRecipe(": "PolicyRecipe(num_steps=2, ",
     "DPOConfig(": "DPOConfig(max_steps=1, report_to='none', ",
     # TRL insists on vLLM, of which it uses nothing there.
     "trainer = ServerDist": "import trl.generation.vllm_client as client\n"

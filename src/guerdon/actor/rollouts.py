@@ -57,7 +57,7 @@ class Rollout:
     are the generating engine's, at the sampling temperature before top_k, top_p and the repetition penalty. `text` is
     the response without special tokens, and `has_eos` says whether it ended by an EOS. `reward` is None until it
     arrives, and if it failed; then `error` says why. `values`, float32 `[L]`, are a critic's, one per token;
-    `ref_logprobs`, float32 `[L - P]`, are those of a reference on a server.
+    `ref_logprobs`, float32 `[L - P]`, are those of a reference or teacher on a server.
     """
 
     prompt: Prompt
