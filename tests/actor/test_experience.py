@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -90,6 +92,27 @@ def test_ppo_rewards_each_token_less_its_kl(experience: Experience) -> None:
     metrics = advantage_metrics(whitened, experience.mask)
     assert metrics["advantage_mean"] == pytest.approx(0, abs=1e-6)
     assert metrics["advantage_std"] == pytest.approx(1, abs=1e-6)
+
+
+def test_advantages_and_returns_have_lambdas_of_their_own() -> None:
+    """Two responses of 2 and 4 tokens; all values are 1, the rewards 3 and 2."""
+    responses = [rollout([5], [7] * n, index=i, values=[1.0] * (n + 1)) for i, n in enumerate((2, 4))]
+    responses[0].reward, responses[1].reward = 3.0, 2.0
+    zeros = torch.zeros(2, 4)
+    experience = Experience.of(responses, zeros, zeros, zeros, "k1")
+
+    def of(**settings: Any) -> list[Any]:
+        config = PPOConfig(kl_coefficient=0.0, whiten_advantages=False, **settings)
+        return [table.tolist() for table in ppo_advantages(experience, config)]
+
+    # Only the last token is surprising: by 2 and by 1; what it tells the others shrinks by lambda a token.
+    by_half = [[1, 2, 0, 0], [0.125, 0.25, 0.5, 1]]
+    assert of(lam=0.5) == [by_half, [[2, 3, 0, 0], [1.125, 1.25, 1.5, 2]]]
+    rewards_to_come = [[3, 3, 0, 0], [2, 2, 2, 2]]
+    assert of(lam=0.5, lam_critic=1.0) == [by_half, rewards_to_come]
+    # 1 - 1 / (0.5 * 2) = 0 and 1 - 1 / (0.5 * 4) = 0.5
+    assert of(lam_alpha=0.5, lam_critic=1.0) == [[[0, 2, 0, 0], [0.125, 0.25, 0.5, 1]], rewards_to_come]
+    assert of(lam_alpha=0.5, lam=1.0)[1] == rewards_to_come
 
 
 def test_failed_rollouts_leave_and_the_rest_are_in_order() -> None:

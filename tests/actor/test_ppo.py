@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,36 @@ def test_the_warm_up_trains_the_critic_alone(folder: Path, tmp_path: Path) -> No
         assert torch.equal(weight, begun[name]), name
     assert any(not torch.equal(weight, after[name]) for name, weight in warm.items())
     assert resolve_schedule(config).total_steps == 1 and config.policy.total_steps is None
+
+
+def test_one_rollout_a_prompt_and_several_updates_of_the_critic(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = {"lam_alpha": 0.5, "lam_critic": 1.0, "critic_updates": 3, "trust_region": [0.2, 4.0]}
+    with critic_of(folder, tmp_path / "critic", global_batch_size=4) as url:
+        sampling = {"prompts_per_step": 8, "rollouts_per_prompt": 1}
+        ppo.train(config_of(folder, url, out, steps=2, algorithm=recipe, rollouts=sampling))
+        with CriticClient(url) as critic:
+            assert critic.state().step == 2 * 3 * 2
+    for row in metrics_of(out):
+        assert row["outside_trust_region"] == 0 and row["grad_norm"] > 0  # the engine that samples is the trainer's
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trust_region": [4.0, 0.2]}, r"ppo.trust_region is \[4.0, 0.2\]"),
+        ({"trust_region": [0.2]}, r"ppo.trust_region is \[0.2\]"),
+        ({"lam": 0.9, "lam_alpha": 0.05, "lam_critic": 1.0}, "ppo.lam is 0.9, but has no effect"),
+        ({"lam_alpha": 0.0}, "ppo.lam_alpha is 0; give a number above 0"),
+        ({"critic_updates": 101}, "ppo.critic_updates is 101; give at most 100"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ppo.train(config_of(folder, "http://127.0.0.1:1", tmp_path / "out", steps=2, algorithm=settings))
+    assert re.match(message, f"{raised.value}; {raised.value.help}")
 
 
 def test_the_critic_learns_while_the_policy_does(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,13 +49,17 @@ def loss_of(experience: Experience, config: AlgorithmConfig, batch: list[int], *
     return PolicyLoss.of(experience, advantages, batch=members, aggregation=aggregation, config=config, **settings)
 
 
+@pytest.mark.parametrize("region", [None, [0.6, 1.4]])
 @pytest.mark.parametrize("on_policy", [True, False])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_micro_batches_of_any_width_and_order_add_up(aggregation: str, on_policy: bool) -> None:
+def test_micro_batches_of_any_width_and_order_add_up(
+    aggregation: str, on_policy: bool, region: list[float] | None
+) -> None:
     config = AlgorithmConfig(
         loss_aggregation=aggregation,  # type: ignore[arg-type]
         entropy_coefficient=0.1,
         kl_estimator="k3",
+        trust_region=region,
     )
     experience = experience_of()
     batch = [0, 2, 3, 4]
@@ -80,6 +84,7 @@ def test_micro_batches_of_any_width_and_order_add_up(aggregation: str, on_policy
     torch.testing.assert_close(same, gradient)
     assert gradient.abs().sum() > 0 and stats.loss == pytest.approx(whole.item(), rel=1e-6)
     assert sums.loss == pytest.approx(stats.loss, rel=1e-5) and sums.sum_mask == stats.sum_mask == 14
+    assert sums.sum_outside == stats.sum_outside == (0 if region is None else 4)
 
 
 def test_the_first_update_is_reinforce_and_a_later_one_is_clipped() -> None:
@@ -198,3 +203,18 @@ def test_engine_and_trainer_that_differ_are_weighed(folder: Path) -> None:
         metrics: dict[str, float] = {}
         update(policy, experience, experience.mask, config, sampling, metrics)
         assert metrics["importance_weight"] == pytest.approx(weight)
+
+
+def test_tokens_far_from_how_they_were_sampled_do_not_move_the_policy(folder: Path) -> None:
+    rollouts, weights = some_rollouts(), []
+    for made in rollouts:
+        made.logprobs = np.full(made.response_length, -30, np.float32)  # so that each ratio is above 4
+    for region in (None, [0.2, 4.0]):
+        policy, metrics = trainer_of(folder, weight_decay=0.0), dict[str, float]()
+        experience = measure(policy, rollouts, 0.7, "k1", {})
+        config = AlgorithmConfig(epochs=2, trust_region=region)
+        update(policy, experience, experience.mask, config, SAMPLING, metrics)
+        weights.append([weight.detach().clone() for weight in policy.model.parameters()])
+        assert metrics.get("outside_trust_region") == (None if region is None else 1.0)
+    begun = list(trainer_of(folder).model.parameters())
+    assert all(map(torch.equal, weights[1], begun)) and not any(map(torch.equal, weights[0], begun))

@@ -14,7 +14,7 @@ from guerdon.actor.training_run import Run, RunSummary
 from guerdon.actor.update import update
 from guerdon.critic_core import TrainReport
 from guerdon.settings.actors import PPOConfig, PPORunConfig, check_actor
-from guerdon.training.algorithms.advantages import gae, whiten
+from guerdon.training.algorithms.advantages import adaptive_lams, gae, whiten
 from guerdon.training.algorithms.kl import token_rewards
 from guerdon.training.algorithms.masking import Moments
 
@@ -54,7 +54,9 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
                 metrics["return_mean"] = Moments.of(returns, experience.mask).mean
 
                 # The critic learns on its server while the policy learns here; the next values come after it.
-                training = critic.train(f"{run.id}-{step}", kept, untable(returns, kept))
+                training = critic.train(
+                    f"{run.id}-{step}", kept, untable(returns, kept), updates=algorithm.critic_updates
+                )
                 if step > algorithm.critic_warmup_steps:
                     update(run.policy, experience, advantages, algorithm, sampling, metrics)
                 with timed(metrics, "seconds_critic_wait"):
@@ -64,10 +66,17 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
 
 
 def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, Tensor]:
-    """Returns the advantage of every token by GAE, whitened if configured, and the critic's target returns."""
+    """Returns the advantage of every token by GAE, whitened if configured, and the critic's target returns.
+
+    The returns have a lambda of their own if `lam_alpha` or `lam_critic` is given.
+    """
     mask = experience.mask
     rewards = token_rewards(experience.rewards, experience.kl, mask, config.kl_coefficient)
-    advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
+    lam = config.lam if config.lam_alpha is None else adaptive_lams(mask, config.lam_alpha)
+    advantages, returns = gae(rewards, experience.values, mask, config.gamma, lam)
+    if not (config.lam_alpha is None and config.lam_critic is None):
+        lam_critic = config.lam if config.lam_critic is None else config.lam_critic
+        _, returns = gae(rewards, experience.values, mask, config.gamma, lam_critic)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask, Moments.of(advantages, mask))
     return advantages, returns

@@ -124,11 +124,13 @@ class RemoteCritic:
             self.submit(group)
         self.collect(check)
 
-    def train(self, train_id: str, rollouts: list[Rollout], returns: list[np.ndarray]) -> TrainFuture[TrainReport]:
+    def train(
+        self, train_id: str, rollouts: list[Rollout], returns: list[np.ndarray], *, updates: int = 1
+    ) -> TrainFuture[TrainReport]:
         """Sends a train request; returns a future of its report. `returns[i]` are float32 `[L - P]`.
 
-        Idempotent: the same `train_id` is trained once. The prompt's values, and those behind the last action, are
-        masked.
+        All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. The prompt's
+        values, and those behind the last action, are masked.
         """
         targets, masks = [], []
         for rollout, row in zip(rollouts, returns, strict=True):
@@ -138,7 +140,8 @@ class RemoteCritic:
             targets.append(target)
             masks.append(mask)
         tokens = [rollout.tokens for rollout in rollouts]
-        return self._client.train(tokens, targets, [_values_of(r)[:-1] for r in rollouts], masks, train_id=train_id)
+        values = [_values_of(rollout)[:-1] for rollout in rollouts]
+        return self._client.train(tokens, targets, values, masks, train_id=train_id, updates=updates)
 
     def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
         """Returns a future of the checkpoint, saved after everything sent before."""

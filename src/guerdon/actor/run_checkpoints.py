@@ -74,7 +74,7 @@ _NOT_DECISIVE = {
 WaitForSave = Callable[[Future[CheckpointInfo | None]], CheckpointInfo | None]
 """Waits for the critic's save."""
 
-_ADDED = {"reinforce.kl_reduction": "sum"}
+_ADDED = {"reinforce.kl_reduction": "sum", "ppo.critic_updates": 1}
 """Settings that older checkpoints lack, with the behaviour before they existed."""
 
 

@@ -37,6 +37,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (section in TensorBoard, what i
     "ratio": ("policy", "mean ratio of a token's probability to its probability before the step's first update"),
     "approx_kl": ("policy", "k3 estimate, per token, of the KL from the policy before the step's first update"),
     "importance_weight": ("policy", "mean importance weight between engine and trainer, after the cap"),
+    "outside_trust_region": (
+        "policy",
+        "share of tokens without gradient, because their probability ratio between trainer and engine is outside of "
+        "`trust_region`",
+    ),
     "optimizer_steps": ("policy", "optimiser steps of the policy since the run's start"),
     "skipped_steps": ("policy", "skipped global batches of the step, because their gradient was not finite"),
     "critic_loss": ("critic", "loss of the critic on the step's responses"),

@@ -18,6 +18,7 @@ from guerdon.training.algorithms.losses import (
     Aggregation,
     GlobalCounts,
     PolicyLossStats,
+    outside_trust_region,
     ppo_loss,
     reinforce_loss,
     truncated_importance_weights,
@@ -64,7 +65,7 @@ def update(
                     )
                 )
     metrics.update(advantage_metrics(advantages, experience.mask))
-    metrics.update(_report_metrics(reports, is_on_policy, weights is not None))
+    metrics.update(_report_metrics(reports, is_on_policy, weights is not None, config.trust_region is not None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +74,15 @@ class PolicyLoss:
 
     Nothing but data, so that it can be sent to other ranks: float32 `[B, R]` tables of the batch's rows, those None
     that this loss does not read. `aggregation` divides by the counts of all the rows. Without `old_logprobs` this is
-    the only update on the experience; with `ref_logprobs` the loss has the KL's cost.
+    the only update on the experience; with `ref_logprobs` the loss has the KL's cost; with `engine_logprobs` tokens
+    outside of the trust region have no gradient.
     """
 
     mask: Tensor
     advantages: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    engine_logprobs: Tensor | None
     weights: Tensor | None
     aggregation: Aggregation
     config: LossConfig
@@ -107,6 +110,7 @@ class PolicyLoss:
             advantages=advantages[at],
             old_logprobs=None if is_on_policy else experience.logprobs[at],
             ref_logprobs=experience.ref_logprobs[at] if kl_coefficient > 0 else None,
+            engine_logprobs=None if config.trust_region is None else experience.engine_logprobs[at],
             weights=None if weights is None else weights[at],
             aggregation=aggregation,
             config=config,
@@ -124,6 +128,10 @@ class PolicyLoss:
 
         config, mask, advantages = self.config, rows_of(self.mask), rows_of(self.advantages)
         weights = None if self.weights is None else rows_of(self.weights)
+        is_outside = None
+        if self.engine_logprobs is not None and config.trust_region is not None:
+            low, high = config.trust_region
+            is_outside = outside_trust_region(logprobs, rows_of(self.engine_logprobs), mask, low, high)
         entropy_coefficient = config.entropy_coefficient
         if self.old_logprobs is None:
             loss, stats = reinforce_loss(
@@ -132,6 +140,7 @@ class PolicyLoss:
                 mask,
                 self.aggregation,
                 weights=weights,
+                is_outside=is_outside,
                 entropies=entropies,
                 entropy_coefficient=entropy_coefficient,
             )
@@ -145,6 +154,7 @@ class PolicyLoss:
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
                 weights=weights,
+                is_outside=is_outside,
                 entropies=entropies,
                 entropy_coefficient=entropy_coefficient,
             )
@@ -164,7 +174,9 @@ def _importance_weights(experience: Experience, config: LossConfig, sampling: Ro
     return truncated_importance_weights(experience.logprobs, experience.engine_logprobs, experience.mask, cap)
 
 
-def _report_metrics(reports: list[StepReport], is_on_policy: bool, is_weighted: bool) -> dict[str, float]:
+def _report_metrics(
+    reports: list[StepReport], is_on_policy: bool, is_weighted: bool, has_trust_region: bool
+) -> dict[str, float]:
     """Returns means over the optimiser steps, token metrics weighted by tokens; only those that the loss has."""
     stats = sum((report.stats for report in reports[1:]), reports[0].stats)
     norms = [report.grad_norm for report in reports if not report.skipped]
@@ -179,6 +191,8 @@ def _report_metrics(reports: list[StepReport], is_on_policy: bool, is_weighted: 
         metrics |= {"clip_fraction": stats.clip_fraction, "ratio": stats.mean_ratio, "approx_kl": stats.approx_kl}
     if is_weighted:
         metrics["importance_weight"] = stats.mean_weight
+    if has_trust_region:
+        metrics["outside_trust_region"] = stats.outside_fraction
     return metrics
 
 

@@ -92,6 +92,11 @@ class LossConfig:
         "Weight tokens by the probability ratio between trainer and engine, up to this cap; default: only with vllm.",
         above=0,
     )
+    trust_region: list[float] | None = setting(
+        None,
+        "Two ratios, such as [0.2, 4.0]: tokens whose probability ratio between the policy that trains and the "
+        "engine that sampled is outside have no gradient; default: all tokens have one.",
+    )
     max_failed_fraction: float = setting(
         0.1, "Stop the run if a larger fraction of a step's responses gets no reward.", least=0, most=1
     )
@@ -128,8 +133,15 @@ class PPOConfig(AlgorithmConfig):
 
     gamma: float = setting(1.0, "Discount per token.", least=0, most=1)
     lam: float = setting(0.95, "Lambda of GAE.", least=0, most=1)
+    lam_alpha: float | None = setting(
+        None,
+        "Lambda of the advantages is 1 - 1 / (lam_alpha * l) for a response of l tokens, at least 0; default: lam.",
+        above=0,
+    )
+    lam_critic: float | None = setting(None, "Lambda of the critic's returns; default: lam.", least=0, most=1)
     whiten_advantages: bool = setting(True, "Scale each step's advantages to mean 0 and variance 1.")
     critic_warmup_steps: int = setting(0, "Number of first steps that train only the critic.", least=0)
+    critic_updates: int = setting(1, "The critic's passes over each step's responses.", least=1, most=100)
 
 
 @dataclass
@@ -322,7 +334,14 @@ def _check_run(run: RunConfig) -> None:
 
 
 def _check_algorithm(config: ActorConfig) -> None:
-    _, algorithm = get_algorithm(config)
+    where, algorithm = get_algorithm(config)
+    region = algorithm.trust_region
+    if region is not None and not (len(region) == 2 and 0 <= region[0] < 1 < region[1]):
+        raise ConfigError(
+            f"{where}.trust_region is {region}", "give a ratio below 1 and one above it, such as [0.2, 4.0]"
+        )
+    if isinstance(algorithm, PPOConfig):
+        _check_lambdas(algorithm)
     if not isinstance(algorithm, ReinforceConfig):
         return
     estimator, in_loss = algorithm.advantage_estimator, algorithm.kl_placement == "loss"
@@ -340,6 +359,14 @@ def _check_algorithm(config: ActorConfig) -> None:
         raise ConfigError(
             f"reinforce.kl_reduction is {algorithm.kl_reduction}, but has no effect, because kl_placement is loss",
             "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens",
+        )
+
+
+def _check_lambdas(ppo: PPOConfig) -> None:
+    if None not in (ppo.lam_alpha, ppo.lam_critic) and ppo.lam != PPOConfig.lam:
+        raise ConfigError(
+            f"ppo.lam is {ppo.lam:g}, but has no effect beside ppo.lam_alpha and ppo.lam_critic",
+            "leave it out, or one of the other two",
         )
 
 

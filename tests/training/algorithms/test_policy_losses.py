@@ -19,6 +19,7 @@ from guerdon.training.algorithms.losses import (
     Aggregation,
     GlobalCounts,
     PolicyLossStats,
+    outside_trust_region,
     ppo_loss,
     reinforce_loss,
     truncated_importance_weights,
@@ -159,6 +160,47 @@ def test_truncated_importance_weights() -> None:
     for cap in (0.0, -1.0, NAN):
         with pytest.raises(ValueError, match="cap must be above 0"):
             truncated_importance_weights(old, engine, mask, cap)
+
+
+def test_the_trust_region_is_of_the_current_policy_against_the_engine() -> None:
+    # exp(logp - engine) = 0.25, 0.15, 3.5, 4.5; then an engine that thought the token impossible, NaN, nothing
+    logprobs = t((-2, -2, -1, -1, -1, NAN, NAN))
+    engine = logprobs - t((math.log(0.25), math.log(0.15), math.log(3.5), math.log(4.5), INF, 0, 0))
+    mask = t((1, 1, 1, 1, 1, 1, 0))
+    found = outside_trust_region(logprobs.requires_grad_(), engine, mask, 0.2, 4.0)
+    assert found.tolist() == [[False, True, False, True, True, True, False]]
+    # Both ends belong to the region; a ratio of 0 does not reach 0, so that 0 bounds nothing.
+    ends = t((math.log(0.5), math.log(2.0), -INF)), t((0, 0, 0)), t((1, 1, 1))
+    assert outside_trust_region(*ends, 0.5, 2.0).tolist() == [[False, False, True]]
+    assert outside_trust_region(*ends, 0.0, 2.0).tolist() == [[False, False, False]]
+    for low, high in ((1.0, 4.0), (0.2, 1.0), (-0.1, 4.0), (4.0, 0.2), (NAN, 4.0), (0.2, NAN)):
+        with pytest.raises(ValueError, match="must hold 1"):
+            outside_trust_region(logprobs, engine, mask, low, high)
+
+
+def test_tokens_outside_of_the_trust_region_have_no_gradient_but_count() -> None:
+    is_outside = torch.tensor([[False, True, False, True, False, True]])
+    logprobs, *rest = ppo_tensors()
+    loss, stats = ppo_loss(logprobs, *rest, token_mean(6.0), is_outside=is_outside)
+    loss.backward()
+    # Of (-1.2 + 1.5 - 1 + 1.6 - 3) / 6 the second and the fourth term are missing; the sixth is masked anyway.
+    assert loss.item() == pytest.approx(-5.2 / 6, abs=1e-6) and logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, t((0, 0, -1 / 6, 0, -0.5, 0)), atol=1e-6, rtol=0)
+    assert (stats.sum_outside, stats.outside_fraction, stats.sum_mask) == (2.0, 0.4, 5.0)
+    logprobs, entropies = t((-1, -3)).requires_grad_(), t((1, 3)).requires_grad_()
+    loss, stats = reinforce_loss(
+        *(logprobs, t((2, 1)), t((1, 1)), token_mean(2.0)),
+        weights=t((0.5, 2)),
+        is_outside=torch.tensor([[False, True]]),
+        entropies=entropies,
+        entropy_coefficient=0.25,
+    )
+    loss.backward()
+    # (0.5 * 1 * 2 - 0.25 * 1 - 0.25 * 3) / 2: the bonus stays
+    assert loss.item() == 0.0 and stats.outside_fraction == 0.5
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[-0.5, 0.0]]
+    assert entropies.grad is not None and entropies.grad.tolist() == [[-0.125, -0.125]]
+    assert reinforce_loss(t((-1,)), t((1,)), t((1,)), token_mean(1.0))[1].outside_fraction == 0.0
 
 
 def test_weights_scale_each_token_and_gradients_go_to_the_policy_alone() -> None:

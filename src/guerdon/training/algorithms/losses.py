@@ -82,7 +82,7 @@ class PolicyLossStats(Sums):
     """Sums over the masked tokens, weighted by the mask; those of several micro-batches add up by `+`.
 
     `loss` is the micro-batch's share of the loss, already divided; `sum_clipped` counts the tokens whose clipped term
-    was larger. Without importance weights every weight is 1.
+    was larger, `sum_outside` those outside of the trust region. Without importance weights every weight is 1.
     """
 
     sum_mask: float = 0.0
@@ -91,6 +91,7 @@ class PolicyLossStats(Sums):
     sum_ratios: float = 0.0
     sum_kl: float = 0.0
     sum_weights: float = 0.0
+    sum_outside: float = 0.0
 
     @property
     def clip_fraction(self) -> float:
@@ -111,6 +112,11 @@ class PolicyLossStats(Sums):
     def mean_weight(self) -> float:
         """The mean importance weight after truncation; 0 without any token."""
         return self._mean(self.sum_weights)
+
+    @property
+    def outside_fraction(self) -> float:
+        """The share of tokens outside of the trust region; 0 without any token."""
+        return self._mean(self.sum_outside)
 
     def _mean(self, total: float) -> float:
         return total / self.sum_mask if self.sum_mask > 0 else 0.0
@@ -136,6 +142,26 @@ def truncated_importance_weights(
     return weights.masked_fill(~(mask > 0), 0.0)
 
 
+@torch.no_grad()
+def outside_trust_region(logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """Returns whether the ratio of each token's probability to that at which it was sampled is outside [low, high].
+
+        ratio = exp(clamp(logp - engine, -20, 20))
+
+    `logprobs` are the trained policy's at this very update, not those before the first, so that the ratio holds both
+    how far the policy has moved and how the engine differs from the trainer. Tokens outside are left out of the loss:
+    GLM-5's double-sided importance sampling ("DIS"; arXiv 2602.15763) as a mask. All tensors are float32, all `[T]` or
+    all `[B, T]`, the result is bool, False where the mask is 0, True if a counted ratio is NaN. Raises ValueError for
+    other shapes or dtypes, and unless 0 <= low < 1 < high.
+    """
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"the trust region must hold 1 between two ratios of at least 0, not [{low}, {high}]")
+    check_tokens({"logprobs": logprobs, "engine_logprobs": engine_logprobs, "mask": mask})
+    _, logprobs, engine_logprobs = fill_left_out(mask, logprobs, engine_logprobs)
+    ratios = clamped_log_ratio(logprobs, engine_logprobs).exp()
+    return (mask > 0) & ~((ratios >= low) & (ratios <= high))
+
+
 def reinforce_loss(
     logprobs: Tensor,
     advantages: Tensor,
@@ -143,6 +169,7 @@ def reinforce_loss(
     aggregation: Aggregation,
     *,
     weights: Tensor | None = None,
+    is_outside: Tensor | None = None,
     entropies: Tensor | None = None,
     entropy_coefficient: float = 0.0,
 ) -> tuple[Tensor, PolicyLossStats]:
@@ -151,14 +178,16 @@ def reinforce_loss(
         l_t = -w_t * logp_t * A_t - entropy_coefficient * H_t
 
     `weights` (w, of `truncated_importance_weights`) are optional, and so are `entropies` (H, of the policy at each
-    token), which are not read if the coefficient is 0; only `logprobs` and `entropies` get gradients. Returns the share
-    of the loss and its sums. Raises ValueError if shapes or dtypes differ, or required entropies are missing.
+    token), which are not read if the coefficient is 0; only `logprobs` and `entropies` get gradients. Tokens that
+    `is_outside` (bool, of `outside_trust_region`) names keep their entropy bonus only, and count in the aggregation as
+    before. Returns the share of the loss and its sums. Raises ValueError if shapes or dtypes differ, or required
+    entropies are missing.
     """
     check_tokens({"logprobs": logprobs, "advantages": advantages, "mask": mask}, rows_only=True)
     mask, logprobs, advantages = fill_left_out(mask, logprobs, advantages.detach())
     ratios = torch.ones_like(mask)
     is_clipped, kl = torch.zeros_like(mask), torch.zeros_like(mask)
-    extras = (weights, entropies, entropy_coefficient)
+    extras = (weights, is_outside, entropies, entropy_coefficient)
     return _weighted_total(-logprobs * advantages, mask, aggregation, *extras, ratios, is_clipped, kl)
 
 
@@ -172,6 +201,7 @@ def ppo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     weights: Tensor | None = None,
+    is_outside: Tensor | None = None,
     entropies: Tensor | None = None,
     entropy_coefficient: float = 0.0,
 ) -> tuple[Tensor, PolicyLossStats]:
@@ -196,7 +226,7 @@ def ppo_loss(
     is_clipped = held_back.detach() > free.detach()
     # The old policy drew the tokens, so that its log-prob comes first in the ratio.
     kl = KL_ESTIMATORS["k3"](-log_ratios.detach())
-    extras = (weights, entropies, entropy_coefficient)
+    extras = (weights, is_outside, entropies, entropy_coefficient)
     return _weighted_total(torch.maximum(free, held_back), mask, aggregation, *extras, ratios.detach(), is_clipped, kl)
 
 
@@ -205,6 +235,7 @@ def _weighted_total(
     mask: Tensor,
     aggregation: Aggregation,
     weights: Tensor | None,
+    is_outside: Tensor | None,
     entropies: Tensor | None,
     entropy_coefficient: float,
     ratios: Tensor,
@@ -220,6 +251,8 @@ def _weighted_total(
         check_tokens({"weights": weights, "mask": mask}, rows_only=True)
         weights = fill_left_out(mask, weights.detach())[1]
         losses = weights * losses
+    if is_outside is not None:
+        losses = losses.masked_fill(is_outside, 0.0)
     if entropy_coefficient:
         if entropies is None:
             raise ValueError(f"entropies are needed because entropy_coefficient is {entropy_coefficient}")
@@ -227,6 +260,8 @@ def _weighted_total(
         losses = losses - entropy_coefficient * fill_left_out(mask, entropies)[1]
     loss = aggregation(losses, mask)
     each = [is_clipped, ratios, kl, weights]
+    if is_outside is not None:
+        each.append(is_outside)
     sums = [(mask.double() * values).sum() for values in each]
     stats = torch.stack([mask.double().sum(), loss.detach().double(), *sums])
     return loss, PolicyLossStats(*stats.tolist())  # one transfer from the device, not six
