@@ -28,6 +28,8 @@ from chaos_account import GBS, LEARNING_RATE, Reference, Work
 from chaos_account import weights_of as critic_weights_of
 from guerdon.actor import ppo, reinforce
 from guerdon.client import CriticClient, RetryPolicy
+from guerdon.client.critic_calls import make_train_request
+from guerdon.critic_core import Gae
 from guerdon.settings.actors import (
     CriticServer,
     PPORunConfig,
@@ -150,6 +152,12 @@ def test_a_critic_sharded_over_two_ranks_learns_as_one_process(tmp_path: Path) -
             np.testing.assert_allclose(reports[0].losses, reports[1].losses, rtol=1e-5)
             if number == 1:  # a rank is lost between two steps
                 rank(launch, 1).kill()
+        tokens, rewards, _, mask = work.rows(3)
+        asked: dict[str, Any] = {"tokens": tokens, "mask": mask, "rewards": rewards, "gae": Gae(0.9, 1.0, 0.5)}
+        report = critic.train(**asked, updates=2).result(60)
+        own = reference.trainer.estimate(make_train_request(**asked, updates=2))
+        np.testing.assert_allclose(report.advantages, own.advantages, **CLOSE)
+        np.testing.assert_allclose(report.losses, reference.trainer.train(own).losses, rtol=1e-4)
         np.testing.assert_allclose(np.concatenate(critic.infer(tokens=work.probe).values), reference.values(), **CLOSE)
         newest = saved / critic.save().name
         end(launch)

@@ -10,7 +10,7 @@ import pytest
 
 from guerdon.critic_core import Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, Offloaded, StartError, StorageFailed
-from guerdon.server.critic import answered
+from guerdon.server.critic import answered, store
 from guerdon.server.critic.answered import AnsweredEstimates
 from guerdon.server.critic.records import digest_of
 from guerdon.server.critic.store import Journal
@@ -110,6 +110,15 @@ async def test_only_the_newest_answers_keep_their_advantages(tmp_path: Path, mon
         assert (step, service.trainer.step) == (2, 2)
         await train(service, rewarded("large", *[1.0] * 10))  # the newest stays, however large
         assert (await train(service, rewarded("large", *[1.0] * 10))).advantages is not None
+
+
+async def test_an_id_that_is_not_known_any_more_is_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MOST_OUTCOMES", 1)
+    async with running() as service:
+        for name in "aba":
+            await train(service, rewarded(name, 3))
+        assert service.trainer.estimated == ["a", "b", "a"]
+        assert len(service.critic.store._answered._tables) == 1
 
 
 async def test_validation_answers_advantages_and_changes_nothing(tmp_path: Path) -> None:

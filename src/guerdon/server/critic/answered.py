@@ -35,10 +35,14 @@ class AnsweredEstimates:
         if request.advantages is None:
             return
         counts = request.mask > 0
-        self._tables.pop(request.id, None)
+        self.drop(request.id)
         self._tables[request.id] = np.stack([request.advantages[counts], request.returns[counts]])
         while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > MOST_BYTES:
             del self._tables[next(iter(self._tables))]
+
+    def drop(self, name: str) -> None:
+        """Drops what is kept of the request of that id, if anything."""
+        self._tables.pop(name, None)
 
     def complete(self, report: TrainReport, request: TrainRequest) -> TrainReport:
         """Returns the report with the advantages and returns of the request, if that has rewards.

@@ -497,7 +497,9 @@ class Store:
         if outcome.report is not None:
             self._answered.keep(request)
         if len(self._outcomes) > MOST_OUTCOMES:
-            del self._outcomes[next(iter(self._outcomes))]
+            oldest = next(iter(self._outcomes))
+            del self._outcomes[oldest]
+            self._answered.drop(oldest)
 
     def _withdraw(self, position: int) -> None:
         self._begun = None
