@@ -145,6 +145,8 @@ def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:
     steps = {"step_positions": Tensor.of("step_positions", np.array([[0, 2], [1, -1]]))}
     train = {"tokens": tokens["tokens"]}
     train |= {n: Tensor.of(n, np.full((2, 3), 0.5, np.float32)) for n in ("returns", "prev_values", "mask")}
+    rewarded = {name: train[name] for name in ("tokens", "mask")} | {"rewards": Tensor.of("rewards", np.ones((2, 1)))}
+    rule = {"gamma": 1.0, "lam_critic": 0.9, "lam_alpha": 0.05, "updates": 2}
     dummy = {"dummy_var": Tensor.of("dummy_var", np.zeros(1, np.int64))}
     metrics = {"metrics": Tensor("metrics", "BYTES", (1,), [b'{"reward": 0.5}'])}
     outputs = {"rewards": True, "errors": False, "values": True}
@@ -155,6 +157,7 @@ def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:
         (InferRequest(messages | {"labels": hints["labels"]}), PLAIN),
         (InferRequest(ids, {"rewards": False}), EVERYTHING),
         (InferRequest(train, None, "", {"train_id": "a-1"}), critic[Operation.TRAIN]),
+        (InferRequest(rewarded, {"report": True, "advantages": True}, "", rule), critic[Operation.TRAIN]),
         (InferRequest(dummy | metrics), critic[Operation.SAVE]),
         (InferRequest(dummy), critic[Operation.STATE]),
     ]
