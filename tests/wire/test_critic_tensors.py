@@ -112,6 +112,7 @@ def test_rewards_stand_in_place_of_returns_and_previous_values(operation):
         (rewarded(lam_critic=None), "the input rewards needs the parameter lam_critic"),
         (rewarded(lam_policy="1"), "parameter 'lam_policy' is '1'; it must be a number"),
         (rewarded(gamma=True), "parameter 'gamma' is True; it must be a number"),
+        (rewarded(lam_alpha=10**400), "parameter 'lam_alpha' is 10.*; it must be a number"),
         (rewarded({"mask": None}), "needs the inputs tokens, mask, rewards; missing: mask$"),
         (
             rewarded({"rewards": TARGET[:, :2]}),

@@ -32,6 +32,8 @@ TRAIN_ID = "train_id"
 GAE = tuple(f.name for f in dataclasses.fields(Gae))
 """The request parameters beside the input rewards."""
 
+_LARGEST = 1e30
+"""Largest of them; JSON has whole numbers beyond any float."""
 _ESTIMATED = ("returns", "prev_values")
 """The inputs that rewards stand for."""
 _ESTIMATES = ("advantages", "returns")
@@ -163,7 +165,7 @@ def _gae(request: InferRequest) -> Gae:
         if value is None:
             if name in ("gamma", "lam_critic"):
                 raise InvalidRequest(f"the input rewards needs the parameter {name}, a number from 0 to 1")
-        elif type(value) not in (int, float):
+        elif type(value) not in (int, float) or abs(value) > _LARGEST:
             raise InvalidRequest(f"parameter '{name}' is {shown(value)}; it must be a number")
         else:
             given[name] = float(value)
