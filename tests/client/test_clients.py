@@ -405,6 +405,7 @@ SCORE = {"texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "pr
 SCORE |= {"priority", "timeout_s", "pad_to_length"}
 INFER = SCORE - {"steps", "prompts", "labels", "priority"} | {"lengths"}
 TRAIN = {"tokens", "returns", "prev_values", "mask", "lengths"}
+ESTIMATED = {"rewards", "gae"}
 
 
 @pytest.mark.parametrize(
@@ -415,10 +416,11 @@ TRAIN = {"tokens", "returns", "prev_values", "mask", "lengths"}
         (LocalRewardModel, ["score", "submit"], SCORE),
         (CriticClient, ["infer", "infer_with_rewards", "submit", "submit_with_rewards"], INFER),
         (AsyncCriticClient, ["infer", "infer_with_rewards", "submit"], INFER),
-        (CriticClient, ["train"], TRAIN | {"train_id"}),
-        (CriticClient, ["train_loss", "validate"], TRAIN),
-        (AsyncCriticClient, ["train"], TRAIN | {"train_id"}),
-        (AsyncCriticClient, ["validate"], TRAIN),
+        (CriticClient, ["train"], TRAIN | ESTIMATED | {"train_id", "updates"}),
+        (CriticClient, ["train_loss"], TRAIN),
+        (CriticClient, ["validate"], TRAIN | ESTIMATED),
+        (AsyncCriticClient, ["train"], TRAIN | ESTIMATED | {"train_id", "updates"}),
+        (AsyncCriticClient, ["validate"], TRAIN | ESTIMATED),
     ],
 )
 def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], arguments: set[str]) -> None:
