@@ -83,10 +83,10 @@ class Reader:
     """Runs a page's blocks in a folder, on free ports in place of the page's, so that pages can run in parallel.
 
     `not_run` has patterns of commands that are only checked, each with its check, which raises AssertionError. A block
-    whose first line is `# NAME.py` or `# NAME.yaml` is that file, `POST /PATH BODY` and a line with a status and an
-    answer is an exchange with the last server that was started. A `guerdon serve` and a `guerdon serve-critic` go on
-    until another server takes their port, or the reader leaves; the same command with the same folders finds them
-    running.
+    whose first line is `# NAME.py`, or the same with .yaml or .toml, is that file, `POST /PATH BODY` and a line with a
+    status and an answer is an exchange with the last server that was started. A `guerdon serve` and a `guerdon
+    serve-critic` go on until another server takes their port, or the reader leaves; the same command with the same
+    folders finds them running.
     """
 
     def __init__(self, folder: Path, not_run: dict[str, Callable[[str], None]]) -> None:
@@ -117,7 +117,7 @@ class Reader:
     def read(self, block: Block) -> None:
         """Runs one block; raises AssertionError with its line if it fails."""
         where = f"the block at line {block.line}"
-        named = re.match(r"# (\w+\.(?:py|yaml))\b", block.text.splitlines()[0])
+        named = re.match(r"# (\w+\.(?:py|yaml|toml))\b", block.text.splitlines()[0])
         if block.text.startswith("POST /"):
             self._exchange(block.text, where)
         elif named is not None:

@@ -26,14 +26,18 @@ from trainers import environments
 
 PAGES = sorted(page.stem for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "README")
 COMMANDS = {  # a trainer's command, and the files of its sources that have its flags or are named in it
+    "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),
     "nemo_rl": (r"uv run (run_grpo\.py) (--config) grpo\.yaml", "examples/run_grpo*.py"),
     "openrlhf": (r"(?s)python -m openrlhf\.cli\.train_ppo_ray .*", "openrlhf/cli/train_ppo_ray.py"),
-    "slime": (r"python train\.py .*", "slime/utils/arguments.py"),
+    "slime": (r"(?s)python train\.py .*", "slime/utils/arguments.py"),
     "trlx": (r"TRITON_HOST=\S+ accelerate launch train\.py", "trlx/*.py"),
-    "verl": (r"(?s)python -m verl\.trainer\.main_ppo .*", "verl/trainer/config/reward/*.yaml"),
+    "verl": (
+        r"(?s)python -m (?:verl\.trainer\.main_ppo|guerdon\.adapters\.verl_teacher) .*",
+        "verl/trainer/config/**/*.yaml",
+    ),
 }
-NEEDS_NO_LIBRARY = ("guerdon serve", "curl ", "POST /", "# gpt_", "# grpo.yaml", "# my_reward.py")
+NEEDS_NO_LIBRARY = ("guerdon serve", "curl ", "POST /", "# gpt_", "# grpo.yaml", "# my_reward.py", "# opd.toml")
 """How blocks begin that need only guerdon."""
 
 

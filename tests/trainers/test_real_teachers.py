@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -18,6 +22,7 @@ import served
 import zoo
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig, TeacherConfig
+from processes import environment
 from teaching import plain
 from trainers import environments
 from trainers.driving import drive, run
@@ -168,6 +173,95 @@ def test_prime_rl(server: RunningServer, tables: dict[str, list[np.ndarray]], tm
     checkout, url = str(environments.source_of("prime_rl")), f"{server.http_url}/v1"
     told = drive("prime_rl", "drive_prime_rl_teacher.py", checkout, url, "SAMPLES", samples=ROWS, tmp=tmp_path)
     check_actual(told["log_probs"], tables["teacher"])
+
+
+VERL = "distillation.teacher_models"
+
+
+def flags_of_page() -> list[str]:
+    """Returns the flags of the page's command, without the teacher's address."""
+    page = (Path(served.__file__).parents[1] / "docs/trainers/verl.md").read_text()
+    (command,) = re.findall(r"(?s)```\n(python -m guerdon.adapters.verl_teacher.*?)```", page)
+    return [flag for flag in shlex.split(command.replace("\\\n", "")) if "=" in flag and "model_path" not in flag]
+
+
+def distil_by_verl(folder: Path, rows: list[dict[str, Any]], tmp: Path, *flags: str) -> Any:
+    """Returns what verl's rollout worker has of the rows, with the flags of the page and these."""
+    found = [*flags_of_page(), "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2", *flags]
+    arguments = (json.dumps(found), "SAMPLES", str(folder / "teacher"))
+    return drive("verl", "drive_verl_teacher.py", *arguments, samples=rows, tmp=tmp)
+
+
+@pytest.mark.parametrize("loss", ["k1", "forward_kl_topk"])
+def test_verl(
+    loss: str, server: RunningServer, folder: Path, tables: dict[str, list[np.ndarray]], tmp_path: Path
+) -> None:
+    flags = (
+        f"{VERL}.teacher_model.model_path={server.http_url}",
+        f"distillation.distillation_loss.loss_mode={loss}",
+        f"distillation.distillation_loss.topk={K}",
+    )
+    told = distil_by_verl(folder, ROWS, tmp_path, *flags)
+    assert told["gpus"] == 2  # the trainer's own
+    for ids, values, row, table in zip(told["ids"], told["log_probs"], ROWS, tables["teacher"], strict=True):
+        tokens, count = row["tokens"], row["response_length"]
+        assert len(ids) == len(values) == len(tokens) and not any(ids[-1]) and not any(values[-1])
+        # Row t is about token t + 1.
+        got_ids, got = np.array(ids[-1 - count : -1]), np.array(values[-1 - count : -1])
+        expected = np.argsort(-table, 1, kind="stable")[:, :K] if loss != "k1" else np.array(tokens[-count:])[:, None]
+        np.testing.assert_array_equal(got_ids, expected)
+        np.testing.assert_allclose(got, np.take_along_axis(table, expected, 1), **NEAR)
+
+
+def test_verl_sends_each_sample_to_its_teacher(
+    server: RunningServer, folder: Path, tables: dict[str, list[np.ndarray]], tmp_path: Path
+) -> None:
+    rows = [row | {"teacher": ["maths", "code"][i % 2]} for i, row in enumerate(ROWS)]
+    flags = [
+        f"+{VERL}.{key}.{flag}"
+        for key, name in (("maths", "teacher"), ("code", "other"))
+        for flag in (
+            "_target_=verl.workers.config.DistillationTeacherModelConfig",
+            f"key={key}",
+            f'model_path="{server.http_url}?model={name}"',  # quoted, since Hydra reads = and ?
+        )
+    ]
+    told = distil_by_verl(folder, rows, tmp_path, *flags, "distillation.distillation_loss.loss_mode=k1")
+    both = list(zip(tables["teacher"], tables["student"], strict=True))
+    got = [
+        np.array(values[-1 - row["response_length"] : -1])[:, 0].tolist()
+        for values, row in zip(told["log_probs"], ROWS, strict=True)
+    ]
+    check_actual(got, [pair[i % 2] for i, pair in enumerate(both)])
+
+
+def test_verls_own_task_sets_no_gpus_apart_for_served_teachers(folder: Path, tmp_path: Path) -> None:
+    """On a machine without GPUs verl ends where it counts them: it misses the trainer's one, and none for teachers."""
+    python = environments.python_of("verl")
+    if not python.exists():
+        pytest.skip("no environment of verl: `make trainers` makes it")
+    rows = [
+        {"data_source": "any", "prompt": [{"role": "user", "content": "in the"}], "reward_model": {"ground_truth": "1"}}
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows * 4), tmp_path / "rows.parquet")
+    small = [f"{key}={value}" for key, value in {
+        f"{VERL}.teacher_model.model_path": "http://127.0.0.1:1",
+        "actor_rollout_ref.model.path": folder / "teacher",
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": tmp_path / "rows.parquet",
+        "data.val_files": tmp_path / "rows.parquet",
+        "data.train_batch_size": 4,
+        "trainer.n_gpus_per_node": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "ray_kwargs.ray_init.num_cpus": 32,  # of which its idle actors ask for many
+    }.items()]  # fmt: skip
+    command = [python, "-m", "guerdon.adapters.verl_teacher", *flags_of_page(), *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=tmp_path)
+    assert done.returncode != 0 and "Total available GPUs 0 is less than total desired GPUs 1\n" in done.stderr
 
 
 def test_a_token_beyond_the_vocabulary_ends_each_trainers_call(
