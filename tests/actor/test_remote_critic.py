@@ -86,6 +86,8 @@ def test_a_reward_model_of_its_own_and_a_sample_that_fails_on_either_server(fold
 
 def test_the_critic_learns_the_returns_at_the_response_alone(folder: Path) -> None:
     rollouts = [r for group in groups_of_two() for r in group]
+    last = rollouts[-1]
+    last.observed = np.array([False, True, False, False])  # what an environment wrote has no value to learn
     returns = [np.arange(r.response_length, dtype=np.float32) for r in rollouts]
     tokens = [r.tokens for r in rollouts]
     reports, after = [], []
@@ -101,7 +103,8 @@ def test_the_critic_learns_the_returns_at_the_response_alone(folder: Path) -> No
                 for r, own in zip(rollouts, returns, strict=True):
                     before = r.prompt_length - 1
                     rows.append([0.0] * before + own.tolist())
-                    masks.append([0.0] * before + [1.0] * r.response_length)
+                    own_mask = [1.0, 0.0, 1.0, 1.0] if r is last else [1.0] * r.response_length
+                    masks.append([0.0] * before + own_mask)
                     values.append(r.values[:-1])
                 reports.append(plain.train(tokens, rows, values, masks).result())
             else:
@@ -110,7 +113,7 @@ def test_the_critic_learns_the_returns_at_the_response_alone(folder: Path) -> No
                 reports.append(first.result())
             after.append(plain.infer(tokens=tokens).values)
             assert critic.state().step == 1
-    assert reports[0].loss == reports[1].loss and reports[0].num_tokens == sum(map(len, returns))
+    assert reports[0].loss == reports[1].loss and reports[0].num_tokens == sum(map(len, returns)) - 1
     for ours, own in zip(*after, strict=True):
         np.testing.assert_array_equal(ours, own)
 

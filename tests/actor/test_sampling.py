@@ -150,6 +150,13 @@ def test_a_stop_text_is_complete_in_one_token(tokenizer, text: str, stop: str, u
     assert stop not in tokenizer.decode(tokens[: ends.index(True)])
 
 
+def test_a_stop_text_before_the_start_does_not_count_again(tokenizer) -> None:
+    tokens = tokenizer.encode("tea on", add_special_tokens=False)
+    stops = StopTexts(["tea on"], tokenizer)
+    assert stops.complete(tokens) and not stops.complete(tokens, start=1)
+    assert stops.complete(tokens * 2, start=len(tokens)) and not stops.complete(tokens * 2, start=len(tokens) + 1)
+
+
 def test_a_special_token_can_be_a_stop_text(tokenizer) -> None:
     stops = StopTexts(["<extra_0>"], tokenizer)
     token = tokenizer.convert_tokens_to_ids("<extra_0>")

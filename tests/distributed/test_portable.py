@@ -99,7 +99,7 @@ VALUES: list[Any] = [
     TrainFailed("broke", 3),
     Open(PolicyConfig(), RolloutConfig(), 3, keeps_reference=True),
     Generate([PROMPT], 2, RolloutConfig(), (1, 2), False),
-    GenerationRound([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text")]], True),
+    GenerationRound([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text", observed=ROW > 3)]], True),
     GenerateMore(),
     Call("logprobs", ([ROW], ROW, 1.0)),
     Call("save", (Path("/tmp/x"),), {}),

@@ -71,7 +71,7 @@ def set_rewards(rollouts: list[Rollout]) -> None:
         if rollout.error is None:
             assert rollout.ref_logprobs is not None
             log_ratios = np.clip(rollout.logprobs - rollout.ref_logprobs, -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-            rollout.reward = -float(log_ratios.sum())
+            rollout.reward = -float((log_ratios * rollout.mask).sum())
 
 
 def distill_advantages(experience: Experience) -> Tensor:

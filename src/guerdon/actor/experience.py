@@ -26,7 +26,7 @@ from guerdon.training.policy_trainer import PolicyTrainer
 class Experience:
     """B rollouts with rewards, and log-probs of their tokens before the step's first update.
 
-    `mask` is 1 at the response's tokens; `logprobs`, `ref_logprobs` and `entropies` are the trainer's own,
+    `mask` is 1 at the tokens that the policy sampled; `logprobs`, `ref_logprobs` and `entropies` are the trainer's own,
     `engine_logprobs` those of the engine that sampled, `kl` the tokens' KL by the chosen estimator. `rewards` float32
     `[B]`, `groups` int64 `[B]`, `is_end` bool `[B]`.
     """
@@ -47,7 +47,7 @@ class Experience:
         cls, rollouts: list[Rollout], logprobs: Tensor, ref_logprobs: Tensor, entropies: Tensor, kl_estimator: str
     ) -> Experience:
         """Builds the tables; each rollout must have a reward. Raises ValueError if tables are not `[B, R]`."""
-        mask = to_table([np.ones(rollout.response_length, np.float32) for rollout in rollouts])
+        mask = to_table([rollout.mask for rollout in rollouts])
         return cls(
             rollouts,
             mask,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from guerdon.actor.environment import Environment
 from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Prompt, Rollout, max_response_length
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.distributed.ranks import ALONE, Ranks
@@ -126,7 +127,11 @@ class TransformersGenerator:
 
 @dataclass(slots=True, eq=False)
 class _ActiveRollout:
-    """A rollout in progress."""
+    """A rollout in progress.
+
+    `given` are tokens that an environment wrote and the model has yet to read, `observed` the places of those that it
+    has read; the policy's newest turn begins at `turn`.
+    """
 
     prompt: Prompt
     group: int
@@ -136,6 +141,9 @@ class _ActiveRollout:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_end: bool = False
+    given: deque[int] = field(default_factory=deque)
+    observed: list[int] = field(default_factory=list)
+    turn: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -163,6 +171,7 @@ class Generation:
         self._eos = frozenset(policy.eos_token_ids)
         self._sampler = Sampler(config, policy.eos_token_ids, greedy=greedy)
         self._stops = StopTexts(config.stop, policy.tokenizer)
+        self._environment = None if config.environment is None else Environment(config.environment, policy.tokenizer)
         self._waiting: deque[list[_ActiveRollout]] = deque()
         self._rows: list[_ActiveRollout] = []  # in the decoder's order, finished ones included until they are dropped
         self._newest: Tensor | None = None
@@ -265,6 +274,10 @@ class Generation:
         tokens, logprobs = self._sampler(
             logits, self._engine.to_device(np.array(numbers)), self._engine.to_device(np.array(counts)), seen
         )
+        given = {i: row.given[0] for i, row in enumerate(rows) if row.given and not row.is_done}
+        if given:
+            at, written = np.array([*given]), np.array([*given.values()])
+            tokens[self._engine.to_device(at)] = self._engine.to_device(written)
         if self._ranks.tensor_size > 1:
             # If the last bits of their logits differed, the ranks would sample different tokens and deadlock.
             distributed.broadcast(tokens, group=self._ranks.tensor_group, group_src=0)
@@ -283,10 +296,36 @@ class Generation:
     def _append(self, row: _ActiveRollout, token: int, logprob: float) -> Rollout | None:
         """Returns the rollout if the token is its last."""
         row.tokens.append(token)
-        row.logprobs.append(logprob)
-        row.is_end = token in self._eos or self._stops.complete(row.tokens)
+        if row.given:
+            row.given.popleft()
+            row.observed.append(len(row.logprobs))
+            row.logprobs.append(0.0)
+        else:
+            row.logprobs.append(logprob)
+            row.is_end = token in self._eos or (self._stops.complete(row.tokens, row.turn) and self._ends_at_stop(row))
         if not row.is_done:
             return None
+        observed = None
+        if row.observed:
+            observed = np.zeros(len(row.tokens), dtype=bool)
+            observed[row.observed] = True
         return Rollout.of(
-            row.prompt, row.group, row.index, row.tokens, row.logprobs, row.is_end, self._policy.tokenizer, self._eos
+            row.prompt,
+            row.group,
+            row.index,
+            row.tokens,
+            row.logprobs,
+            row.is_end,
+            self._policy.tokenizer,
+            self._eos,
+            observed,
         )
+
+    def _ends_at_stop(self, row: _ActiveRollout) -> bool:
+        """Whether a stop text ends the row; if the environment answers it, the row goes on after the answer."""
+        answer = None if self._environment is None else self._environment(row.prompt, row.tokens)
+        if answer is None:
+            return True
+        row.given.extend(answer)
+        row.turn = len(row.tokens) + len(answer)
+        return False

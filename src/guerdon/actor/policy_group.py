@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from guerdon.actor.environment import check_environment
 from guerdon.actor.generation import Generation, Generator, TransformersGenerator, make_generator
 from guerdon.actor.preemption import Preemption
 from guerdon.actor.rollouts import Prompt, Rollout
@@ -193,6 +194,7 @@ class PolicyGroup:
 
         Raises ConfigError and CheckpointError.
         """
+        check_environment(rollouts, self._ranks)
         command = Open(config, rollouts, seed, keeps_reference)
         if self._pulse is None:
             self._group.execute(command)

@@ -129,14 +129,14 @@ class RemoteCritic:
     ) -> TrainFuture[TrainReport]:
         """Sends a train request; returns a future of its report. `returns[i]` are float32 `[L - P]`.
 
-        All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. The prompt's
-        values, and those behind the last action, are masked.
+        All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. The
+        values of the prompt, of what an environment wrote, and behind the last action are masked.
         """
         targets, masks = [], []
         for rollout, row in zip(rollouts, returns, strict=True):
             first = rollout.prompt_length - 1  # the state before the first action
             target, mask = np.zeros((2, len(rollout.tokens) - 1), np.float32)
-            target[first:], mask[first:] = row, 1.0
+            target[first:], mask[first:] = row, rollout.mask
             targets.append(target)
             masks.append(mask)
         tokens = [rollout.tokens for rollout in rollouts]

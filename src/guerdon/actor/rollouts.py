@@ -57,7 +57,8 @@ class Rollout:
     are the generating engine's, at the sampling temperature before top_k, top_p and the repetition penalty. `text` is
     the response without special tokens, and `has_eos` says whether it ended by an EOS. `reward` is None until it
     arrives, and if it failed; then `error` says why. `values`, float32 `[L]`, are a critic's, one per token;
-    `ref_logprobs`, float32 `[L - P]`, are those of a reference or teacher on a server.
+    `ref_logprobs`, float32 `[L - P]`, are those of a reference or teacher on a server. `observed`, bool `[L - P]`,
+    marks the tokens that an environment wrote, whose `logprobs` are 0; None if there are none.
     """
 
     prompt: Prompt
@@ -72,6 +73,7 @@ class Rollout:
     values: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     has_eos: bool = False
+    observed: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -84,9 +86,10 @@ class Rollout:
         is_end: bool,
         tokenizer: Any,
         eos_token_ids: Collection[int],
+        observed: np.ndarray | None = None,
     ) -> Self:
         """Builds the rollout of a finished response of at least one token, with its text."""
-        has_eos = response[-1] in eos_token_ids
+        has_eos = is_end and response[-1] in eos_token_ids  # that of a message within an observation ends nothing
         return cls(
             prompt=prompt,
             group=group,
@@ -96,7 +99,15 @@ class Rollout:
             logprobs=np.array(logprobs, dtype=np.float32),
             text=response_text(tokenizer, response, has_eos),
             has_eos=has_eos,
+            observed=observed,
         )
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Float32 `[L - P]`: 1 at the tokens that the policy sampled, 0 at those that an environment wrote."""
+        if self.observed is None:
+            return np.ones(self.response_length, np.float32)
+        return 1 - self.observed.astype(np.float32)
 
     @property
     def prompt_length(self) -> int:

@@ -137,11 +137,11 @@ class StopTexts:
         self._last = {text[-1] for text in texts}
         self._may_end: dict[int, bool] = {}
 
-    def complete(self, tokens: list[int]) -> bool:
-        """Whether the last token completes a stop text, given that none was completed before."""
+    def complete(self, tokens: list[int], start: int = 0) -> bool:
+        """Whether the last token completes a stop text of tokens from `start`, given that none was completed before."""
         if not self._texts or not self._may_end_in(tokens[-1]):
             return False
-        tail = self._decode(tokens[-self._tail_length :])
+        tail = self._decode(tokens[max(start, len(tokens) - self._tail_length) :])
         return any(text in tail for text in self._texts)
 
     def _may_end_in(self, token: int) -> bool:

@@ -69,7 +69,7 @@ class FunctionScorer:
         not apply to functions.
         """
         _refuse(config, _OF_CHECKPOINTS, "a function")
-        self._function = _import(config.model)
+        self._function = import_function(config.model)
         if _is_deferred(self._function) or _is_deferred(type(self._function).__call__):
             raise CheckpointError(
                 f"{config.model} is asynchronous, or a generator: calling it returns no numbers",
@@ -333,7 +333,8 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
-def _import(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
+    """Imports `module:function`; raises CheckpointError."""
     module, _, attribute = name.partition(":")
     # A console script's sys.path lacks the working directory, where the user's module is.
     sys.path.insert(0, "")

@@ -70,6 +70,11 @@ class RolloutConfig:
     top_p: float = setting(1.0, "Sample from the most likely tokens of this total probability.", above=0, most=1)
     repetition_penalty: float = setting(1.0, "Divides the logits of tokens that already occurred.", above=0)
     stop: list[str] = setting([], "Text that ends a response, like EOS.")
+    environment: str | None = setting(
+        None,
+        "module:function that is called at each stop text with prompt and response so far, such as a tool: the text "
+        "that it returns is appended, without gradient, and None ends the response.",
+    )
     engine: Literal["transformers", "vllm"] = setting("transformers", "Engine that generates the responses.")
     max_batch_rollouts: int | None = setting(
         None, "Number of responses generated at once, all in memory. auto: 256.", auto=True, least=1
@@ -410,6 +415,16 @@ def check_sampling(rollouts: RolloutConfig) -> None:
         raise ConfigError(
             f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, but max_new_tokens is {rollouts.max_new_tokens}",
             "lower the one or raise the other",
+        )
+    if rollouts.environment is not None and not rollouts.stop:
+        raise ConfigError(
+            f"rollouts.environment is {rollouts.environment}, but rollouts.stop has no text at which it is called",
+            "give the texts that end a call, such as </tool_call>",
+        )
+    if rollouts.environment is not None and rollouts.engine == "vllm":
+        raise ConfigError(
+            f"rollouts.environment is {rollouts.environment}, but rollouts.engine is vllm",
+            "set rollouts.engine to transformers",
         )
 
 
