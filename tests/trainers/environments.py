@@ -47,6 +47,7 @@ ENVIRONMENTS = {
     "verl": Environment(
         ["verl==0.9.1", "tensordict==0.10.0", "pyvers<0.2", "TransferQueue", "torchdata"],
         ["ray", "cachetools", "cloudpickle", "codetiming", "fastapi", "hydra-core"],
+        ["verl==0.7.1"],
         imports=["verl.trainer.ppo.reward", "verl.experimental.reward_loop", "verl.workers.reward_manager",
                  "verl.trainer.main_ppo", "verl.trainer.ppo.v1"],
     ),
