@@ -1,10 +1,10 @@
 """verl's PPO trainers with a served critic: `drive_verl_critic.py v1|v0|FOLDER FLAGS ROWS POLICY`.
 
 FOLDER has an older release, whose trainer is v0. FLAGS are those of the page, as JSON; ROWS has {"prompt", "response",
-"mask", "reward"} of token ids; POLICY is a folder with a tokenizer and a config. verl's `run_ppo` starts a task runner on
-Ray, which builds the trainer and has it do two PPO steps on the rows, save, do a third, and do it again as a new trainer
-that resumes from the checkpoint. Only what needs a GPU is left out: the actor's workers and the rollout. Prints for each
-step what verl has of the critic.
+"mask", "reward"} of token ids; POLICY is a folder with a tokenizer and a config. verl's `run_ppo` starts a task runner
+on Ray, which builds the trainer and has it do two PPO steps on the rows, save, do a third, and do it again as a new
+trainer that resumes from the checkpoint. Only what needs a GPU is left out: the actor's workers and the rollout. Prints
+for each step what verl has of the critic.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class _Finished:
     """An answer that is there, in place of the future that verl's trainers get from a worker group."""
 
     def __init__(self, answer: Any) -> None:
-        self._answer, self.futures = answer, []
+        self._answer = answer
+        self.futures: list[Any] = []  # one trainer waits for these first
 
     def get(self) -> Any:
         return self._answer
