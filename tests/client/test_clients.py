@@ -405,7 +405,6 @@ SCORE = {"texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "pr
 SCORE |= {"priority", "timeout_s", "pad_to_length"}
 INFER = SCORE - {"steps", "prompts", "labels", "priority"} | {"lengths"}
 TRAIN = {"tokens", "returns", "prev_values", "mask", "lengths"}
-REWARDED = TRAIN | {"rewards", "gae"}
 ESTIMATED = {"rewards", "gae"}
 
 
