@@ -59,6 +59,7 @@ def requests(count: int = NUM_REQUESTS) -> list[dict[str, Any]]:
     """The arguments of train requests of one to three global batches each.
 
     Every third one makes several passes, and every third one has rewards, per token or per row, in place of returns.
+    Every third of the others is a tree of segments, which is one global batch.
     """
     random_numbers = np.random.default_rng(0)
     made = []
@@ -74,6 +75,9 @@ def requests(count: int = NUM_REQUESTS) -> list[dict[str, Any]]:
             asked |= {"rewards": returns if i % 2 else returns[:, 0], "gae": RULES[i % len(RULES)]}
         else:
             asked |= {"returns": returns, "prev_values": values}
+        if i % 9 == 0:
+            asked |= {name: np.pad(asked[name], ((0, 0), (1, 0))) for name in ("returns", "prev_values", "mask")}
+            asked["parents"] = [-1, *(int(random_numbers.integers(row)) for row in range(1, num_rows))]
         made.append(asked)
     return made
 
@@ -82,7 +86,8 @@ RULES = (Gae(0.9, 1.0, lam_alpha=0.5), Gae(1.0, 0.95, 0.5), Gae())
 
 
 def num_steps(asked: dict[str, Any]) -> int:
-    return -(-len(asked["tokens"]) // GBS) * int(asked["updates"])
+    num_batches = 1 if "parents" in asked else -(-len(asked["tokens"]) // GBS)
+    return num_batches * int(asked["updates"])
 
 
 def train_through(kills: list[Kill], model: Path, folder: Path, count: int = NUM_REQUESTS) -> Outcome:

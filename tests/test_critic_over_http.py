@@ -23,14 +23,16 @@ from safetensors.torch import load_file
 import zoo
 from guerdon import AsyncCriticClient, CriticClient, Gae, RewardClient, TrainReport, assembly, cli
 from guerdon.assembly import build_service
+from guerdon.critic_core import TrainRequest
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, Exit, InvalidRequest, Offloaded, StartError
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.training.algorithms.advantages import adaptive_lams, gae
+from guerdon.trees import Forest, flatten
 from processes import environment
-from training.plain import PlainCritic, request
+from training.plain import PlainCritic, request, tree
 
 GBS, LR = 4, 1e-3
 pytriton_client = pytest.importorskip("pytriton.client")
@@ -64,6 +66,13 @@ def serving(folder: Path, checkpoints: Path | None, **settings: object) -> Itera
 def rows_of(count: int, *, shared: bool) -> list[np.ndarray]:
     groups = ((30, count),) if shared else ((20, 1),) * count
     return zoo.rows(0, groups=groups, least=5)[:count]
+
+
+def parts_of(asked: TrainRequest) -> list[TrainRequest]:
+    """The paths of each of the request's trees, which are its global batches."""
+    flat, trees = flatten(asked)
+    parts = [trees == root for root in dict.fromkeys(trees.tolist())]
+    return [TrainRequest("part", *(table[part] for table in arrays_of(flat).values())) for part in parts]
 
 
 def arrays_of(asked: object) -> dict[str, np.ndarray]:
@@ -141,6 +150,41 @@ def test_one_call_of_rewards_trains_on_the_returns_and_answers_the_advantages(
     told = replace(asked, returns=returns.numpy(), prev_values=served.numpy())
     losses = [loss for _ in range(2) for loss in plain.train(told, GBS)[0]]
     assert first.losses == pytest.approx(losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_trees_have_the_values_and_the_steps_of_their_paths(transport: str, folder: Path) -> None:
+    asked = tree()
+    assert asked.parents is not None and asked.lengths is not None
+    forest = Forest.of(asked.parents, asked.lengths, asked.tokens.shape[1])
+    segments = {"tokens": asked.tokens, "lengths": asked.lengths, "parents": asked.parents}
+    given = {name: getattr(asked, name) for name in ("returns", "prev_values", "mask")}
+    with serving(folder, None, reward_model=str(folder / "reward")) as server:
+        url = server.http_url if transport == "http" else server.grpc_url or ""
+        plain = PlainCritic(folder / "model", lr=LR)
+        with CriticClient(url) as critic:
+            values = critic.infer(**segments).raise_for_failed().values
+            assert [len(own) for own in values] == asked.lengths.tolist()
+            paths = [plain.values(path).detach().numpy() for path in forest.paths(asked.tokens)]
+            for own, home, start in zip(values, forest.homes, forest.starts, strict=True):
+                np.testing.assert_allclose(own, paths[home][start : start + len(own)], atol=1e-4)
+            report = critic.train(**segments, **given, updates=2, train_id="a").result(60)
+            wrong = critic.train(**segments | {"parents": asked.parents[::-1]}, **given)
+            with pytest.raises(InvalidRequest, match="parents is 0 in row 0: give -1"):
+                wrong.result(60)
+
+        async def ask_again() -> tuple[TrainReport, TrainReport, list[np.ndarray]]:
+            async with AsyncCriticClient(url) as other:
+                again = await other.train(**segments, **given, updates=2, train_id="a")
+                return again, await other.validate(**segments, **given), (await other.infer(**segments)).values
+
+        again, measured, later = asyncio.run(ask_again())
+    assert again == report and report.num_tokens == 2 * (asked.mask > 0).sum()
+    losses = [plain.train(part, 100)[0][0] for _ in range(2) for part in parts_of(asked)]
+    assert report.losses == pytest.approx(losses, rel=1e-4)
+    losses = [plain.train(part, 100)[0][0] for part in parts_of(asked)]
+    assert measured.losses[0] == pytest.approx(losses[0], rel=1e-4)
+    assert max(np.abs(a - b).max() for a, b in zip(values, later, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("with_rewards", [True, False])

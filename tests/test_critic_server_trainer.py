@@ -162,6 +162,19 @@ def test_passes_over_the_rows_are_as_many_requests() -> None:
     assert (report.loss, report.pass_losses) == (reports[0].loss, [r.loss for r in reports])
 
 
+def test_trees_reach_the_users_model_path_by_path() -> None:
+    trainer, other = make(), make()
+    asked = TrainRequest("a", np.arange(12).reshape(3, 4), *np.ones((3, 3, 4), np.float32))
+    asked.mask[0, 0] = 0
+    asked.parents, asked.lengths = np.array([-1, 0, 0]), np.array([4, 4, 4])
+    paths = np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 8, 9, 10, 11]])
+    mask = np.array([[1] * 7, [0] * 3 + [1] * 4], np.float32)
+    flat = TrainRequest("a", paths, mask, mask, mask)
+    assert trainer.critic.train(asked).losses == other.critic.train(flat).losses
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, other.model.state_dict()[name])
+
+
 def test_returns_are_estimated_from_the_users_values() -> None:
     trainer, batch = make(), batch_of(6)
     batch["mask"][1] = 0

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-BASE = {"core", "critic_core", "durable", "errors", "messages", "plots", "settings", "teacher_core", "vocabulary"}
+BASE = {
+    "core", "critic_core", "durable", "errors", "messages", "plots", "settings", "teacher_core", "trees", "vocabulary"
+}  # fmt: skip
 PARTS = {"wire", "client", "server", "engine", "distributed", "training", "actor"}
 
 ROOMS = {  # top room: the other top rooms that it may import

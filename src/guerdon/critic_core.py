@@ -56,6 +56,11 @@ class TrainRequest:
     A request may have `rewards` and `gae` instead: float32 `[N, T-1]`, or `[N, 1]`, one a row, for its last masked
     token. Then `returns` and `prev_values` are `[N, 0]` until the critic has estimated them with its own values, and
     `advantages` float32 `[N, T-1]` beside them. All three are 0 where the mask is.
+
+    With `parents` and `lengths`, int64 `[N]`, the rows are segments of trees: row i has `lengths[i]` tokens, which
+    follow those of row `parents[i]`, an earlier one, or begin a tree if that is -1. Then `returns`, `prev_values` and
+    `mask` are `[N, T]`: index t concerns the action at token t itself, and the value at the token before it, the
+    parent's last for t = 0. There are no rewards then.
     """
 
     id: str
@@ -68,6 +73,8 @@ class TrainRequest:
     rewards: np.ndarray | None = None
     gae: Gae | None = None
     advantages: np.ndarray | None = None
+    parents: np.ndarray | None = None
+    lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -165,6 +165,41 @@ def test_what_does_not_go_together_in_a_train_call_is_said(change: dict[str, Any
         make_train_request(**(ROWS | change))
 
 
+def test_segments_reach_the_server_with_their_parents_and_lengths() -> None:
+    rows = {"tokens": [[5, 6, 7], [8]], "returns": [[0, 1, 2], [3]], "prev_values": [[0, 4, 5], [6]]}
+    request = make_train_request(**rows, mask=[[0, 1, 1], [1]], parents=[-1, 0])
+    got = kserve.to_request(prepare_train("critic_train", request).build(described(TRAIN), 2.5), TRAIN)
+    assert isinstance(got, TrainRequest) and got.parents is not None and got.lengths is not None
+    assert (got.parents.tolist(), got.lengths.tolist()) == ([-1, 0], [3, 1])
+    assert (got.returns.tolist(), got.mask.tolist()) == ([[0, 1, 2], [3, 0, 0]], [[0, 1, 1], [1, 0, 0]])
+    padded = make_train_request(
+        np.ones((2, 3), int), *np.ones((3, 2, 3)), lengths=[3, 1], parents=np.array([-1, 0], np.int32)
+    )
+    assert padded.lengths is not None and padded.lengths.tolist() == [3, 1]
+    assert padded.mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    for change, message in (
+        ({"parents": [-1]}, "parents has 1 entries for 2 rows of tokens"),
+        ({"parents": [-1, 0.5]}, "parents must be a flat list of integers"),
+        ({"parents": None}, r"returns\[0\] has 3 entries for 3 tokens; it must have one fewer"),
+        ({"mask": [[1, 1], [1]]}, r"mask\[0\] has 2 entries for 3 tokens; beside parents it must have as many"),
+        ({"rewards": [1, 2], "returns": None, "prev_values": None}, "rewards and parents are both given"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=message):
+            make_train_request(**({**rows, "mask": [[0, 1, 1], [1]], "parents": [-1, 0]} | change))
+
+
+def test_an_older_server_is_not_asked_about_trees() -> None:
+    parents = np.array([-1, 0])
+    trained = prepare_train("critic_train", make_train_request([[5, 6], [7]], *[[[0, 1], [1]]] * 3, parents=parents))
+    valued = prepare_infer("critic_infer", make_request(tokens=[[5, 6], [7]]), parents=parents)
+    for call, info in ((trained, TRAIN), (valued, CRITIC)):
+        now = described(info)
+        assert call.build(now, 1.0).inputs["parents"].data.tolist() == [[-1], [0]]
+        older = dataclasses.replace(now, inputs={n: t for n, t in now.inputs.items() if n != "parents"})
+        with pytest.raises(errors.InvalidRequest, match="takes no parents: its server is older; update it"):
+            call.build(older, 1.0)
+
+
 def test_advantages_come_back_beside_the_report() -> None:
     request = make_train_request(**{n: ROWS[n] for n in ("tokens", "mask")}, rewards=[1, 2])
     errand = prepare_train("critic_train", request)

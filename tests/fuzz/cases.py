@@ -146,6 +146,8 @@ def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:
     train = {"tokens": tokens["tokens"]}
     train |= {n: Tensor.of(n, np.full((2, 3), 0.5, np.float32)) for n in ("returns", "prev_values", "mask")}
     rewarded = {name: train[name] for name in ("tokens", "mask")} | {"rewards": Tensor.of("rewards", np.ones((2, 1)))}
+    tree = {name: Tensor.of(name, np.ones((2, 4), np.float32)) for name in ("returns", "prev_values", "mask")}
+    tree |= tokens | {"parents": Tensor.of("parents", np.array([[-1], [0]]))}
     rule = {"gamma": 1.0, "lam_critic": 0.9, "lam_alpha": 0.05, "updates": 2}
     dummy = {"dummy_var": Tensor.of("dummy_var", np.zeros(1, np.int64))}
     metrics = {"metrics": Tensor("metrics", "BYTES", (1,), [b'{"reward": 0.5}'])}
@@ -158,6 +160,8 @@ def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:
         (InferRequest(ids, {"rewards": False}), EVERYTHING),
         (InferRequest(train, None, "", {"train_id": "a-1"}), critic[Operation.TRAIN]),
         (InferRequest(rewarded, {"report": True, "advantages": True}, "", rule), critic[Operation.TRAIN]),
+        (InferRequest(tree, {"report": True}), critic[Operation.TRAIN]),
+        (InferRequest({n: tree[n] for n in (*tokens, "parents")}, {"values": True}), EVERYTHING),
         (InferRequest(dummy | metrics), critic[Operation.SAVE]),
         (InferRequest(dummy), critic[Operation.STATE]),
     ]

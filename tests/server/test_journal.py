@@ -56,8 +56,23 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, journal: Journal)
     for name in ("tokens", "returns", "prev_values", "mask"):
         np.testing.assert_array_equal(getattr(first.request, name), getattr(asked, name))
         assert getattr(first.request, name).dtype == getattr(asked, name).dtype
+    assert first.request.parents is None and first.request.lengths is None
     assert (second.request, second.checkpoint, second.previous) == (None, "checkpoint-000001-step-3", position)
     assert again.checkpoints() == {"checkpoint-000001-step-3"}
+
+
+def test_a_record_of_trees_keeps_their_shape(tmp_path: Path, journal: Journal) -> None:
+    asked = request("a", 1, 2, 3)
+    flat = digest_of(asked)
+    asked.parents, asked.lengths = np.array([-1, 0, 0]), np.array([2, 1, 2])
+    other = digest_of(asked)
+    asked.parents = np.array([-1, 0, 1])
+    assert len({flat, other, digest_of(asked)}) == 3
+    journal.append(SETTINGS, asked, digest_of(asked))
+    journal.close()
+    (record,) = Journal(tmp_path).records(0)
+    assert record.request is not None and record.request.parents is not None and record.request.lengths is not None
+    assert (record.request.parents.tolist(), record.request.lengths.tolist()) == ([-1, 0, 1], [2, 1, 2])
 
 
 def test_the_digest_is_of_the_content_and_not_of_the_id() -> None:

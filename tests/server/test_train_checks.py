@@ -126,3 +126,53 @@ def test_a_model_without_bounds_has_none() -> None:
     asked = request()
     asked.tokens[0] = 10**12
     check(asked, replace(INFO, vocab_size=None, max_length=None))
+
+
+def tree() -> TrainRequest:
+    """Three segments of a tree, of 2, 1 and 3 tokens, the last a child of the first; the last action is learnt."""
+    mask = np.zeros((3, 3), np.float32)
+    mask[2, 1] = 1
+    targets = np.ones((3, 3), np.float32)
+    made = TrainRequest("a", np.full((3, 3), 7), targets, targets.copy(), mask)
+    made.parents, made.lengths = np.array([-1, 0, 0]), np.array([2, 1, 3])
+    return made
+
+
+def test_padding_of_segments_may_hold_anything() -> None:
+    asked = tree()
+    asked.tokens[0, 2:] = asked.tokens[1, 1:] = -100
+    asked.returns[asked.mask == 0] = asked.prev_values[asked.mask == 0] = np.nan
+    check(asked, INFO)
+    asked.mask[1, 0] = asked.mask[0, 1] = 1
+    with pytest.raises(InvalidRequest, match="returns is nan in row 0, column 1"):
+        check(asked, INFO)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda asked: asked.parents.fill(-3), "parents is -3 in row 0: give -1"),
+        (lambda asked: asked.lengths.fill(0), "sequence_lengths is 0 in row 0: a segment has at least one token"),
+        (set_at("mask", 0, 0, 1), "mask is 1.0 in row 0, column 0: no state comes before a root's first token"),
+        (set_at("mask", 1, 1, 1), "mask is 1.0 in row 1, column 1: the segment has no token there"),
+        (set_at("mask", 2, 2, 1), None),
+        (lambda asked: asked.lengths.__setitem__(0, 3), None),
+        (
+            lambda asked: (asked.lengths.__setitem__(0, 3), asked.mask.__setitem__((2, 2), 1)),
+            "row 2 learns from 5 tokens, its ancestors' included, critic_infer takes at most 4; shorten it",
+        ),
+        (set_at("tokens", 1, 0, 100), "tokens is 100 in row 1, column 0: the vocabulary ends at 99"),
+        (set_at("tokens", 0, 0, -1), "tokens is -1 in row 0, column 0"),
+        (cut("returns"), r"returns has shape \[3, 2\], not \[N, T\] = \[3, 3\]$"),
+        (lambda asked: asked.mask.fill(0), "mask is 0 everywhere"),
+        (lambda asked: (setattr(asked, "rewards", asked.returns), setattr(asked, "gae", Gae())), "rewards and parents"),
+    ],
+)
+def test_each_wrong_tree_is_named_with_its_place(change: Callable[[TrainRequest], object], says: str | None) -> None:
+    asked = tree()
+    change(asked)
+    if says is None:
+        check(asked, INFO)
+        return
+    with pytest.raises(InvalidRequest, match=says):
+        check(asked, INFO)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from plain import request
+from plain import request, tree
 from policies import rollouts
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -60,6 +60,7 @@ REQUEST = request(ROWS)
 REWARDED = dataclasses.replace(
     REQUEST, rewards=np.arange(12, dtype=np.float32)[:, None], gae=Gae(0.9, 1.0, lam_alpha=0.5)
 )
+TREES = tree()
 TOKENS, PROMPTS, _ = rollouts()
 LENGTHS = torch.tensor([len(row) for row in TOKENS]) - torch.from_numpy(PROMPTS)
 MASK = (torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]).float()
@@ -140,6 +141,7 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     made = critic(critic_folder, ranks)
     estimated = made.estimate(REWARDED)
     before = dataclasses.asdict(made.validate(REQUEST))
+    trees = dataclasses.asdict(made.validate(TREES))
     report = dataclasses.asdict(made.train(REQUEST))
     learner = policy(policy_folder, ranks)
     own = learner.logprobs(TOKENS, PROMPTS, 0.7, with_entropies=True)
@@ -148,6 +150,7 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     steps += [learner.step(TOKENS, PROMPTS, clipped, temperature=0.7, with_entropies=True) for _ in range(NUM_STEPS)]
     told: dict[str, Any] = {
         "validate": before,
+        "trees": trees,
         "report": report,
         "version": made.weights_version,
         "counts": {k: v for k, v in made.state().items() if k.startswith("num_")},

@@ -268,3 +268,88 @@ def test_scores_go_the_same_way():
     text = request({"sentences": [b"a", b"b"]}, ["values", "sequence_lengths"])
     reply = kserve.to_reply(ScoreReply(rows, [3, 4], "w+3"), text, model)
     assert [tensor.data.tolist() for tensor in reply.outputs][1] == [[3], [4]]
+
+
+SQUARE = np.arange(8, dtype=np.float32).reshape(2, 4)
+TREE = {
+    "tokens": TOKENS, "returns": SQUARE, "prev_values": SQUARE, "mask": SQUARE,
+    "parents": np.array([[-1], [0]]), "sequence_lengths": np.array([[3], [4]]),
+}  # fmt: skip
+
+
+def test_segments_of_trees_have_a_column_a_token():
+    asked = kserve.to_request(request(TREE), info(Operation.TRAIN))
+    assert (asked.parents.tolist(), asked.lengths.tolist()) == ([-1, 0], [3, 4])
+    assert asked.parents.dtype == asked.lengths.dtype == np.int64
+    assert asked.mask.tolist() == SQUARE.tolist()
+    flat = {name: value for name, value in TREE.items() if name not in ("parents", "sequence_lengths")}
+    one = flat | {"parents": np.array([-1, 0]), "sequence_lengths": np.array([1, 1])}
+    one |= {name: value[:, :1] for name, value in flat.items()}
+    assert kserve.to_request(request(one), info(Operation.VALIDATE)).tokens.shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parents": None}, "needs the inputs tokens, .*, mask, parents, sequence_lengths; missing: parents$"),
+        ({"sequence_lengths": None}, "missing: sequence_lengths$"),
+        (
+            {"returns": TARGET},
+            r"'returns' must have shape \[N, T\] = \[2, 4\] beside parents, not \[2, 3\]: column t of",
+        ),
+        ({"parents": np.array([[-1, 0]])}, r"'parents' must have shape \[2, 1\] or \[2\], not \[1, 2\]"),
+        ({"parents": np.array([-1.0, 0.0])}, "'parents' must be INT64 or INT32, not FP64"),
+        (
+            {"rewards": SQUARE, "returns": None, "prev_values": None},
+            "rewards and parents are both given, but GAE has no",
+        ),
+    ],
+)
+def test_what_does_not_go_with_trees_is_said(change, message):
+    arrays = {name: value for name, value in (TREE | change).items() if value is not None}
+    with pytest.raises(InvalidRequest, match=message):
+        kserve.to_request(request(arrays), info(Operation.TRAIN))
+
+
+SEGMENTS = {
+    "tokens": np.array([[5, 6, 7], [8, 9, 0], [1, 0, 0]]),
+    "sequence_lengths": np.array([[3], [2], [1]]),
+    "parents": np.array([[-1], [0], [0]]),
+}
+VALUED = ModelInfo("critic_infer", "critic", outputs=("values",))
+
+
+def test_segments_are_scored_by_path_and_answered_each():
+    asked = request(SEGMENTS, ["values", "sequence_lengths", "errors"])
+    score = kserve.to_request(asked, VALUED)
+    assert [row.tolist() for row in score.tokens] == [[5, 6, 7, 8, 9], [5, 6, 7, 1]] and score.width == 5
+    paths = [Score(math.nan, values=np.float32([1, 2, 3, 4, 5])), Score(math.nan, values=np.float32([1, 2, 3, 6]))]
+    values, lengths, errors = kserve.to_reply(ScoreReply(paths, [5, 4], "w+3"), asked, VALUED).outputs
+    assert values.data.tolist() == [[1, 2, 3], [4, 5, 0], [6, 0, 0]]
+    assert lengths.data.tolist() == [[3], [2], [1]] and [*errors.data] == [b"", b"", b""]
+    failed = ScoreReply([InvalidRequest("no"), paths[1]], [5, 4], "w+3")
+    values, _, errors = kserve.to_reply(failed, asked, VALUED).outputs
+    assert [*errors.data] == [b"no", b"no", b""] and values.data[2].tolist() == [6, 0, 0]
+    assert np.isnan(values.data[:2]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "message"),
+    [
+        ({"parents": np.array([-1, 2, 0])}, VALUED, "parents is 2 in row 1"),
+        ({"parents": np.array([-1, 0])}, VALUED, r"'parents' must have shape \[3, 1\]"),
+        ({"sequence_lengths": np.array([3, 0, 1])}, VALUED, "sequence_lengths is 0 in row 1"),
+        ({"prompt_lengths": np.array([1, 1, 1])}, VALUED, "'parents' and 'prompt_lengths' are both given"),
+        ({}, dataclasses.replace(VALUED, outputs=("values", "rewards")), "'rewards' is of whole sequences"),
+        ({}, dataclasses.replace(VALUED, outputs=("rewards",)), "unknown input 'parents'"),
+        (
+            {"tokens": None, "sequence_lengths": None, "sentences": [b"a", b"b", b"c"]},
+            VALUED,
+            "'parents' goes with tokens, not with sentences",
+        ),
+    ],
+)
+def test_each_wrong_request_for_the_values_of_trees_has_its_own_error(change, model, message):
+    arrays = {name: value for name, value in (SEGMENTS | change).items() if value is not None}
+    with pytest.raises(InvalidRequest, match=message):
+        kserve.to_request(request(arrays), model)

@@ -85,7 +85,9 @@ def test_training_takes_whole_tensors_and_gives_the_loss(name):
         {"name": "returns", "datatype": "FP32", "shape": [-1, -1]},
     ]
     # Rewards stand for others, and a client of the config sends all that it lists.
-    assert [entry["name"] for entry in metadata["inputs"]] == ["tokens", "returns", "prev_values", "mask", "rewards"]
+    names = ["tokens", "returns", "prev_values", "mask", "rewards", "parents", "sequence_lengths"]
+    assert [entry["name"] for entry in metadata["inputs"]] == names
+    assert metadata["inputs"][-2] == {"name": "parents", "datatype": "INT64", "shape": [-1, 1]}
 
 
 @pytest.mark.parametrize(

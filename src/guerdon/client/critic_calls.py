@@ -16,6 +16,7 @@ from guerdon.client.calls import Call, Integers, ModelSignature, TokenRows, numb
 from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
+from guerdon.trees import NO_TREE_REWARDS
 from guerdon.wire.critic_tensors import GAE, TRAIN_ID, from_json
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
@@ -64,14 +65,18 @@ def make_train_request(
     updates: int = 1,
     rewards: Rewards | None = None,
     gae: Gae | None = None,
+    parents: Integers | None = None,
 ) -> TrainRequest:
     """Returns the request to train on N rows, padded to the longest; copies the arrays, because it may be sent again.
 
     Row i of `tokens` has T_i ids, and row i of the others T_i - 1 numbers; with `lengths`, which has each T_i, all may
-    be padded. `rewards`, in place of `returns` and `prev_values`, may also be one number a row. Raises InvalidRequest
-    naming the row at fault.
+    be padded. `rewards`, in place of `returns` and `prev_values`, may also be one number a row. With `parents` rows are
+    segments of trees, and the others have T_i numbers. Raises InvalidRequest naming the row at fault.
     """
     ids = token_rows(tokens, lengths)
+    is_tree = parents is not None
+    if is_tree and rewards is not None:
+        raise InvalidRequest(NO_TREE_REWARDS)
     given = {"returns": returns, "prev_values": prev_values, "rewards": rewards, "mask": mask}
     needed = ("returns", "prev_values", "mask") if rewards is None else ("rewards", "mask")
     for name, table in given.items():
@@ -83,7 +88,9 @@ def make_train_request(
     if gae is not None and rewards is None:
         raise InvalidRequest("gae goes with rewards, which are missing")
     tables = {
-        name: _table(name, rows, ids, lengths is not None) for name in needed if (rows := given[name]) is not None
+        name: _table(name, rows, ids, lengths is not None, is_tree)
+        for name in needed
+        if (rows := given[name]) is not None
     }
     made = TrainRequest(
         train_id or uuid.uuid4().hex,
@@ -95,20 +102,36 @@ def make_train_request(
     )
     if rewards is not None:
         made.rewards, made.gae = tables["rewards"], gae or Gae()
+    if parents is not None:
+        made.parents, made.lengths = parent_row(parents, len(ids)), np.array([len(row) for row in ids], np.int64)
     return made
 
 
-def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool) -> np.ndarray:
-    """Returns float32 `[N, T-1]`, or `[N, 1]` of rewards that are one a row."""
+def parent_row(parents: Integers, num_rows: int) -> np.ndarray:
+    """Returns each row's parent, int64; raises InvalidRequest unless there are as many as rows."""
+    made = number_row("parents", parents, "iu", np.int64)
+    if len(made) != num_rows:
+        raise InvalidRequest(f"parents has {len(made)} entries for {num_rows} rows of tokens")
+    return made
+
+
+def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool, is_tree: bool) -> np.ndarray:
+    """Returns float32 `[N, T-1]`, `[N, T]` for trees, or `[N, 1]` of rewards that are one a row."""
     if len(rows) != len(ids):
         raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
     if name == "rewards" and all(np.ndim(row) == 0 for row in rows):
         return number_row(name, rows, "biuf", np.float32).reshape(-1, 1)
     numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
+    counts = [max(0, len(row) - (not is_tree)) for row in ids]
     if is_padded:
-        numbers = [found[: max(0, len(row) - 1)] for row, found in zip(ids, numbers, strict=True)]
+        numbers = [found[:count] for count, found in zip(counts, numbers, strict=True)]
     for i, (row, found) in enumerate(zip(ids, numbers, strict=True)):
-        if len(found) != len(row) - 1:
+        if is_tree and len(found) != len(row):
+            raise InvalidRequest(
+                f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; beside parents it must have as many: "
+                "entry t belongs to the action at token t"
+            )
+        if not is_tree and len(found) != len(row) - 1:
             raise InvalidRequest(
                 f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
                 "entry t belongs to the action at token t+1"
@@ -116,8 +139,13 @@ def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool) -> np.n
     return pad_rows(numbers, np.float32)
 
 
-def prepare_infer(model: str, request: ScoreRequest, *, needs_rewards: bool = False) -> Call[CriticScores]:
-    """Returns the call for the values of `request`, and for its rewards with `needs_rewards` only."""
+def prepare_infer(
+    model: str, request: ScoreRequest, *, needs_rewards: bool = False, parents: np.ndarray | None = None
+) -> Call[CriticScores]:
+    """Returns the call for the values of `request`, and for its rewards with `needs_rewards` only.
+
+    With `parents` the rows of its tokens are segments of trees.
+    """
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         if needs_rewards and "rewards" not in signature.outputs:
@@ -128,12 +156,22 @@ def prepare_infer(model: str, request: ScoreRequest, *, needs_rewards: bool = Fa
         built = calls.build(request, signature, left_s)
         if not needs_rewards and built.outputs is not None:
             built.outputs.pop("rewards", None)  # spares the reward model's run
+        if parents is not None:
+            _check_takes_trees(signature)
+            built.inputs["parents"] = Tensor.of("parents", parents[:, None])
         return built
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
         return _scores(reply, request, queue_s, compute_s)
 
     return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s)
+
+
+def _check_takes_trees(signature: ModelSignature) -> None:
+    if "parents" not in signature.inputs:
+        raise InvalidRequest(
+            f"model '{signature.name}' takes no parents: its server is older; update it, or send whole sequences"
+        )
 
 
 def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
@@ -150,6 +188,8 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
                 f"model '{model}' is an older server's, which knows neither updates nor rewards; update it, or send "
                 "returns and prev_values, once for each update"
             )
+        if request.parents is not None:
+            _check_takes_trees(signature)
         outputs = ["report"] if request.rewards is None else ["report", "advantages", "returns"]
         return _request(_rows(request), outputs, left_s, **_train_parameters(request))
 
@@ -226,7 +266,11 @@ def _metric(name: Any, value: Any) -> float:
 
 def _rows(request: TrainRequest) -> list[Tensor]:
     names = ("tokens", "returns", "prev_values", "mask") if request.rewards is None else ("tokens", "rewards", "mask")
-    return [Tensor.of(name, getattr(request, name)) for name in names]
+    rows = [Tensor.of(name, getattr(request, name)) for name in names]
+    if request.parents is not None and request.lengths is not None:
+        rows += [Tensor.of("parents", request.parents[:, None])]
+        rows += [Tensor.of("sequence_lengths", request.lengths[:, None])]
+    return rows
 
 
 def _train_parameters(request: TrainRequest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from guerdon.client.critic_calls import (
     Rewards,
     Rows,
     make_train_request,
+    parent_row,
     prepare_control,
     prepare_infer,
     prepare_train,
@@ -55,8 +56,11 @@ class CriticModels:
         """Returns all models that were named: a server may load them one by one."""
         return [self._main_model()] if isinstance(self._name, str) else list(self._name.values())
 
-    def _infer_steps(self, session: OrderedSession, request: ScoreRequest, needs_rewards: bool) -> Steps[CriticScores]:
-        return session.caller.ask(prepare_infer(self._main_model(), request, needs_rewards=needs_rewards))
+    def _infer_steps(
+        self, session: OrderedSession, request: ScoreRequest, needs_rewards: bool, parents: Integers | None
+    ) -> Steps[CriticScores]:
+        row = None if parents is None else parent_row(parents, len(request))
+        return session.caller.ask(prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=row))
 
     def _train_steps(self, session: OrderedSession, request: TrainRequest, train_id: str | None) -> Steps[TrainReport]:
         call = prepare_train(self._model(Operation.TRAIN), request)
@@ -110,6 +114,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         tokens: TokenRows | None = None,
         *,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
         groups: Integers | None = None,
@@ -122,13 +127,15 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         Give exactly one of `texts`, `messages` and `tokens`: a list of samples, as to `RewardClient.score`; `tokens`
         may be padded if `lengths` has each row's own number of tokens, as for `train`. `groups` and `prompt_lengths`
         are hints as in `ScoreRequest`. `timeout_s` limits this call from when it is first sent.
+        With `parents` rows of tokens are segments of trees: row i follows row `parents[i]`, an earlier one, or begins a
+        tree if that is -1. Each has the values of its own tokens; shared ones are computed once.
         `pad_to_length` is for servers that batch only requests of one width; guerdon's needs none.
         """
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths,
             timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
         )  # fmt: skip
-        return self._wait(self._infer(request))
+        return self._wait(self._infer(request, parents=parents))
 
     def infer_with_rewards(
         self,
@@ -154,6 +161,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         tokens: TokenRows | None = None,
         *,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
         groups: Integers | None = None,
@@ -166,7 +174,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
             texts, messages, tokens, groups, prompt_lengths,
             timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
         )  # fmt: skip
-        return self._infer(request)
+        return self._infer(request, parents=parents)
 
     def submit_with_rewards(
         self,
@@ -198,6 +206,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         gae: Gae | None = None,
         updates: int = 1,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         train_id: str | None = None,
     ) -> TrainFuture[TrainReport]:
         """Returns a future of the report on training on these rows, at once.
@@ -210,10 +219,14 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
 
         Give `returns` and `prev_values`, or `rewards`, one a row or T_i - 1 of them, from which the critic estimates
         both with its own values by `gae` (default: no discount, λ 1). The report then has `advantages` and `returns`.
+
+        With `parents` rows are segments of trees, as for `infer`, and have T_i entries of each other array: entry t
+        belongs to the action at token t. A root's first is not read.
         """
         request = make_train_request(
-            tokens, returns, prev_values, mask, train_id, lengths, updates=updates, rewards=rewards, gae=gae
-        )
+            tokens, returns, prev_values, mask, train_id, lengths,
+            updates=updates, rewards=rewards, gae=gae, parents=parents,
+        )  # fmt: skip
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, train_id), future, alone=True)
@@ -241,9 +254,12 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         rewards: Rewards | None = None,
         gae: Gae | None = None,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae)
+        request = make_train_request(
+            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
+        )
         return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -286,8 +302,11 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         for endpoint, before in zip(self._caller.endpoints.all, known, strict=True):
             endpoint.seen = before.seen  # waits for a server that is away, instead of failing at once
 
-    def _infer(self, request: ScoreRequest, *, needs_rewards: bool = False) -> Future[CriticScores]:
-        return self._start(self._infer_steps(self._here().session, request, needs_rewards), CallFuture(self._here()))
+    def _infer(
+        self, request: ScoreRequest, *, needs_rewards: bool = False, parents: Integers | None = None
+    ) -> Future[CriticScores]:
+        steps = self._infer_steps(self._here().session, request, needs_rewards, parents)
+        return self._start(steps, CallFuture(self._here()))
 
     def _control(self, request: ControlRequest) -> Future[Any]:
         steps, alone = self._control_steps(self._here().session, request)
@@ -326,6 +345,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         tokens: TokenRows | None = None,
         *,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
         groups: Integers | None = None,
@@ -338,7 +358,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
             texts, messages, tokens, groups, prompt_lengths,
             timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
         )  # fmt: skip
-        return await self._infer(request)
+        return await self._infer(request, parents=parents)
 
     async def infer_with_rewards(
         self,
@@ -364,6 +384,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         tokens: TokenRows | None = None,
         *,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         texts: Texts | None = None,
         messages: Conversations | None = None,
         groups: Integers | None = None,
@@ -376,7 +397,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
             texts, messages, tokens, groups, prompt_lengths,
             timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
         )  # fmt: skip
-        return self._infer(request)
+        return self._infer(request, parents=parents)
 
     def train(
         self,
@@ -389,12 +410,14 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         gae: Gae | None = None,
         updates: int = 1,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
         train_id: str | None = None,
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
         request = make_train_request(
-            tokens, returns, prev_values, mask, train_id, lengths, updates=updates, rewards=rewards, gae=gae
-        )
+            tokens, returns, prev_values, mask, train_id, lengths,
+            updates=updates, rewards=rewards, gae=gae, parents=parents,
+        )  # fmt: skip
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(self._session, request, train_id)
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
@@ -411,9 +434,12 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         rewards: Rewards | None = None,
         gae: Gae | None = None,
         lengths: Integers | None = None,
+        parents: Integers | None = None,
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae)
+        request = make_train_request(
+            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
+        )
         return await self._start(self._validate_steps(self._session, request))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -436,8 +462,10 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         """Returns the critic's state after all calls before this one."""
         return await self._control(ControlRequest(Operation.STATE))
 
-    def _infer(self, request: ScoreRequest, *, needs_rewards: bool = False) -> asyncio.Task[CriticScores]:
-        return self._start(self._infer_steps(self._session, request, needs_rewards))
+    def _infer(
+        self, request: ScoreRequest, *, needs_rewards: bool = False, parents: Integers | None = None
+    ) -> asyncio.Task[CriticScores]:
+        return self._start(self._infer_steps(self._session, request, needs_rewards, parents))
 
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
         steps, alone = self._control_steps(self._session, request)

@@ -33,6 +33,7 @@ from guerdon.training.estimates import read_rows, with_estimates
 from guerdon.training.freezing import freeze
 from guerdon.training.optimiser import Optimiser, check_layout
 from guerdon.training.trainer_checkpoint import TrainerCheckpoint
+from guerdon.trees import flatten, whole_trees
 
 FORMAT = 1
 DIGITS = 12
@@ -398,12 +399,12 @@ class GlobalBatch:
 def global_batches(request: TrainRequest, size: int, *, with_action: bool = False) -> list[GlobalBatch]:
     """Splits the request's rows in order into batches of `size`; the last one may be smaller.
 
+    Trees are taken path by path, and never split: a batch ends before a tree that would exceed it.
     `with_action` keeps the token behind the last masked one. It is for models whose values depend on the row's length,
     because a row has that token when it is scored.
     """
-    return [
-        _global_batch(request, slice(start, start + size), int(with_action)) for start in range(0, len(request), size)
-    ]
+    flat, trees = flatten(request)
+    return [_global_batch(flat, part, int(with_action)) for part in whole_trees(trees, size)]
 
 
 def _global_batch(request: TrainRequest, part: slice, num_more: int) -> GlobalBatch:

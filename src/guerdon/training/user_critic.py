@@ -23,6 +23,7 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
 from guerdon.errors import GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
 from guerdon.training.estimates import read_rows, with_estimates
+from guerdon.trees import flatten
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +258,11 @@ class UserCritic:
         return metrics
 
     def _global_batches(self, request: TrainRequest) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields dicts of `global_batch_size` rows on the model's device, zero where the mask is 0."""
+        """Yields dicts of `global_batch_size` rows on the model's device, zero where the mask is 0.
+
+        Trees are sent path by path, and may be cut between two batches.
+        """
+        request, _ = flatten(request)
         is_read = request.mask > 0
         last = np.where(is_read.any(1), is_read.shape[1] - is_read[:, ::-1].argmax(1), -1)
         behind = np.arange(request.tokens.shape[1])[None] > last[:, None]

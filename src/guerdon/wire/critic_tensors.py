@@ -21,9 +21,10 @@ from guerdon.critic_core import (
     TrainRequest,
 )
 from guerdon.errors import InvalidRequest
+from guerdon.trees import NO_TREE_REWARDS
 from guerdon.wire.bodies import shown
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs, known_outputs
-from guerdon.wire.tensors import InferReply, InferRequest, Tensor, floats, integers
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, floats, integer_per_row, integers
 
 Noun = TypeVar("Noun")
 
@@ -36,6 +37,9 @@ _LARGEST = 1e30
 """Largest of them; JSON has whole numbers beyond any float."""
 _ESTIMATED = ("returns", "prev_values")
 """The inputs that rewards stand for."""
+_TARGETS = ("returns", "prev_values", "mask", "rewards")
+_TREES = ("parents", "sequence_lengths")
+"""The inputs that make the rows segments of trees."""
 _ESTIMATES = ("advantages", "returns")
 """The outputs that they have, the fields of a report that are tensors."""
 
@@ -124,7 +128,8 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
     if tokens.ndim != 2:
         raise InvalidRequest(f"input 'tokens' must have shape [N, T], not {list(tokens.shape)}")
     num_rows, width = tokens.shape
-    if num_rows == 0 or width < 2:
+    is_tree = "parents" in needed
+    if num_rows == 0 or width < 2 - is_tree:
         raise InvalidRequest(
             f"input 'tokens' has shape {list(tokens.shape)}: at least one row of two tokens is needed, as values are "
             "trained on the actions that follow them"
@@ -132,10 +137,13 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
     updates = request.count("updates") if "updates" in request.parameters else 1
     if updates != 1 and info.operation is Operation.VALIDATE:
         raise InvalidRequest(f"parameter 'updates' is {updates}, but '{info.name}' makes none; leave it out")
-    tables = {name: _target(inputs[name], num_rows, width) for name in needed if name != "tokens"}
+    tables = {name: _target(inputs[name], num_rows, width, is_tree) for name in needed if name in _TARGETS}
     if "rewards" not in tables:
         returns, prev_values, mask = tables["returns"], tables["prev_values"], tables["mask"]
-        return TrainRequest(name, tokens, returns, prev_values, mask, request.timeout_s, updates)
+        made = TrainRequest(name, tokens, returns, prev_values, mask, request.timeout_s, updates)
+        if is_tree:
+            made.parents, made.lengths = (integer_per_row(inputs[name], num_rows) for name in _TREES)
+        return made
     unknown = np.empty((num_rows, 0), np.float32)
     rewards, rule = tables["rewards"], _gae(request)
     return TrainRequest(name, tokens, unknown, unknown, tables["mask"], request.timeout_s, updates, rewards, rule)
@@ -144,6 +152,9 @@ def _train_request(request: InferRequest, info: OperationInfo) -> TrainRequest:
 def _needed(request: InferRequest, info: OperationInfo) -> list[str]:
     """Returns the inputs that the request must have; raises InvalidRequest for what does not go together."""
     names = [name for name, _, _ in input_specs(info)]
+    is_tree = any(name in request.inputs for name in _TREES)
+    if is_tree and "rewards" in request.inputs:
+        raise InvalidRequest(NO_TREE_REWARDS)
     if "rewards" not in request.inputs:
         for name in GAE:
             if name in request.parameters:
@@ -151,7 +162,7 @@ def _needed(request: InferRequest, info: OperationInfo) -> list[str]:
         for name in request.outputs or ():
             if name in _ESTIMATES:
                 raise InvalidRequest(f"output '{name}' needs the input rewards, in place of returns and prev_values")
-        return names
+        return [*names, *_TREES] if is_tree else names
     for name in _ESTIMATED:
         if name in request.inputs:
             raise InvalidRequest(f"inputs 'rewards' and '{name}' are both given: of rewards the critic makes {name}")
@@ -172,9 +183,15 @@ def _gae(request: InferRequest) -> Gae:
     return Gae(**given)
 
 
-def _target(tensor: Tensor, num_rows: int, width: int) -> np.ndarray:
+def _target(tensor: Tensor, num_rows: int, width: int, is_tree: bool) -> np.ndarray:
     is_of_rows = tensor.name == "rewards" and tensor.shape == (num_rows, 1)
-    if tensor.shape != (num_rows, width - 1) and not is_of_rows:
+    if is_tree:
+        if tensor.shape != (num_rows, width):
+            raise InvalidRequest(
+                f"input '{tensor.name}' must have shape [N, T] = [{num_rows}, {width}] beside parents, not "
+                f"{list(tensor.shape)}: column t of a segment concerns the action at its token t"
+            )
+    elif tensor.shape != (num_rows, width - 1) and not is_of_rows:
         other = f" or [N, 1] = [{num_rows}, 1]" if tensor.name == "rewards" else ""
         raise InvalidRequest(
             f"input '{tensor.name}' must have shape [N, T-1] = [{num_rows}, {width - 1}]{other} beside tokens "

@@ -12,10 +12,11 @@ import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
+from guerdon.trees import Forest
 from guerdon.wire import teacher_tensors
 from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values
 from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
-from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integers
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integer_per_row, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
 """The priority level of requests that name none. Triton's levels count down: 1 goes first."""
@@ -59,8 +60,9 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     level = request.count("priority") if "priority" in request.parameters else 0
     score = ScoreRequest(timeout_s=request.timeout_s, priority=DEFAULT_PRIORITY_LEVEL - level if level else 0)
     if content.name in ("sentences", "messages"):
-        if "sequence_lengths" in inputs:
-            raise InvalidRequest(f"input 'sequence_lengths' goes with tokens, not with {content.name}")
+        for name in ("sequence_lengths", "parents"):
+            if name in inputs:
+                raise InvalidRequest(f"input '{name}' goes with tokens, not with {content.name}")
         texts = _texts(content)
         if content.name == "messages":
             score.messages = _conversations(content, texts)
@@ -71,11 +73,14 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     else:
         score.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
         score.width = content.shape[1]
+        if "parents" in inputs:
+            score.tokens = _paths(request, info)
+            score.width = max(map(len, score.tokens))
     score.wants_rewards = request.outputs is None or "rewards" in request.outputs
     if "group_ids" in inputs:
-        score.groups = _per_row(inputs["group_ids"], num_rows)
+        score.groups = integer_per_row(inputs["group_ids"], num_rows)
     if "prompt_lengths" in inputs:
-        score.prompt_lengths = _per_row(inputs["prompt_lengths"], num_rows)
+        score.prompt_lengths = integer_per_row(inputs["prompt_lengths"], num_rows)
     if "prompts" in inputs:
         score.prompts = _row_texts(inputs["prompts"], num_rows)
     if "labels" in inputs:
@@ -94,6 +99,8 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     are NaN then. If the attributes are among the tensors, the parameter `attribute_names` names their columns, unless
     the names are ambiguous.
     """
+    if "parents" in request.inputs:
+        reply = _of_segments(reply, _forest(request))
     requested = request.outputs
     if requested is None or "errors" not in requested:
         scores_of(reply)
@@ -200,7 +207,7 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
         raise InvalidRequest(f"input '{tensor.name}' must have shape [B, T], not {list(tensor.shape)}")
     num_rows, width = ids.shape
     if lengths is not None:
-        ends = _per_row(lengths, num_rows)
+        ends = integer_per_row(lengths, num_rows)
         wrong = np.flatnonzero((ends < 0) | (ends > width))
         if len(wrong):
             raise InvalidRequest(
@@ -219,20 +226,42 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
     return [row[:end] for row, end in zip(ids, ends.tolist(), strict=True)]
 
 
+def _paths(request: InferRequest, info: ModelInfo) -> list[np.ndarray]:
+    """Returns the tokens of each path of the request's trees; raises InvalidRequest for what does not go with them."""
+    for name in request.inputs:
+        if name not in ("tokens", "sequence_lengths", "parents"):
+            raise InvalidRequest(f"inputs 'parents' and '{name}' are both given: segments go without {name}")
+    if "rewards" in (info.outputs if request.outputs is None else request.outputs):
+        raise InvalidRequest(
+            "output 'rewards' is of whole sequences, and input 'parents' makes rows segments: request the outputs that "
+            "are needed without it"
+        )
+    return _forest(request).paths(integers(request.inputs["tokens"]))
+
+
+def _forest(request: InferRequest) -> Forest:
+    num_rows, width = request.inputs["tokens"].shape
+    parents, lengths = (integer_per_row(request.inputs[name], num_rows) for name in ("parents", "sequence_lengths"))
+    return Forest.of(parents, lengths, width)
+
+
+def _of_segments(reply: ScoreReply, forest: Forest) -> ScoreReply:
+    """Returns the reply to paths as one to segments: each has its values on its home, or that path's error."""
+    results: list[Score | GuerdonError] = []
+    for home, start, length in zip(forest.homes, forest.starts, forest.lengths, strict=True):
+        result = reply.results[home]
+        if isinstance(result, Score):
+            assert result.values is not None
+            result = Score(float("nan"), values=result.values[start : start + length])
+        results.append(result)
+    return dataclasses.replace(reply, results=results, lengths=forest.lengths.tolist())
+
+
 def _step_rows(tensor: Tensor, num_rows: int) -> list[np.ndarray]:
     positions = integers(tensor)
     if positions.ndim != 2 or len(positions) != num_rows:
         raise InvalidRequest(f"input 'step_positions' must have shape [{num_rows}, K], not {list(tensor.shape)}")
     return [row[row != -1] for row in positions]
-
-
-def _per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
-    values = integers(tensor)
-    if tensor.shape not in ((num_rows,), (num_rows, 1)):
-        raise InvalidRequest(
-            f"input '{tensor.name}' must have shape [{num_rows}, 1] or [{num_rows}], not {list(tensor.shape)}"
-        )
-    return values.reshape(num_rows)
 
 
 def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:

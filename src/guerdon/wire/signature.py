@@ -112,6 +112,7 @@ _TRAIN: tuple[Spec, ...] = (
     ("prev_values", "FP32", _ROWS),
     ("mask", "FP32", _ROWS),
 )
+_TREES: tuple[Spec, ...] = (("parents", "INT64", (-1, 1)), ("sequence_lengths", "INT64", (-1, 1)))
 _DUMMY: Spec = ("dummy_var", "INT64", (1,))
 """An input without meaning: NeMo-Aligner's client sends it, since the protocol has no request without tensors."""
 
@@ -248,9 +249,10 @@ def why_no_text(info: ModelInfo) -> str:
 
 
 def _more_inputs(info: Info) -> tuple[Spec, ...]:
-    """The inputs that stand for others, so that the config does not list them: clients send all that it lists."""
-    has_rewards = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
-    return (("rewards", "FP32", _ROWS),) if has_rewards else ()
+    """The inputs that are not for every request, so that the config does not list them: clients send all it lists."""
+    if isinstance(info, ModelInfo):
+        return (("parents", "INT64", (1,)),) if "values" in info.outputs else ()
+    return (("rewards", "FP32", _ROWS), *_TREES) if _is_on_rows(info.operation) else ()
 
 
 def _more_outputs(info: Info) -> tuple[Spec, ...]:

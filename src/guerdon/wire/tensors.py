@@ -201,6 +201,16 @@ def integers(tensor: Tensor) -> np.ndarray:
     return tensor.data.astype(np.int64, copy=False)
 
 
+def integer_per_row(tensor: Tensor, num_rows: int) -> np.ndarray:
+    """Returns the tensor `[num_rows, 1]` or `[num_rows]` as int64 `[num_rows]`; raises InvalidRequest naming it."""
+    values = integers(tensor)
+    if tensor.shape not in ((num_rows,), (num_rows, 1)):
+        raise InvalidRequest(
+            f"input '{tensor.name}' must have shape [{num_rows}, 1] or [{num_rows}], not {list(tensor.shape)}"
+        )
+    return values.reshape(num_rows)
+
+
 def floats(tensor: Tensor) -> np.ndarray:
     """Returns the tensor as float32, infinite beyond its range; raises InvalidRequest if it is not of floats."""
     if tensor.datatype not in _FLOATS or isinstance(tensor.data, list):

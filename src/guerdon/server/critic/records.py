@@ -27,6 +27,8 @@ NAME = re.compile(r"(\d{12})(?:-done|-return|-stopped-(\d+))?\.safetensors")
 _TENSORS = ("tokens", "returns", "prev_values", "mask")
 _MORE = ("rewards", "advantages")
 """Written beside them for a request with rewards."""
+_TREES = ("parents", "lengths")
+"""Written beside them for a request of trees."""
 _REWARDED = ("tokens", "rewards", "mask")
 """What such a request itself says."""
 _ESTIMATES = ("returns", "prev_values", "advantages")
@@ -64,7 +66,8 @@ def digest_of(request: TrainRequest) -> str:
     text = f"updates {request.updates}\n" if request.updates != 1 else ""
     if request.gae is not None:
         text += f"{_plain(request.gae)}\n"
-    return _digest(request, _TENSORS if request.rewards is None else _REWARDED, text)
+    names = _TENSORS if request.rewards is None else _REWARDED
+    return _digest(request, names if request.parents is None else (*names, *_TREES), text)
 
 
 def _plain(rule: Gae) -> dict[str, float]:
@@ -86,6 +89,7 @@ def encode_record(meta: dict[str, Any], content: TrainRequest | str, digest: str
     if isinstance(content, TrainRequest):
         meta |= {"id": content.id, "digest": digest, "updates": content.updates}
         names = _TENSORS if content.gae is None else (*_TENSORS, *_MORE)
+        names = names if content.parents is None else (*names, *_TREES)
         if content.gae is not None:
             meta |= {"gae": _plain(content.gae), "estimates": _digest(content, _ESTIMATES)}
         tensors = {name: np.ascontiguousarray(getattr(content, name)) for name in names}
@@ -116,6 +120,7 @@ def decode_record(path: Path) -> Record:
         updates = meta.get("updates", 1)  # earlier versions made one
         tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
         record.request = request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=updates)
+        request.parents, request.lengths = map(tensors.get, _TREES)
         is_whole = True
         if "gae" in meta:
             request.gae, request.rewards, request.advantages = Gae(**meta["gae"]), *map(tensors.get, _MORE)
