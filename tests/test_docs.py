@@ -17,7 +17,7 @@ import torch.distributed.run as torchrun
 import yaml
 
 from guerdon import cli
-from guerdon.adapters import trl, trlx, verl
+from guerdon.adapters import trl, trl_critic, trlx, verl
 from guerdon.server.metrics import COLLECTED, TABLE
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig, EngineConfig, ServerConfig
@@ -106,15 +106,20 @@ def test_what_the_trainers_pages_use_of_guerdon_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "function"),
-    [("trl", trl.reward_function), ("verl", verl.compute_score), ("trlx", trlx.create_reward_fn)],
+    ("page", "functions"),
+    [
+        ("trl", [trl.reward_function, trl_critic.use_critic]),
+        ("verl", [verl.compute_score]),
+        ("trlx", [trlx.create_reward_fn]),
+    ],
     ids=["trl", "verl", "trlx"],
 )
-def test_the_adapters_arguments_stand_in_their_pages(page: str, function: Callable[..., object]) -> None:
+def test_the_adapters_arguments_stand_in_their_pages(page: str, functions: list[Callable[..., object]]) -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / f"docs/trainers/{page}.md").read_text(), re.MULTILINE)
     told = {name for row in rows for name in re.findall(r"\w+", row)}
-    of_verl = {"data_source", "solution_str", "ground_truth", "extra_info", "by_verl"}
-    assert told - {"triton_host"} == {*inspect.signature(function).parameters} - of_verl - {"triton_host"}
+    of_trainers = {"data_source", "solution_str", "ground_truth", "extra_info", "by_verl", "trainer"}
+    arguments = {name for function in functions for name in inspect.signature(function).parameters}
+    assert told - {"triton_host"} == arguments - of_trainers - {"triton_host"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=name_of)
