@@ -405,7 +405,7 @@ SCORE = {"texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "pr
 SCORE |= {"priority", "timeout_s", "pad_to_length"}
 INFER = SCORE - {"steps", "prompts", "labels", "priority"} | {"lengths"}
 TRAIN = {"tokens", "returns", "prev_values", "mask", "lengths"}
-ESTIMATED = {"rewards", "gae"}
+MORE = {"rewards", "gae", "parents"}
 
 
 @pytest.mark.parametrize(
@@ -414,13 +414,15 @@ ESTIMATED = {"rewards", "gae"}
         (RewardClient, ["score", "submit"], SCORE),
         (AsyncRewardClient, ["score", "submit"], SCORE),
         (LocalRewardModel, ["score", "submit"], SCORE),
-        (CriticClient, ["infer", "infer_with_rewards", "submit", "submit_with_rewards"], INFER),
-        (AsyncCriticClient, ["infer", "infer_with_rewards", "submit"], INFER),
-        (CriticClient, ["train"], TRAIN | ESTIMATED | {"train_id", "updates"}),
+        (CriticClient, ["infer", "submit"], INFER | {"parents"}),
+        (CriticClient, ["infer_with_rewards", "submit_with_rewards"], INFER),
+        (AsyncCriticClient, ["infer", "submit"], INFER | {"parents"}),
+        (AsyncCriticClient, ["infer_with_rewards"], INFER),
+        (CriticClient, ["train"], TRAIN | MORE | {"train_id", "updates"}),
         (CriticClient, ["train_loss"], TRAIN),
-        (CriticClient, ["validate"], TRAIN | ESTIMATED),
-        (AsyncCriticClient, ["train"], TRAIN | ESTIMATED | {"train_id", "updates"}),
-        (AsyncCriticClient, ["validate"], TRAIN | ESTIMATED),
+        (CriticClient, ["validate"], TRAIN | MORE),
+        (AsyncCriticClient, ["train"], TRAIN | MORE | {"train_id", "updates"}),
+        (AsyncCriticClient, ["validate"], TRAIN | MORE),
     ],
 )
 def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], arguments: set[str]) -> None:
