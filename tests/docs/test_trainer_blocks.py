@@ -37,7 +37,16 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
         "verl/trainer/config/**/*.yaml",
     ),
 }
-NEEDS_NO_LIBRARY = ("guerdon serve", "curl ", "POST /", "# gpt_", "# grpo.yaml", "# my_reward.py", "# opd.toml")
+NEEDS_NO_LIBRARY = (
+    "guerdon serve",
+    "curl ",
+    "POST /",
+    "# gpt_",
+    "# grpo.yaml",
+    "# my_reward.py",
+    "# opd.toml",
+    "# slime.yaml",
+)
 """How blocks begin that need only guerdon."""
 
 

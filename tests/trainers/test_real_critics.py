@@ -39,7 +39,8 @@ def make_rows() -> list[dict[str, Any]]:
     for prompt, response in ((9, 7), (3, 12), (14, 1), (6, 5), (11, 9), (2, 3)):
         ids = random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, prompt + response).tolist()
         rows.append({"prompt": ids[:prompt], "response": ids[prompt:], "mask": [1] * response,
-                     "reward": round(float(random.standard_normal()), 3)})  # fmt: skip
+                     "reward": round(float(random.standard_normal()), 3),
+                     "kl": (0.1 * random.standard_normal(response)).round(3).tolist()})  # fmt: skip
     rows[1]["mask"][3:6] = [0, 0, 0]
     return rows
 
@@ -112,3 +113,41 @@ def test_verl(kind: str, folder: Path, server: RunningServer, tmp_path: Path) ->
         losses = [plain.train(request(rows, step), len(rows))[0] for _ in range(2)]
         np.testing.assert_allclose(step["metrics"]["critic/vf_loss"], losses[0][0], **NEAR)
     assert told["resumed_at"] == 3 and repeated == third
+
+
+def plain_gae(values: np.ndarray, rewards: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Advantages `[R]` of the unmasked tokens, each with the next unmasked one; 0 elsewhere."""
+    advantages, value, advantage = np.zeros(len(values)), 0.0, 0.0
+    for t in reversed(np.flatnonzero(mask)):
+        advantage = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
+        advantages[t], value = advantage, values[t]
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kl_coef"), [({"dp": 2}, 0.0), ({"cp": 2, "tp": 2}, 0.2)], ids=["data", "context-and-tensor"]
+)
+def test_slime(sizes: dict[str, int], kl_coef: float, folder: Path, server: RunningServer, tmp_path: Path) -> None:
+    served_by = {"url": server.http_url, "updates": 2, "lam_alpha": 0.5}
+    settings = {**sizes, "kl_coef": kl_coef, "gamma": 0.99, "lambd": 0.9, "critic_server": served_by}
+    arguments = (str(environments.source_of("slime")), json.dumps(settings), "SAMPLES")
+    told = drive("slime", "drive_slime_critic.py", *arguments, samples=ROWS, tmp=tmp_path)
+    plain = PlainCritic(folder, lr=LR)
+    *steps, repeated = told["steps"]
+    assert len(steps) == 3 and repeated == steps[-1]
+    for step in steps:
+        values = []
+        for row, advantages, returns in zip(ROWS, step["advantages"], step["returns"], strict=True):
+            mask = np.array(row["mask"])
+            with torch.no_grad():
+                found = plain.values(np.array(row["prompt"] + row["response"])).numpy()
+            found = found[len(row["prompt"]) - 1 : -1]
+            rewards = -kl_coef * np.array(row["kl"])
+            rewards[np.flatnonzero(mask)[-1]] += row["reward"]
+            lam = max(0.0, 1 - 1 / (0.5 * mask.sum()))
+            np.testing.assert_allclose(advantages, plain_gae(found, rewards, mask, 0.99, lam), **NEAR)
+            expected = mask * (plain_gae(found, rewards, mask, 0.99, 0.9) + found)
+            np.testing.assert_allclose(returns, expected, **NEAR)
+            values.append(found)
+        for _ in range(2):
+            plain.train(request(ROWS, {"returns": step["returns"], "values": values}), len(ROWS))

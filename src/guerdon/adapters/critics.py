@@ -26,6 +26,15 @@ def connect(url: str, name: str = "critic", timeout_s: float = TIMEOUT_S) -> Cri
     return CriticClient(url, name, policy=RetryPolicy.patient(timeout_s, wait_for_start=True))
 
 
+def refuse_without_checkpoints(critic: CriticClient, url: str, setting: str) -> None:
+    """Raises ConfigError if the critic keeps no checkpoints, without which the trainer's own are of no use."""
+    if not critic.state().is_durable:
+        raise ConfigError(
+            f"{setting} is set, and the critic at {url} keeps no checkpoints",
+            f"start it with --checkpoint-dir, or leave out {setting}",
+        )
+
+
 def at_tokens_before(responses: Iterable[np.ndarray], tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the responses' numbers `[R_i]` as float32 `[T_i - 1]`, each at the token before its own; 0 elsewhere.
 

@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.adapters.critics import TIMEOUT_S, at_tokens_before, before_responses, connect, load_beside, save_beside
+from guerdon.adapters.critics import (
+    TIMEOUT_S,
+    at_tokens_before,
+    before_responses,
+    connect,
+    load_beside,
+    refuse_without_checkpoints,
+    save_beside,
+)
 from guerdon.adapters.judge import refuse_unknown
 from guerdon.client import CriticClient
 from guerdon.critic_core import TrainReport
@@ -136,12 +144,9 @@ def _make_group(trainer: Any) -> CriticGroup:
     if "url" not in settings:
         raise ConfigError("critic.server.url is not given", "add +critic.server.url=http://host:5556")
     critic = connect(settings["url"], settings.get("name", "critic"), settings.get("timeout_s", TIMEOUT_S))
+    if about.save_freq > 0:
+        refuse_without_checkpoints(critic, settings["url"], "trainer.save_freq")
     state = critic.state()
-    if about.save_freq > 0 and not state.is_durable:
-        raise ConfigError(
-            f"trainer.save_freq is {about.save_freq}, and the critic at {settings['url']} keeps no checkpoints",
-            "start it with --checkpoint-dir, or set trainer.save_freq=-1",
-        )
     log.warning("the critic is served: %s, step %d, weights %s", settings["url"], state.step, state.weights_version)
 
     def train_id() -> str:
