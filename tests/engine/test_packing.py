@@ -75,6 +75,16 @@ def test_deeply_nested_prefixes_stay_within_the_depth_limit() -> None:
     assert max(len(s.ancestors) for b in batches for s in b.segments) <= MAX_DEPTH
 
 
+def test_a_comb_costs_its_tokens_and_keeps_to_the_budget() -> None:
+    """A row branches off after each of 30 runs, as where each turn of an agent is tried twice."""
+    spine = np.arange(30 * 40)
+    rows = [np.concatenate([spine[: 40 * (i + 1)], np.full(200, 5000 + i)]) for i in range(30)]
+    (batch,) = pack(rows, budget=10**9, share=True)
+    assert batch.num_tokens == 30 * (40 + 200)
+    batches = list(pack(rows, budget=2600, share=True))
+    assert max(b.num_tokens for b in batches) <= 2600 and len(batches) <= 4
+
+
 def test_a_prompt_longer_than_the_budget_keeps_its_responses() -> None:
     rows = [np.concatenate([np.arange(500), np.full(20, 1000 + i)]) for i in range(8)]
     (batch,) = pack(rows, budget=400, share=True)

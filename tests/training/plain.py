@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,23 @@ def request(rows: list[np.ndarray], seed: int = 0, name: str = "first") -> Train
     return TrainRequest(name, tokens, returns, prev_values, mask)
 
 
-def tree(seed: int = 0) -> TrainRequest:
-    """Two trees, some of whose segments are too short to be shared, right-padded with anything; a mask with gaps."""
+TWO_TREES = (-1, 0, 0, 2, 2, 2, -1, 5, 5, 6, 0)
+
+
+def tree(seed: int = 0, parents: Sequence[int] = TWO_TREES, length: int | None = None) -> TrainRequest:
+    """Segments right-padded with anything, some too short to be shared without a `length` of all; a mask with gaps."""
     random = np.random.default_rng(seed)
-    parents = np.array([-1, 0, 0, 2, 2, 2, -1, 5, 5, 6, 0])
-    lengths = random.integers(3, 40, len(parents))
+    above = np.array(parents)
+    lengths = random.integers(3, 40, len(above))
     lengths[[0, 2, 5]] = 40, 25, 18
-    shape = (len(parents), 43)
+    lengths = lengths if length is None else np.full(len(above), length)
+    shape = (len(above), 43)
     tokens = random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, shape)
     prev_values, returns = random.standard_normal((2, *shape)).astype(np.float32)
     mask = np.where(np.arange(43) < lengths[:, None], random.choice([0.0, 0.5, 1.0], shape), 0).astype(np.float32)
-    mask[parents < 0, 0] = 0
+    mask[above < 0, 0] = 0
     mask[1:6, 0] = 1  # an action right behind the branch
     returns[mask == 0] = np.nan
     made = TrainRequest("tree", tokens, returns, prev_values, mask)
-    made.parents, made.lengths = parents, lengths
+    made.parents, made.lengths = above, lengths
     return made

@@ -12,6 +12,7 @@ from plain import PlainCritic, tree
 
 import zoo
 from guerdon.critic_core import TrainRequest
+from guerdon.training.critic_trainer import CriticTrainer
 from guerdon.trees import flatten
 
 NAMES = ("llama", "gptj", "mistral", "gemma2")
@@ -38,11 +39,23 @@ def flattened(asked: TrainRequest) -> TrainRequest:
 @pytest.mark.parametrize("budget", [4096, 60], ids=["one micro-batch", "cut"])
 def test_a_tree_has_the_gradients_of_its_flattened_sequences(name: str, budget: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
-    trainer, plain = build(folder, max_batch_tokens=budget, global_batch_size=100), PlainCritic(folder, lr=LR)
+    trainer = build(folder, max_batch_tokens=budget, global_batch_size=100)
     assert trainer.engine.path == ("single" if name == "gptj" else "packed+shared")
-    (batch,) = trainer._batches(tree())
+    assert_same_gradients(trainer, folder, tree())
+
+
+def test_a_comb_has_the_gradients_of_its_flattened_sequences(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path)
+    parents = [-1]
+    for i in range(11):  # at each segment of the spine, which are the even ones, one more leaf
+        parents += [2 * i, 2 * i]
+    assert_same_gradients(build(folder, global_batch_size=100), folder, tree(parents=parents, length=17))
+
+
+def assert_same_gradients(trainer: CriticTrainer, folder: Path, asked: TrainRequest) -> None:
+    (batch,) = trainer._batches(asked)
     trainer._add_gradients(batch)
-    flat = flattened(tree())
+    plain, flat = PlainCritic(folder, lr=LR), flattened(asked)
     for i in range(len(flat)):
         targets = (torch.from_numpy(np.nan_to_num(x[i])) for x in (flat.returns, flat.prev_values, flat.mask))
         returns, before, mask = targets

@@ -15,8 +15,8 @@ import numpy as np
 
 from guerdon.core import MIN_SHARED, common_prefix
 
-MAX_DEPTH = 8
-"""Levels of shared prefixes; deeper nesting would cost more attention calls than it saves tokens."""
+MAX_DEPTH = 32
+"""Levels of shared prefixes. Rows that branch more often are computed apart, whatever the budget."""
 
 Span = tuple[int, int]
 """Half-open range of token indices in a packed batch."""
