@@ -211,36 +211,40 @@ ROWS: dict[str, list[Panel]] = {
             "Loss",
             "Of the last train request.",
             ((f"guerdon_critic_loss{{{OF_INSTANCE}}}", "{{critic}}"),),
-            width=6,
             least=None,
         ),
         Panel(
             "Explained variance",
             "Of the returns by the values, before the last train request's update.",
             ((f"guerdon_critic_explained_variance{{{OF_INSTANCE}}}", "{{critic}}"),),
-            width=6,
             least=None,
             most=1,
+        ),
+        Panel(
+            "Value and return",
+            "Means over the last train request's tokens.",
+            (
+                (f"guerdon_critic_value_mean{{{OF_INSTANCE}}}", "{{critic}} value"),
+                (f"guerdon_critic_return_mean{{{OF_INSTANCE}}}", "{{critic}} return"),
+            ),
+            least=None,
         ),
         Panel(
             "Clip fraction",
             "Share of tokens whose value the loss held back.",
             ((f"guerdon_critic_clip_fraction{{{OF_INSTANCE}}}", "{{critic}}"),),
             "percentunit",
-            width=6,
         ),
         Panel(
             "Gradient norm",
             "Before clipping.",
             ((f"guerdon_critic_grad_norm{{{OF_INSTANCE}}}", "{{critic}}"),),
-            width=6,
         ),
         Panel(
             "Learning rate",
             "Of the last optimiser step.",
             ((f"guerdon_critic_learning_rate{{{OF_INSTANCE}}}", "{{critic}}"),),
             "sci",
-            width=6,
         ),
         Panel(
             "Steps and unsaved requests",
@@ -249,14 +253,12 @@ ROWS: dict[str, list[Panel]] = {
                 (f"guerdon_critic_step{{{OF_INSTANCE}}}", "{{critic}} steps"),
                 (f"guerdon_critic_unsaved{{{OF_INSTANCE}}}", "{{critic}} unsaved"),
             ),
-            width=6,
         ),
         Panel(
             "Train requests by outcome",
             "known: asked again, and answered as before.",
             ((rate("guerdon_train_requests_total", OF_INSTANCE, "critic, outcome"), "{{critic}} {{outcome}}"),),
             "reqps",
-            width=6,
             stacked=True,
         ),
         Panel(
@@ -268,7 +270,6 @@ ROWS: dict[str, list[Panel]] = {
                 (mean("guerdon_checkpoint_seconds", OF_INSTANCE, "critic"), "{{critic}} checkpoint"),
             ),
             "s",
-            width=6,
         ),
         Panel(
             "State",

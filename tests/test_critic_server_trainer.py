@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -377,11 +378,12 @@ def with_metrics(trainer: CriticServerTrainer, **more: Any) -> None:
 @pytest.mark.filterwarnings("error")
 def test_metrics_may_be_tensors_with_a_gradient() -> None:
     trainer, plain, batch = make(), make(), batch_of(10)
-    with_metrics(trainer, clip_fraction=torch.tensor([0.25]), explained_variance=torch.tensor(0.5))
+    with_metrics(trainer, clip_fraction=torch.tensor([0.25]), value_mean=0.75, explained_variance=torch.tensor(0.5))
     request = TrainRequest("a", **batch)
     report = trainer.critic.train(request)
     assert report.loss == plain.run_training(*batch.values())
-    assert (report.clip_fraction, report.explained_variance) == (0.25, 0.5)
+    assert (report.clip_fraction, report.explained_variance, report.value_mean) == (0.25, 0.5, 0.75)
+    assert math.isnan(report.return_mean)
     for _, _, logged in trainer.logger.lines:
         assert all(isinstance(x, float) for x in logged.values()), logged
     measured = trainer.critic.validate(request)

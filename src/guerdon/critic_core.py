@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -86,11 +87,11 @@ class TrainReport:
 
     `step` counts the critic's optimiser steps, this request's included; `loss` is the mean over all its masked
     tokens in the first pass, whatever the number of `updates`, `pass_losses` that of each pass, and `losses` that of
-    each global batch of all passes. `clip_fraction` and `explained_variance` (NaN where the returns do not vary) are
-    the first pass's, too: each batch is measured before its update. `num_tokens` counts the masked tokens of all
-    passes. `grad_norm` is the last step's before clipping, `learning_rate` the one that it used. `num_steps` were
-    made, `num_skipped` left out because their gradient was not finite. `advantages` and `returns`, float32 `[N, T-1]`,
-    answer a request with rewards.
+    each global batch of all passes. `clip_fraction`, `explained_variance` (NaN where the returns do not vary),
+    `value_mean` and `return_mean` are the first pass's, too: each batch is measured before its update. `num_tokens`
+    counts the masked tokens of all passes. `grad_norm` is the last step's before clipping, `learning_rate` the one that
+    it used. `num_steps` were made, `num_skipped` left out because their gradient was not finite. `advantages` and
+    `returns`, float32 `[N, T-1]`, answer a request with rewards.
     """
 
     id: str
@@ -106,6 +107,8 @@ class TrainReport:
     num_steps: int
     num_skipped: int
     pass_losses: list[float] = field(default_factory=list)
+    value_mean: float = math.nan
+    return_mean: float = math.nan
     advantages: np.ndarray | None = field(default=None, compare=False, repr=False)
     returns: np.ndarray | None = field(default=None, compare=False, repr=False)
 

@@ -43,11 +43,14 @@ def lone_critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A critic that was trained for three requests, and saved once."""
-    with running(critic_settings(tmp_path_factory.mktemp("critic"))) as server:
+    """A critic that was trained for three requests, and restarted after two of them."""
+    config = critic_settings(tmp_path_factory.mktemp("critic"))
+    with running(config) as server, CriticClient(server.http_url) as client:
+        for i in range(2):
+            client.train(**train_rows(np.random.default_rng(i), 4)).result()
+    with running(config) as server:
         with CriticClient(server.http_url) as client:
-            for i in range(3):
-                client.train(**train_rows(np.random.default_rng(i), 4)).result()
+            client.train(**train_rows(np.random.default_rng(2), 4)).result()
             client.save()
         yield server
 
@@ -304,8 +307,11 @@ def test_a_critic_shows_how_it_learns(critic: RunningServer, visit: Visit) -> No
     page = visit(critic.http_url)
     page.wait_for_selector("#critic:visible")
     assert "at step 3" in page.locator("#critic-state").inner_text()
-    assert page.locator("#critic path.line").count() == 5
-    assert drawn(page, "#critic") >= 5
+    assert page.locator("#critic path.line").count() == 7, "six charts, one of which has values and returns"
+    assert drawn(page, "#critic") >= 7
+    path = page.locator("#critic path.line").first.get_attribute("d")
+    assert len(re.findall("[ML]", path)) == 3, "the reports from before the restart are shown, too"
+    assert "mean value" in page.locator("#critic .legend").nth(2).inner_text()
     assert "step-3" in page.locator("#critic ol").inner_text()
 
 

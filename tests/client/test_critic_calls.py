@@ -29,7 +29,7 @@ from guerdon.wire.tensors import InferReply, Tensor
 CRITIC = ModelInfo("critic_infer", "critic", outputs=("values",))
 COMBINED = ModelInfo("critic_infer", "critic", outputs=("values", "rewards"))
 TRAIN = OperationInfo("critic_train", Operation.TRAIN, "critic")
-REPORT = TrainReport("a", 3, "w+3", 0.5, [0.25, 0.75], 6, 0.1, 0.2, 1.5, 9e-6, 2, 0)
+REPORT = TrainReport("a", 3, "w+3", 0.5, [0.25, 0.75], 6, 0.1, 0.2, 1.5, 9e-6, 2, 0, [0.5], 0.3, 0.4)
 CHECKPOINT = CheckpointInfo("checkpoint-000001-step-3", 1, 3, "w+3", {"loss": 0.5})
 STATE = CriticState(3, "w+3", 9e-6, False, True, 0, 10, 10, [CHECKPOINT])
 

@@ -94,7 +94,7 @@ VALUES: list[Any] = [
         ),
     ),
     Scored([Score(1.0, np.ones(2, np.float32)), SampleFailed("no")], "v"),
-    TrainReport("id", 1, "v", 0.1, [0.1], 3, 0.0, float("inf"), 1.0, 1e-6, 1, 0),
+    TrainReport("id", 1, "v", 0.1, [0.1], 3, 0.0, float("inf"), 1.0, 1e-6, 1, 0, [0.1], 0.3, 0.4),
     Overloaded("full", 2.5),
     TrainFailed("broke", 3),
     Open(PolicyConfig(), RolloutConfig(), 3, keeps_reference=True),

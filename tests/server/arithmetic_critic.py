@@ -198,6 +198,7 @@ class ArithmeticTrainer:
             learning_rate=0.5,
             num_steps=len(losses),
             num_skipped=num_skipped,
+            value_mean=self.weight,
         )
 
 

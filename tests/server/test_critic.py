@@ -416,6 +416,25 @@ async def test_state_and_metrics_tell_where_the_critic_is(tmp_path: Path) -> Non
             await control(service, Operation.SAVE, metrics={"reward": float("nan")})
 
 
+async def test_reports_from_before_a_restart_are_shown_and_not_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        for i in range(3):
+            await train(service, request(f"{i}", i))
+            if i == 1:
+                await control(service, Operation.SAVE)  # the last report is of the journal alone
+        with pytest.raises(TrainFailed):
+            await train(service, request("bad", 1, first_token=FAIL_TOKEN))
+        before = service.critic.progress.reports(0.0)
+    async with running(tmp_path) as service:
+        shown = service.critic.progress.reports(0.0)
+        assert shown["step"] == before["step"] == [1, 2, 3]
+        assert shown["value_mean"] == before["value_mean"] and shown["loss"] == before["loss"]
+        assert np.isnan(shown["time"]).all() and np.isfinite(before["time"]).all()
+        await train(service, request("3", 3))
+        assert service.critic.progress.reports(0.0)["step"] == [1, 2, 3, 4]
+        assert 'guerdon_train_tokens_total{critic="critic"} 1.0' in service.metrics.render().decode()
+
+
 async def test_operations_are_models_by_their_names() -> None:
     async with running() as service:
         assert service.catalog.model("critic_train") == OperationInfo("critic_train", Operation.TRAIN, "critic")

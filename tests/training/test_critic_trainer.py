@@ -72,6 +72,7 @@ def test_the_report_agrees_with_values_asked_for_before(folder: Path) -> None:
     mean = lambda x: (m * x).sum() / m.sum()  # noqa: E731
     var = lambda x: mean(x**2) - mean(x) ** 2  # noqa: E731
     assert report.explained_variance == pytest.approx(1 - var(ret - v) / var(ret), rel=1e-4)
+    assert (report.value_mean, report.return_mean) == pytest.approx((mean(v), mean(ret)), rel=1e-5)
 
 
 def test_validation_measures_and_changes_nothing(folder: Path) -> None:

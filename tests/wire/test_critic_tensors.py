@@ -17,7 +17,7 @@ from guerdon.wire.tensors import InferRequest, Tensor
 TOKENS = np.array([[5, 6, 7, 0], [8, 9, 1, 2]])
 TARGET = np.arange(6, dtype=np.float32).reshape(2, 3)
 TRAIN = {"tokens": TOKENS, "returns": TARGET, "prev_values": TARGET + 1, "mask": np.ones((2, 3), np.float32)}
-REPORT = TrainReport("a", 3, "w+3", 0.5, [0.25, 0.75], 6, 0.1, 0.2, 1.5, 9e-6, 2, 0)
+REPORT = TrainReport("a", 3, "w+3", 0.5, [0.25, 0.75], 6, 0.1, 0.2, 1.5, 9e-6, 2, 0, [], 0.3, 0.4)
 CHECKPOINT = CheckpointInfo("checkpoint-000001-step-3", 1, 3, "w+3", {"loss": 0.5})
 STATE = CriticState(3, "w+3", 9e-6, False, True, 0, 10, 10, [CHECKPOINT])
 
@@ -227,9 +227,11 @@ def test_numbers_that_are_not_finite_come_back_as_nan():
 
 
 def test_an_older_sides_report_lacks_what_is_new():
-    text = critic_tensors.to_json(REPORT).replace(b',"pass_losses":[]', b"")
-    assert b"pass_losses" not in text
-    assert critic_tensors.from_json(TrainReport, text) == REPORT
+    text = critic_tensors.to_json(REPORT).replace(b',"pass_losses":[],"value_mean":0.3,"return_mean":0.4', b"")
+    assert b"pass_losses" not in text and b"value_mean" not in text
+    back = critic_tensors.from_json(TrainReport, text)
+    assert math.isnan(back.value_mean) and math.isnan(back.return_mean)
+    assert dataclasses.replace(back, value_mean=0.3, return_mean=0.4) == REPORT
 
 
 @pytest.mark.parametrize("updates", [0, -1, 1.5, "2", True, 2**64])

@@ -87,6 +87,9 @@ TABLE: dict[str, Definition] = {
                                                "the last train request.", _C),
     "guerdon_critic_explained_variance": Definition("critic", Gauge, "Share of the returns' variance that the values "
                                                     "explained, before the last train request's update.", _C),
+    "guerdon_critic_value_mean": Definition("critic", Gauge, "Mean value of the last train request's tokens, before "
+                                            "its update.", _C),
+    "guerdon_critic_return_mean": Definition("critic", Gauge, "Mean return of the last train request's tokens.", _C),
     "guerdon_critic_grad_norm": Definition("critic", Gauge, "Norm of the last optimiser step's gradient, before "
                                            "clipping.", _C),
     "guerdon_critic_learning_rate": Definition("critic", Gauge, "Learning rate of the last optimiser step.", _C),

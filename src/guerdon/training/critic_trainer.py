@@ -283,6 +283,8 @@ class CriticTrainer:
             num_steps=totals.num_steps,
             num_skipped=totals.num_skipped,
             pass_losses=[_mean_loss(sums) for sums in totals.passes],
+            value_mean=totals.passes[0].value_mean,
+            return_mean=totals.passes[0].return_mean,
         )
 
     # ---------------------------------------------------------------------------------------- checkpoints

@@ -27,7 +27,7 @@ from guerdon.trees import flatten
 
 log = logging.getLogger(__name__)
 
-_REPORTED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "lr")
+_REPORTED = ("loss", "clip_fraction", "explained_variance", "value_mean", "return_mean", "grad_norm", "lr")
 
 
 class UserCritic:
@@ -311,6 +311,8 @@ class UserCritic:
             num_steps=len(done) - num_skipped,
             num_skipped=num_skipped,
             pass_losses=[mean("loss", start) for start in range(0, len(done), size)],
+            value_mean=mean("value_mean"),
+            return_mean=mean("return_mean"),
         )
 
     def _device(self) -> torch.device:

@@ -68,6 +68,7 @@ def test_a_mask_weighs_and_what_it_leaves_out_is_never_read() -> None:
     assert loss.item() == pytest.approx(1.7, abs=1e-6)
     torch.testing.assert_close(values.grad, t(0.2, 1.6, 0.0), atol=1e-6, rtol=0)
     assert stats.sum_mask == 2.5
+    assert (stats.value_mean, stats.return_mean) == pytest.approx((2.6, 0.8), abs=1e-6)
 
 
 def test_micro_batches_add_up_to_the_global_batch() -> None:
@@ -85,6 +86,7 @@ def test_micro_batches_add_up_to_the_global_batch() -> None:
 def test_a_denominator_below_one_counts_as_one() -> None:
     loss, stats = clipped_value_loss(t(1.0), t(1.0), t(0.0), t(0.0), 0.2, 0.0)
     assert loss.item() == 0.0 and stats.clip_fraction == 0.0 and math.isnan(stats.explained_variance)
+    assert math.isnan(stats.value_mean) and math.isnan(stats.return_mean)
     loss, _ = clipped_value_loss(t(1.0), t(1.0), t(0.0), t(0.5), 0.2, 0.5)
     assert loss.item() == pytest.approx(0.25)
 

@@ -45,7 +45,7 @@ from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order, Reservation, log_unsuccessful
 from guerdon.server.critic import train_checks
-from guerdon.server.critic.store import Store, TrainOutcome, reused_id
+from guerdon.server.critic.store import MEASURED, Store, TrainOutcome, reused_id
 from guerdon.server.metrics import Metrics
 from guerdon.server.reading import off_loop
 from guerdon.settings.config import CriticConfig
@@ -53,7 +53,6 @@ from guerdon.settings.config import CriticConfig
 log = logging.getLogger(__name__)
 
 MOST_POINTS = 2000
-MEASURES = ("loss", "explained_variance", "clip_fraction", "grad_norm", "learning_rate")
 
 _DROPPABLE = (Operation.STATE, Operation.VALIDATE, Operation.SAVE, Operation.LOAD)
 """Dropped if its client disconnects, or stops waiting, before it begins."""
@@ -121,6 +120,8 @@ class Critic:
     def restore(self, group: Executor) -> None:
         """Brings a durable critic to its state before it stopped or was killed."""
         self.store.restore(group.execute)
+        for report in self.store.reports()[-MOST_POINTS:]:
+            self.progress.keep(report, at=math.nan)
         self._look_for_fault()
         self._show()
         self._save_if_due(group)
@@ -452,7 +453,11 @@ class CriticProgress:
         self._metrics.add("guerdon_train_tokens", report.num_tokens, self._name)
         self._metrics.add("guerdon_train_steps", report.num_steps, self._name, "done")
         self._metrics.add("guerdon_train_steps", report.num_skipped, self._name, "skipped")
-        self._points.append((report.step, time.monotonic(), *(getattr(report, name) for name in MEASURES)))
+        self.keep(report, at=time.monotonic())
+
+    def keep(self, report: TrainReport, at: float) -> None:
+        """Keeps what the report measured; `at` is on the monotonic clock, NaN if unknown."""
+        self._points.append((report.step, at, *(getattr(report, name) for name in MEASURED)))
 
     def show(self, state: CriticState, measured: Mapping[str, float], has_fault: bool) -> None:
         """Sets the current state and the last measurements."""
@@ -462,10 +467,11 @@ class CriticProgress:
             self._metrics.set(f"guerdon_critic_{name}", value, self._name)
 
     def reports(self, epoch: float) -> dict[str, list[float]]:
-        """Returns the step, the time and the MEASURES of each of the last MOST_POINTS reports, by name.
+        """Returns the step, the time and the MEASURED of each of the last MOST_POINTS reports, by name.
 
-        Times are seconds after `epoch`, the start of the monotonic clock.
+        Times are seconds after `epoch`, the start of the monotonic clock, NaN for reports from before this start of
+        the server.
         """
         points = [(step, epoch + at, *measured) for step, at, *measured in self._points.copy()]
-        columns = zip(*points, strict=True) if points else [()] * (2 + len(MEASURES))
-        return {name: list(column) for name, column in zip(("step", "time", *MEASURES), columns, strict=True)}
+        columns = zip(*points, strict=True) if points else [()] * (2 + len(MEASURED))
+        return {name: list(column) for name, column in zip(("step", "time", *MEASURED), columns, strict=True)}

@@ -38,7 +38,8 @@ MOST_OUTCOMES = 10_000
 _SETTINGS = (*LEARNING, *FREEZING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
 """What determines the weights, beside the requests and the initial weights."""
 
-_MEASURED = ("loss", "clip_fraction", "explained_variance", "grad_norm", "learning_rate")
+MEASURED = ("loss", "explained_variance", "value_mean", "return_mean", "clip_fraction", "grad_norm", "learning_rate")
+"""What of a report metrics, checkpoints and the page show."""
 
 Lead = Callable[[Command], Any]
 
@@ -324,6 +325,10 @@ class Store:
             self._journal.settle()
         return outcome
 
+    def reports(self) -> list[TrainReport]:
+        """Returns the reports of the finished train requests that are known, the oldest first."""
+        return [outcome.report for outcome in self._outcomes.values() if outcome.report is not None]
+
     def complete(self, report: TrainReport, request: TrainRequest) -> TrainReport:
         """Returns the report of a finished request as it is answered; raises InvalidRequest as `AnsweredEstimates`."""
         return self._answered.complete(report, request)
@@ -381,7 +386,7 @@ class Store:
             self._begun = None
             self._outcomes = {name: _outcome(entry) for name, entry in orjson.loads(checkpoint.answers()).items()}
             self._answered = AnsweredEstimates(checkpoint.estimates())
-            self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in _MEASURED}
+            self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in MEASURED}
 
     # ------------------------------------------------------------------------------------------ the way back
 
@@ -515,7 +520,7 @@ class Store:
 
 
 def _measured(report: TrainReport) -> dict[str, float]:
-    return {name: getattr(report, name) for name in _MEASURED}
+    return {name: getattr(report, name) for name in MEASURED}
 
 
 def _outcome(entry: dict[str, Any]) -> TrainOutcome:

@@ -292,6 +292,16 @@ class ValueLossStats(Sums):
         return self.sum_clipped / self.sum_mask if self.sum_mask > 0 else 0.0
 
     @property
+    def return_mean(self) -> float:
+        """The mean return; NaN without any token."""
+        return self.sum_returns / self.sum_mask if self.sum_mask > 0 else math.nan
+
+    @property
+    def value_mean(self) -> float:
+        """The mean value; NaN without any token."""
+        return (self.sum_returns - self.sum_errors) / self.sum_mask if self.sum_mask > 0 else math.nan
+
+    @property
     def explained_variance(self) -> float:
         """1 - Var(return - value) / Var(return); NaN if the returns do not vary."""
         if self.sum_mask <= 0:

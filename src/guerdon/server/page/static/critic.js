@@ -6,26 +6,30 @@ import { Lines } from "./lines.js";
 import { card } from "./panels.js";
 import { extent } from "./scale.js";
 
+/** Each panel's title, whether its axis begins at 0, and its lines: measure, colour and name in the legend. */
 const PANELS = [
-  ["loss", "Loss", false],
-  ["explained_variance", "Explained variance", false],
-  ["clip_fraction", "Clip fraction", true],
-  ["grad_norm", "Gradient norm", true],
-  ["learning_rate", "Learning rate", true],
+  ["Loss", false, [["loss", "accent", "now"]]],
+  ["Explained variance", false, [["explained_variance", "accent", "now"]]],
+  ["Value and return", false, [["return_mean", "muted", "mean return"], ["value_mean", "accent", "mean value"]]],
+  ["Clip fraction", true, [["clip_fraction", "accent", "now"]]],
+  ["Gradient norm", true, [["grad_norm", "accent", "now"]]],
+  ["Learning rate", true, [["learning_rate", "accent", "now"]]],
 ];
+/** Not told of a checkpoint: only the charts have them. */
+const IN_CHARTS = ["value_mean", "return_mean", "clip_fraction", "grad_norm", "learning_rate"];
 let panels, checkpoints;
 
 /** Creates the empty cards. */
 export function make() {
-  panels = PANELS.map(([key, title, fromZero]) => {
+  panels = PANELS.map(([title, fromZero, lines]) => {
     const made = card({ title, unit: "by step" });
     const chart = new Lines(made.body, {
       label: `${title} by step`, overTime: false, fromZero, margin: { left: 54 },
-      describe: ({ series }) => `the latest is ${number(series[0].values.findLast(isNumber))}`,
+      describe: ({ series }) => series.map(({ name, values }) => `${name}: ${latest(values)}`).join(", "),
     });
-    return { key, title, card: made, chart };
+    return { lines, card: made, chart };
   });
-  checkpoints = card({ title: "Checkpoints" });
+  checkpoints = card({ title: "Checkpoints", wide: true });
   byId("critic-grid").replaceChildren(...panels.map((panel) => panel.card.node), checkpoints.node);
 }
 
@@ -41,13 +45,13 @@ export function show({ critic }) {
   putText(byId("critic-state"), words.join(" · "));
   const { step } = critic.reports;
   const [least, most] = extent(step) ?? [0, 1];
-  for (const { key, card: made, chart } of panels) {
-    made.empty(step.length ? null : "No train request since the server's start");
+  for (const { lines, card: made, chart } of panels) {
+    made.empty(step.length ? null : "No train request yet");
     if (!step.length) continue;
-    const values = critic.reports[key];
+    const series = lines.map(([key, kind]) => ({ kind, name: key.replaceAll("_", " "), values: critic.reports[key] }));
     made.say("");
-    made.legend([["accent", "now", number(values.findLast(isNumber))]]);
-    chart.update({ x: step, from: Math.min(least, most - 1), to: most, series: [{ kind: "accent", name: key.replaceAll("_", " "), values }] });
+    made.legend(lines.map(([key, kind, name]) => [kind, name, latest(critic.reports[key])]));
+    chart.update({ x: step, from: Math.min(least, most - 1), to: most, series });
   }
   const rows = critic.checkpoints.slice().sort((a, b) => b.step - a.step);
   checkpoints.empty(rows.length ? null : "None yet");
@@ -58,8 +62,12 @@ export function show({ critic }) {
     el("li", {}, el("b", {}, row.name), el("p", { class: "facts" }, told(row)), el("p", { class: "facts code" }, row.weights_version)))));
 }
 
+function latest(values) {
+  return number(values.findLast(isNumber));
+}
+
 /** Returns the metrics that tell checkpoints apart; the charts have the others of that step. */
 function told({ metrics }) {
-  const shown = Object.entries(metrics).filter(([key]) => !["clip_fraction", "grad_norm", "learning_rate"].includes(key));
+  const shown = Object.entries(metrics).filter(([key]) => !IN_CHARTS.includes(key));
   return shown.map(([key, value]) => `${key.replaceAll("_", " ")} ${number(value)}`).join(" · ") || "no metrics";
 }
