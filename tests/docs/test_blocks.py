@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 import zoo
 from demo import parts
+from guerdon import CriticClient
 from served import reward_model
 
 PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]
@@ -105,6 +107,22 @@ def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
         if block.language in ("", "python"):
             reader.read(block)
     assert "weight" in load_file(reader.folder / "head.safetensors")
+
+
+def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) -> None:
+    lines = [json.dumps({"tokens": [3 + i, 4, 5, 6], "prompt_length": 2, "reward": i % 2}) + "\n" for i in range(130)]
+    file = reader.folder / "experience.jsonl"
+    blocks = blocks_of(ROOT / "docs/critic.md")
+    serve, run = (
+        next(b for b in blocks if text in b.text) for text in ("guerdon serve-critic ./", "python warm_up.py")
+    )
+    reader.read(dataclasses.replace(serve, text=serve.text.replace("./critic", "./warm-critic")))
+    reader.read(blocks[blocks.index(run) - 1])
+    with CriticClient(f"http://127.0.0.1:{reader.ports['5556']}") as critic:
+        for count, step in ((64, 1), (130, 3), (130, 3)):
+            file.write_text("".join(lines[:count]))
+            reader.read(run)
+            assert (critic.state().step, critic.state().num_unsaved) == (step, 0)
 
 
 @pytest.mark.slow
