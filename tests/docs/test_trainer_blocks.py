@@ -29,7 +29,10 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
     "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),
     "nemo_rl": (r"uv run (run_grpo\.py) (--config) grpo\.yaml", "examples/run_grpo*.py"),
-    "openrlhf": (r"(?s)python -m openrlhf\.cli\.train_ppo_ray .*", "openrlhf/cli/train_ppo_ray.py"),
+    "openrlhf": (
+        r"(?s)python -m (?:openrlhf\.cli\.train_ppo_ray|guerdon\.adapters\.openrlhf_critic) .*",
+        "openrlhf/cli/train_ppo_ray.py",
+    ),
     "slime": (r"(?s)python train\.py .*", "slime/utils/arguments.py"),
     "trlx": (r"TRITON_HOST=\S+ accelerate launch train\.py", "trlx/*.py"),
     "verl": (

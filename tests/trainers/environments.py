@@ -39,8 +39,9 @@ class Environment:
 
 ENVIRONMENTS = {
     "openrlhf": Environment(
-        ["openrlhf==0.11.2", "loralib", "optree", "torchdata", "torchmetrics", "lightning-utilities", "pylatexenc"],
-        ["ray", "aiohttp", "einops", "jsonlines"],
+        ["openrlhf==0.11.2", "loralib", "optree", "torchdata", "torchmetrics", "lightning-utilities", "pylatexenc",
+         "deepspeed==0.18.2"],
+        ["ray", "aiohttp", "einops", "hjson", "jsonlines", "msgpack", "ninja", "py-cpuinfo"],
         [f"openrlhf=={version}" for version in ("0.5.0", "0.5.9", "0.6.4", "0.8.2", "0.8.11", "0.9.0")],
     ),
     "trl": Environment(older=[f"trl=={version}" for version in ("1.1.0", "1.10.0")]),

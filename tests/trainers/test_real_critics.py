@@ -151,3 +151,35 @@ def test_slime(sizes: dict[str, int], kl_coef: float, folder: Path, server: Runn
             values.append(found)
         for _ in range(2):
             plain.train(request(ROWS, {"returns": step["returns"], "values": values}), len(ROWS))
+
+
+STUBS = ("vllm/__init__", "vllm/inputs", "vllm/utils", "flash_attn/__init__", "flash_attn/bert_padding",
+         "flash_attn/utils/__init__", "flash_attn/utils/distributed")  # fmt: skip
+"""Modules that OpenRLHF imports names from, and that need a GPU."""
+ANY_NAME = """def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+"""
+
+
+def test_openrlhf(folder: Path, server: RunningServer, tmp_path: Path) -> None:
+    for stub in STUBS:
+        file = tmp_path / "stubs" / f"{stub}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(ANY_NAME)
+    page = (PAGES / "openrlhf.md").read_text()
+    (command,) = re.findall(r"(?s)```\npython -m guerdon\.adapters\.openrlhf_critic \.\.\.([^`]*)```", page)
+    flags = shlex.split(command.replace("\\\n", "").replace("http://127.0.0.1:5556", server.http_url))
+    arguments = (json.dumps([*flags, "--train.max_epochs", "2"]), "SAMPLES", str(folder))
+    told = drive("openrlhf", "drive_openrlhf_critic.py", *arguments, samples=ROWS, tmp=tmp_path)
+    plain = PlainCritic(folder, lr=LR)
+    *steps, repeated = told["steps"]
+    assert len(steps) == 3
+    assert {name: repeated[name] for name in ("values", "returns")} == {
+        name: steps[2][name] for name in ("values", "returns")
+    }
+    for step in steps:
+        check_values(plain, ROWS, step["values"])
+        check_returns(ROWS, step)
+        losses = [plain.train(request(ROWS, step), len(ROWS))[0] for _ in range(2)]
+        np.testing.assert_allclose(step["status"]["critic_loss"], losses[0][0], **NEAR)
