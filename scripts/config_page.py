@@ -14,6 +14,7 @@ from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
     EngineConfig,
+    JudgeConfig,
     ModelConfig,
     RewardConfig,
     ServerConfig,
@@ -39,6 +40,7 @@ startup; an empty default means no value. A boolean flag stands alone or with a 
 | [The server](#the-server) | `guerdon serve` and the like: at the top of `--config FILE.yaml`, or as flags |
 | [Models](#models) | each item of `models:` in that file, or flags of `guerdon serve MODEL` |
 | [Teachers](#teachers) | items of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher MODEL` |
+| [Judges](#judges) | items of `models:` with `kind: judge`, or flags of `guerdon serve-judge MODEL` |
 | [Sums of rewards](#sums-of-rewards) | each item of `rewards:` in that file; see [rewards.md](rewards.md) |
 | [The critic](#the-critic) | `critic:` in that file, or flags of `guerdon serve-critic MODEL` |
 | [The actors](#the-actors) | sections of the file of `guerdon reinforce`, `ppo`, `distill`, or flags with their paths |
@@ -69,6 +71,12 @@ TEACHERS = """
 
 An item of `models:` with `kind: teacher`, or flags of `guerdon serve-teacher`. [teacher.md](teacher.md) explains
 them.
+"""
+
+JUDGES = """
+## Judges
+
+An item of `models:` with `kind: judge`, or flags of `guerdon serve-judge`. [judge.md](judge.md) explains them.
 """
 
 CRITIC = """
@@ -179,6 +187,9 @@ def page() -> str:
         TEACHERS.rstrip(),
         *without_flags(TeacherConfig, "kind", "model"),
         *by_group(TeacherConfig),
+        JUDGES.rstrip(),
+        *without_flags(JudgeConfig, "kind", "model"),
+        *by_group(JudgeConfig),
         SUMS.rstrip(),
         *without_flags(RewardConfig),
         "\n### Components",

@@ -43,6 +43,7 @@ SECTIONS = {
     "shared prompts": "Shared prompts",
     "errors": "Memory and checks",
     "sums of rewards": "Sums of rewards",
+    "judges": "Judges",
     "critic": "Critic",
     "ranks": "Ranks",
     "models": "Models",
@@ -52,6 +53,7 @@ NOTES = {
     "shared prompts": "The share of tokens that was saved is 1 less computed by received tokens.",
     "sums of rewards": "These two tell what `mean` and `std` to give to a component whose `normalize` is `given`, see "
     "[rewards.md](rewards.md).",
+    "judges": "See [judge.md](judge.md#the-reward).",
     "critic": "See [critic.md](critic.md). Its values are scored as those of a model, and count above.",
 }
 
@@ -107,7 +109,12 @@ RUN_SECTIONS = {
     "time": "Time",
 }
 
-BUCKETS = {"seconds": metrics.SECONDS, "sequences": metrics.COUNTS, "differences": metrics.DIFFERENCES}
+BUCKETS = {
+    "seconds": metrics.SECONDS,
+    "sequences": metrics.COUNTS,
+    "differences": metrics.DIFFERENCES,
+    "masses": metrics.MASSES,
+}
 
 
 def server_row(name: str, made: metrics.Definition) -> str:

@@ -27,8 +27,8 @@ from processes import environment
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
-    "serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "distill", "bench", "doctor", "convert",
-    "completion",
+    "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "bench", "doctor",
+    "convert", "completion",
 ]  # fmt: skip
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 
@@ -77,7 +77,8 @@ def shown_flags(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "serve-critic", "serve-teacher", "score", "reinforce", "ppo", "distill", "bench"]
+    "command",
+    ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "bench"],
 )
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]
@@ -275,7 +276,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TYPED = {
-    "guerdon serv": {"serve", "serve-critic", "serve-teacher"},
+    "guerdon serv": {"serve", "serve-critic", "serve-teacher", "serve-judge"},
     "guerdon serve --log-f": {"--log-format"},
     "guerdon serve --log-format ": {"text", "json"},
     "guerdon serve --config ser": {"server.yaml"},

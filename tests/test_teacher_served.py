@@ -386,9 +386,9 @@ def test_yaml_tells_kinds_apart() -> None:
     config = from_mapping(ServerConfig, {"models": [{"kind": "teacher", "model": "a", "max_top_k": 3}, {"model": "b"}]})
     assert [type(model) for model in config.models] == [TeacherConfig, ModelConfig]
     assert (config.models[0].name, config.models[1].name) == ("teacher", "reward_model")
-    with pytest.raises(ConfigError, match=r"models\[0\].kind is 'judge'") as wrong:
-        from_mapping(ServerConfig, {"models": [{"kind": "judge", "model": "a"}]})
-    assert "reward_model, teacher" in wrong.value.help
+    with pytest.raises(ConfigError, match=r"models\[0\].kind is 'jury'") as wrong:
+        from_mapping(ServerConfig, {"models": [{"kind": "jury", "model": "a"}]})
+    assert "reward_model, teacher, judge" in wrong.value.help
     with pytest.raises(ConfigError, match=r"unknown setting models\[0\].pooling"):
         from_mapping(ServerConfig, {"models": [{"kind": "teacher", "model": "a", "pooling": "last"}]})
     rewards = [{"name": "sum", "components": [{"model": "teacher"}]}]

@@ -33,6 +33,7 @@ from guerdon.server.service import Service
 from guerdon.settings.config import (
     CriticConfig,
     EngineConfig,
+    JudgeConfig,
     ModelConfig,
     ServedModelConfig,
     ServerConfig,
@@ -56,6 +57,10 @@ def build_scorer(config: ServedModelConfig, ranks: Ranks = ALONE) -> Any:
         from guerdon.engine.teacher import TeacherEngine
 
         return TeacherEngine(load_policy(config, ranks=ranks.frozen()))
+    if isinstance(config, JudgeConfig):
+        from guerdon.engine.judging import build_judge
+
+        return build_judge(config, ranks.frozen())
     if ":" in config.model and not Path(config.model).exists():
         from guerdon.engine.functions import FunctionScorer
 

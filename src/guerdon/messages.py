@@ -31,6 +31,17 @@ def response(conversation: Any) -> str:
     return last["content"]
 
 
+def transcript(conversation: Sequence[Message]) -> str:
+    """Returns a conversation as one text: a single user's message as it is, several each behind its role.
+
+    Raises InvalidRequest if a message is malformed.
+    """
+    messages = plain([*conversation]) if conversation else []
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
 def before_response(conversation: Sequence[Message]) -> list[Message]:
     """Returns the conversation without the assistant's message that ends it; empty if there is none."""
     last = conversation[-1] if conversation else None

@@ -22,7 +22,10 @@ from processes import environment
 from served import free_port
 
 ROOT = Path(__file__).parents[2]
-PORTS = {"serve": ("5555", "5557"), "serve-critic": ("5556", "5558"), "serve-teacher": ("5555", "5557")}
+PORTS = {
+    **dict.fromkeys(("serve", "serve-teacher", "serve-judge"), ("5555", "5557")),
+    "serve-critic": ("5556", "5558"),
+}
 """HTTP and gRPC ports by command, as on the pages."""
 SHORTER = {
     "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
@@ -137,7 +140,7 @@ class Reader:
             if re.fullmatch(pattern, command):
                 check(command)
                 return
-        serve = re.match(r"guerdon (serve(?:-critic|-teacher)?) ", command)
+        serve = re.match(r"guerdon (serve(?:-critic|-teacher|-judge)?) ", command)
         if serve is not None:
             self._serve(command, *PORTS[serve[1]], where)
             return

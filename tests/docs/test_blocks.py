@@ -16,9 +16,10 @@ import pytest
 from blocks import ROOT, Reader, blocks_of, commands
 from safetensors.numpy import load_file
 
+import chats
 import zoo
 from demo import parts
-from guerdon import CriticClient
+from guerdon import CriticClient, RewardClient
 from served import reward_model
 
 PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]
@@ -123,6 +124,19 @@ def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) 
             file.write_text("".join(lines[:count]))
             reader.read(run)
             assert (critic.state().step, critic.state().num_unsaved) == (step, 0)
+
+
+def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
+    """The small judge knows `yes` and `no`, but says them no more often than anything else."""
+    judge = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
+    chats.save("chatml", judge, words=("yes", "no"))
+    for block in blocks_of(ROOT / "docs/judge.md"):
+        if block.language in ("", "python") or block.text.startswith("# rubric.yaml"):
+            reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
+    with RewardClient(f"http://127.0.0.1:{reader.ports['5555']}", "judge") as client:
+        scores = client.score(texts=["What? That."], prompts=["What? "])
+    assert scores.attribute_names == ("correct", "brief", "other_mass") and scores.attributes is not None
+    assert math.isclose(scores.rewards[0], 2 * scores.attributes[0, 0] + scores.attributes[0, 1], rel_tol=1e-5)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from blocks import ROOT
 from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
+    JudgeConfig,
     ModelConfig,
     RewardConfig,
     ServerConfig,
@@ -43,7 +44,9 @@ def test_the_page_of_settings_is_not_out_of_date(tmp_path: Path) -> None:
     assert ran("config_page.py", "--check", "--out", other).returncode == 0
 
 
-@pytest.mark.parametrize("cls", [ServerConfig, ModelConfig, TeacherConfig, CriticConfig, RewardConfig, ComponentConfig])
+@pytest.mark.parametrize(
+    "cls", [ServerConfig, ModelConfig, TeacherConfig, JudgeConfig, CriticConfig, RewardConfig, ComponentConfig]
+)
 def test_every_setting_has_a_line(cls: type) -> None:
     told = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/config.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {field.name for field in dataclasses.fields(cls)} <= {*told}

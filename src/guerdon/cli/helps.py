@@ -109,6 +109,32 @@ and reward models beside them:
     - {name: reward_model, model: ./my-reward-model}
 """
 
+JUDGE_EXAMPLES = """\
+Serve rewards that a frozen language model gives by a rubric, one token for each criterion, until SIGTERM or Ctrl-C.
+
+examples:
+  # a judge on port 5555
+  guerdon serve-judge ./my-model --rubric rubric.yaml
+  # beside other models, or as a component of a sum, as below
+  guerdon serve-judge --config server.yaml
+"""
+
+JUDGE_NOTES = """\
+MODEL is any causal language model that transformers loads, with its tokenizer. A rubric:
+
+  template: "Q: {prompt}\\nA: {response}\\n{criterion} Say yes or no."
+  labels: {yes: 1, no: 0}
+  criteria:
+    - {name: correct, text: "Is the answer correct?", weight: 2}
+    - {name: brief, text: "Is the answer brief?"}
+
+A server may have several judges, and other models beside them:
+
+  models:
+    - {kind: judge, name: judge, model: ./my-model, rubric: rubric.yaml}
+    - {name: reward_model, model: ./my-reward-model}
+"""
+
 SCORE_EXAMPLES = """\
 Score a JSONL file through running servers, or by a model loaded in this process.
 
@@ -273,6 +299,7 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "serve": (SERVE_EXAMPLES, SERVE_NOTES),
     "serve-critic": (CRITIC_EXAMPLES, CRITIC_NOTES),
     "serve-teacher": (TEACHER_EXAMPLES, TEACHER_NOTES),
+    "serve-judge": (JUDGE_EXAMPLES, JUDGE_NOTES),
     "score": (SCORE_EXAMPLES, SCORE_NOTES),
     "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
     "ppo": (PPO_EXAMPLES, PPO_NOTES),

@@ -26,7 +26,14 @@ from guerdon.settings.actors import (
     check_actor,
     describe_run,
 )
-from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import (
+    CriticConfig,
+    JudgeConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServerConfig,
+    TeacherConfig,
+)
 from guerdon.settings.sources import (
     CRITIC_PORTS,
     add_section_flags,
@@ -48,6 +55,7 @@ def make_parser() -> Parser:
     _add_serve(commands)
     _add_serve_critic(commands)
     _add_serve_teacher(commands)
+    _add_serve_judge(commands)
     _add_score(commands)
     _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
@@ -85,7 +93,7 @@ class _ShowVersions(argparse.Action):
         parser.exit()
 
 
-# serve, serve-critic, serve-teacher
+# serve, serve-critic, serve-teacher, serve-judge
 
 
 def _add_serve(commands: Any) -> None:
@@ -130,6 +138,22 @@ def _add_serve_teacher(commands: Any) -> None:
     add_server_flags(parser, ServerConfig, TeacherConfig)
 
 
+def _add_serve_judge(commands: Any) -> None:
+    parser = _add_command(
+        commands, "serve-judge", "Serve rewards that a language model gives by a rubric.", run_serve_judge
+    )
+    parser.show_first(
+        "rubric", "verdict", "max_other_mass", "config", "host", "port", "api_keys_file", "dtype", "device",
+        "max_length",
+    )  # fmt: skip
+    parser.usage = "guerdon serve-judge [MODEL] [--rubric FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a causal language model.")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
+    )
+    add_server_flags(parser, ServerConfig, JudgeConfig)
+
+
 def run_serve(args: argparse.Namespace) -> int:
     """Loads reward models and serves them until SIGTERM or SIGINT; returns the exit status."""
     return _serve(read_server_settings(args))
@@ -143,6 +167,11 @@ def run_serve_critic(args: argparse.Namespace) -> int:
 def run_serve_teacher(args: argparse.Namespace) -> int:
     """Loads a teacher and serves it until SIGTERM or SIGINT; returns the exit status."""
     return _serve(read_server_settings(args, TeacherConfig))
+
+
+def run_serve_judge(args: argparse.Namespace) -> int:
+    """Loads a judge and serves it until SIGTERM or SIGINT; returns the exit status."""
+    return _serve(read_server_settings(args, JudgeConfig))
 
 
 def _serve(config: ServerConfig) -> int:

@@ -11,9 +11,10 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Truncation
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
+from guerdon.judge_core import Rubric, Sample
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
-from guerdon.settings.config import RewardConfig, ServedModelConfig
+from guerdon.settings.config import JudgeConfig, RewardConfig, ServedModelConfig
 from guerdon.teacher_core import HeadFile
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
@@ -65,6 +66,19 @@ class Teacher(Served, Protocol):
     """A model whose output head clients may fetch."""
 
     def head_file(self) -> HeadFile: ...
+
+
+@runtime_checkable
+class Judge(Served, Protocol):
+    """A language model that answers every sample's criteria, each by one of `label_ids`."""
+
+    config: JudgeConfig
+    rubric: Rubric
+    label_ids: np.ndarray
+
+    def render(self, sample: Sample) -> list[str | InvalidRequest]: ...
+
+    def encode_in_steps(self, texts: list[str]) -> Steps: ...
 
 
 def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:

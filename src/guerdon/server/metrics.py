@@ -23,6 +23,7 @@ UNKNOWN = "unknown"
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 DIFFERENCES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)
+MASSES = (1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -72,6 +73,8 @@ TABLE: dict[str, Definition] = {
                                          "the start.", ("model", "component")),
     "guerdon_component_std": Definition("sums of rewards", Gauge, "Standard deviation of a component's own rewards in "
                                         "a sum (of the population), since the start.", ("model", "component")),
+    "guerdon_judge_other_mass": Definition("judges", Histogram, "Probability of all tokens that are no labels, for "
+                                           "each sample and criterion.", ("model", "criterion"), MASSES),
     "guerdon_train_requests": Definition("critic", Counter, "Train requests, by outcome: ok, known (answered again) or "
                                          "the error's class.", ("critic", "outcome")),
     "guerdon_train_steps": Definition("critic", Counter, "Optimiser steps, by outcome: done, or skipped because "

@@ -15,9 +15,9 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation, common_prefix
 from guerdon.errors import InvalidRequest
 from guerdon.messages import before_response, response
-from guerdon.server import tracing
+from guerdon.server import judgements, tracing
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.catalog import Entry, Served, Steps, Tokenizer
+from guerdon.server.catalog import Entry, Judge, Served, Steps, Tokenizer
 from guerdon.settings.config import ServedModelConfig
 from guerdon.teacher_core import MAX_ANSWER_BYTES
 from guerdon.wire.signature import why_no_text
@@ -78,6 +78,13 @@ class Reader:
             cut = truncation(request, entry.config, served.info)
             check(served, request)
             lengths = request.prompt_lengths
+            if served.info.kind == "judge":
+                assert isinstance(served, Judge)
+                check_room()
+                made = await self._read_for_judge(served, request, client)
+                if entry.served is served:
+                    return served, *made
+                continue
             if request.tokens is not None:
                 rows: Rows = request.tokens
             else:
@@ -159,9 +166,37 @@ class Reader:
                 steps = encoder.encode_in_steps(texts, added, cut, most)
             else:
                 steps = encoder.encode_messages_in_steps(request.messages or [], cut, most)
-            while (rows := await self.run(client, lambda: _advance(steps))) is None:
-                pass
-            return rows
+            return await self._finish(steps, client)
+
+    async def _read_for_judge(
+        self, judge: Judge, request: ScoreRequest, client: str
+    ) -> tuple[list[Sequence], list[InvalidRequest | None]]:
+        """Returns one sequence for each criterion of each sample, and what is wrong with it, if anything."""
+        num_criteria = len(judge.rubric.criteria)
+        rows: list[np.ndarray | str | InvalidRequest] = []
+        for first in range(0, len(request), _RENDERED_AT_ONCE):
+            some = range(first, min(first + _RENDERED_AT_ONCE, len(request)))
+            rows += await self.run(client, functools.partial(judgements.questions, judge, request, some))
+        places = [i for i, row in enumerate(rows) if isinstance(row, str)]
+        with tracing.step("tokenize", judge.info.name):
+            steps = judge.encode_in_steps([str(rows[i]) for i in places])
+            for i, ids in zip(places, await self._finish(steps, client), strict=True):
+                rows[i] = ids
+        sequences: list[Sequence] = []
+        errors: list[InvalidRequest | None] = []
+        for i, row in enumerate(rows):
+            fault = row if isinstance(row, InvalidRequest) else None
+            ids = row if isinstance(row, np.ndarray) else np.empty(0, np.int64)
+            made = judgements.question(judge, ids, request, i // num_criteria)
+            sequences.append(made)
+            errors.append(fault or find_fault(made, judge.info) or judgements.find_fault(judge, ids))
+        size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], judge.info)
+        return sequences, errors
+
+    async def _finish(self, steps: Steps, client: str) -> Rows:
+        while (rows := await self.run(client, lambda: _advance(steps))) is None:
+            pass
+        return rows
 
 
 def check(served: Served, request: ScoreRequest) -> None:
@@ -292,7 +327,8 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
             return InvalidRequest(fault)
     if info.max_length is not None and len(tokens) > info.max_length:
         # Only a model that answers for whole samples may lose some of their tokens.
-        instead = "" if info.is_by_token else ", or start the server with --truncation left or right"
+        may_cut = not (info.is_by_token or info.kind == "judge")
+        instead = ", or start the server with --truncation left or right" if may_cut else ""
         return InvalidRequest(
             f"the sample has {len(tokens)} tokens, {info.name} takes at most {info.max_length}; shorten it{instead}"
         )

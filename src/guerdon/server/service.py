@@ -12,7 +12,7 @@ from collections.abc import Sequence as ListLike
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
-from guerdon.server import reading, sums, tracing, triton
+from guerdon.server import judgements, reading, sums, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job, Limits
@@ -134,9 +134,10 @@ class Service:
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
         reply = _assemble(job, served.info.weights_version, sequences, errors)
+        reply = await judgements.reduced(served, reply, self.metrics)
         reply.text = served.encoder if isinstance(served.encoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in accepted), name)
-        self._note(entry.info, request, reply, [s.num_tokens for s in sequences])
+        self._note(entry.info, request, reply)
         return reply
 
     async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str) -> ScoreReply:
@@ -145,14 +146,13 @@ class Service:
         replies = await sums.score_components(
             made.components, lambda component: self.score(component, request, client, started=started)
         )
-        reply = made.combine(replies)
-        lengths = reply.lengths if any(reply.lengths) else reading.estimate_lengths(request)
-        self._note(made.info, request, reply, lengths)
+        self._note(made.info, request, reply := made.combine(replies))
         self.metrics.components(made.info.name, made.statistics())
         return reply
 
-    def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, lengths: list[int]) -> None:
-        """Counts an answered request; `lengths` estimates those that the reply lacks."""
+    def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply) -> None:
+        """Counts an answered request."""
+        lengths = reply.lengths if any(reply.lengths) else reading.estimate_lengths(request)
         num_failed = self.metrics.reply(info.name, reply)
         tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
         self.recorder.note(info, request, reply, lengths)

@@ -175,7 +175,30 @@ class TeacherConfig(QueueConfig, LanguageModelConfig):
     )
 
 
-ServedModelConfig = ModelConfig | TeacherConfig
+@dataclass
+class JudgeConfig(QueueConfig, LanguageModelConfig):
+    """One served judge: a frozen language model that answers each criterion of a rubric by one token."""
+
+    truncation: ClassVar[Literal["error"]] = "error"  # the rubric's own words are not to be cut off
+
+    kind: Literal["judge"] = setting("judge", "Kind of model.", flag=False)
+    model: str = setting("", "Local folder or hub id of a causal language model.", flag=False)
+    name: str = setting("judge", "Name that clients ask for.")
+    rubric: str = setting("", "YAML file with the template, the labels and the criteria.")
+    verdict: Literal["expected", "likeliest"] = setting(
+        "expected",
+        "Value of a criterion. expected: the mean of the labels' values by their probabilities. likeliest: the "
+        "likeliest label's value.",
+    )
+    max_other_mass: float = setting(
+        0.5,
+        "Largest probability of all tokens that are no labels together; above it, the sample fails.",
+        least=0,
+        most=1,
+    )
+
+
+ServedModelConfig = ModelConfig | TeacherConfig | JudgeConfig
 """The settings of one model of a server, told apart by their `kind`."""
 
 
@@ -390,6 +413,8 @@ def _contradiction_checks(settings: Any, where: str) -> list[Callable[[], None]]
         checks.append(functools.partial(_check_learning, settings, where))
     if isinstance(settings, CriticConfig):
         checks.append(functools.partial(_check_critic, settings, where))
+    if isinstance(settings, JudgeConfig):
+        checks.append(functools.partial(_check_judge, settings, where))
     if isinstance(settings, ServerConfig):
         checks.append(functools.partial(check_reach, settings, settings.host))
         server_checks = (check_tls, _check_traces, _check_names, _check_dashboard, _check_fsdp)
@@ -471,6 +496,11 @@ def _check_critic(settings: CriticConfig, where: str) -> None:
                 raise ConfigError(f"{where}{name} is {value}, but there is no reward model", "give reward_model")
 
 
+def _check_judge(settings: JudgeConfig, where: str) -> None:
+    if not settings.rubric:
+        raise ConfigError(f"{where}rubric is not given", "name the YAML file with the template, labels and criteria")
+
+
 def _check_names(settings: ServerConfig) -> None:
     names = [model.name for model in settings.models] + [reward.name for reward in settings.rewards]
     if settings.critic is not None:
@@ -498,7 +528,7 @@ def _check_reward(settings: RewardConfig, where: str, models: list[ServedModelCo
 
 
 def _check_component(settings: ComponentConfig, where: str, models: list[ServedModelConfig]) -> None:
-    rewarding = [model.name for model in models if isinstance(model, ModelConfig)]
+    rewarding = [model.name for model in models if not isinstance(model, TeacherConfig)]
     if settings.model not in rewarding:
         is_teacher = any(model.name == settings.model for model in models)
         raise ConfigError(

@@ -15,6 +15,7 @@ import yaml
 from guerdon.errors import ConfigError
 from guerdon.settings.config import (
     CriticConfig,
+    JudgeConfig,
     ModelConfig,
     ServedModelConfig,
     ServerConfig,
@@ -26,7 +27,7 @@ from guerdon.settings.fields import default_of, from_mapping, without_none
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Default ports of `serve-critic`, so that it can run beside a reward model's server."""
 
-_COMMANDS = {ModelConfig: "guerdon serve", TeacherConfig: "guerdon serve-teacher"}
+_COMMANDS = {ModelConfig: "guerdon serve", TeacherConfig: "guerdon serve-teacher", JudgeConfig: "guerdon serve-judge"}
 """The command whose flags are the settings of such a model."""
 
 _GRPC_OFFSET = 2
@@ -39,7 +40,7 @@ GROUPS = {
     "connections and keys": """host port grpc_port api_keys_file allow_anonymous allowed_hosts
         tls_cert tls_key tls_client_ca""",
     "model": """name revision max_length truncation pooling attribute_weights merge_attributes mean std
-        step_separator step_reduction max_top_k model_repository""",
+        step_separator step_reduction max_top_k rubric verdict max_other_mass model_repository""",
     "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps
         gradient_clip_val loss_clip_val trainable frozen lora lora_alpha lora_targets activation_checkpointing""",
     "checkpoints": "checkpoint_dir keep_checkpoints keep_best keep_best_mode save_every",

@@ -32,6 +32,7 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
+from guerdon.wire.forms.labels import has_components
 from guerdon.wire.forms.page_bodies import Extreme, Extremes
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class Pages:
             "response": response,
             "is_cut": one.is_cut,
         }
-        extreme["attributes" if info.kind != "sum" else "components"] = one.attributes
+        extreme["components" if has_components(info) else "attributes"] = one.attributes
         return extreme
 
 

@@ -15,7 +15,7 @@ from guerdon.server.catalog import Tokenizer
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire import bodies
 from guerdon.wire.forms.form import check_conversation, joined, of_conversation, to_texts
-from guerdon.wire.forms.labels import attributes_of, number
+from guerdon.wire.forms.labels import attributes_of, has_components, number
 from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
 
 MOST_TOKENS = 32_768
@@ -170,7 +170,7 @@ def _result(
             raise result
         if "rewards" in info.outputs and math.isfinite(result.reward):
             told["reward"] = number(result.reward)
-        told["components" if info.kind == "sum" else "attributes"] = attributes_of(result, info)
+        told["components" if has_components(info) else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
         told["error"] = bodies.cut(str(e))
     if ids is None or len(ids[0]) != length:  # what was cut at the start or the end

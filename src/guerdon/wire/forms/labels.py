@@ -23,33 +23,38 @@ def number(value: float) -> np.float32:
     return np.float32(value)
 
 
+def has_components(info: ModelInfo) -> bool:
+    """Whether the attributes are components that the reward is made of, as a sum's and a judge's."""
+    return info.kind in ("sum", "judge")
+
+
 def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:
     """Returns the names of a sample's `count` numbers: its attributes', else those that transformers gives."""
-    return ("LABEL_0",) if info.kind == "sum" else info.names_of(count)
+    return ("LABEL_0",) if has_components(info) else info.names_of(count)
 
 
 def numbers_of(score: Score, info: ModelInfo, activation: Activation | None = None) -> np.ndarray:
     """Returns one number a label, float32 `[A]`: a checkpoint's attributes if it has several, else the reward."""
-    has_several = score.attributes is not None and info.kind != "sum"
+    has_several = score.attributes is not None and not has_components(info)
     numbers = np.asarray(score.attributes if has_several else [number(score.reward)], np.float32)
     return activated(numbers, activation)
 
 
 def attributes_of(score: Score, info: ModelInfo) -> dict[str, np.float32]:
-    """Returns a checkpoint's attributes, or a sum's component rewards, by name; empty if there are none."""
+    """Returns a checkpoint's attributes, or the components of a sum or judge, by name; empty if there are none."""
     if score.attributes is None:
         return {}
     return dict(zip(info.names_of(len(score.attributes)), map(number, score.attributes), strict=True))
 
 
 def components_of(score: Score, info: ModelInfo) -> dict[str, Any]:
-    """Returns a sum's component rewards under the key `components`; empty for any other model."""
-    return {"components": attributes_of(score, info)} if info.kind == "sum" else {}
+    """Returns the components of a sum or judge under the key `components`; empty for any other model."""
+    return {"components": attributes_of(score, info)} if has_components(info) else {}
 
 
 def more_of(score: Score, info: ModelInfo) -> dict[str, Any]:
-    """Returns what `numbers_of` leaves out: a sum's components, or the reward beside several attributes."""
-    if info.kind == "sum" or score.attributes is None:
+    """Returns what `numbers_of` leaves out: the components, or the reward beside several attributes."""
+    if has_components(info) or score.attributes is None:
         return components_of(score, info)
     return {"reward": number(score.reward)}
 

@@ -1,0 +1,128 @@
+"""Reads a judge's rubric from its YAML file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import yaml
+
+from guerdon.errors import ConfigError
+from guerdon.judge_core import FIELDS, OTHER_MASS, Criterion, Rubric
+from guerdon.settings.fields import nearest
+
+_KEYS = ("template", "system", "labels", "criteria")
+_CRITERION = ("name", "text", "weight")
+_TAKEN = (OTHER_MASS, "score")
+"""Names that stand beside the criteria's in replies, or in trainers' logs."""
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads all scalars as texts, because YAML would read the label `yes` as true; refuses duplicate keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError("in a mapping", node.start_mark, f"{twice} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_rubric(path: str) -> Rubric:
+    """Returns the rubric of a YAML file; raises ConfigError for the first thing that is wrong with it."""
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as e:
+        raise ConfigError(f"cannot read the rubric {path}: {e.strerror}", "check its path") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not valid YAML: {e}", "correct it at that line") from e
+    data = _mapping(data, path, _KEYS)
+    template, system = _text(data, "template", path), _text(data, "system", path, default="")
+    labels, criteria = _labels(data.get("labels"), path), _criteria(data.get("criteria"), path)
+    rubric = Rubric(template, tuple(labels), tuple(labels.values()), criteria, system, path)
+    _check_template(rubric)
+    return rubric
+
+
+def _labels(data: Any, path: str) -> dict[str, float]:
+    if not isinstance(data, dict) or len(data) < 2:
+        raise ConfigError(
+            f"{path}: labels has {len(data) if isinstance(data, dict) else 'no'} labels",
+            "give at least two answers with their values, such as `labels: {yes: 1, no: 0}`",
+        )
+    return {label: _number(value, f"{path}: labels.{label}") for label, value in data.items()}
+
+
+def _criteria(data: Any, path: str) -> tuple[Criterion, ...]:
+    if not isinstance(data, list) or not data:
+        raise ConfigError(f"{path} has no criteria", "add `criteria:` with `- {name: ..., text: ...}` lines")
+    made: list[Criterion] = []
+    for i, item in enumerate(data):
+        where = f"{path}: criteria[{i}]"
+        item = _mapping(item, where, _CRITERION)
+        name, weight = _text(item, "name", where), _number(item.get("weight", "1"), f"{where}.weight")
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII) or name in _TAKEN:
+            raise ConfigError(
+                f"{where}.name is {name!r}",
+                f"use ASCII letters, digits, underscores, points and hyphens, and neither of {', '.join(_TAKEN)}",
+            )
+        if name in (one.name for one in made):
+            raise ConfigError(f"{path}: two criteria are named {name}", "give each another name")
+        made.append(Criterion(name, _text(item, "text", where, default=""), weight))
+    if not any(one.weight for one in made):
+        raise ConfigError(f"{path}: the weights of all criteria are 0", "give one criterion another weight")
+    return tuple(made)
+
+
+def _check_template(rubric: Rubric) -> None:
+    """Raises ConfigError if a field is unknown or missing."""
+    where = f"{rubric.path}: template"
+    try:
+        parts = [*Formatter().parse(rubric.template)]
+    except ValueError as e:
+        raise ConfigError(f"{where} has a stray brace: {e}", "write {{ and }} for braces that are no field's") from e
+    for _, name, form, conversion in parts:
+        if name is not None and (name not in FIELDS or form or conversion):
+            known = ", ".join(f"{{{field}}}" for field in FIELDS)
+            raise ConfigError(
+                f"{where} has the unknown field {{{name}{'!' + conversion if conversion else ''}"
+                f"{':' + form if form else ''}}}",
+                f"known are {known}; write {{{{ and }}}} for braces that are no field's",
+            )
+    if "response" not in rubric.fields:
+        raise ConfigError(f"{where} has no {{response}}", "put it where the judge should read the response")
+    if "criterion" not in rubric.fields and len(rubric.criteria) > 1:
+        raise ConfigError(
+            f"{where} has no {{criterion}}, and there are {len(rubric.criteria)} criteria",
+            "put it behind {response}, so that criteria share what is before them",
+        )
+    without = next((one.name for one in rubric.criteria if "criterion" in rubric.fields and not one.text), None)
+    if without is not None:
+        raise ConfigError(f"{rubric.path}: the criterion {without} has no text", "add `text:`, for {criterion}")
+
+
+def _mapping(data: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} is no mapping", f"write `key: value` lines; known here: {', '.join(known)}")
+    for key in data:
+        if key not in known:
+            near = nearest(key, known)
+            raise ConfigError(
+                f"{where}: unknown setting {key}",
+                f"{f'did you mean {near}? ' if near else ''}known here: {', '.join(known)}",
+            )
+    return data
+
+
+def _text(data: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
+    value = data.get(key, default)
+    if not isinstance(value, str) or (default is None and not value):
+        raise ConfigError(f"{where}: {key} is {'missing' if not value else 'no text'}", f"give `{key}:` a text")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, str) or not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?", value):
+        raise ConfigError(f"{where} is {value!r}", "give a finite number")
+    return float(value)

@@ -1,0 +1,123 @@
+"""A judge's labels are one token each where they stand, its questions share what they can, and its values are means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chats
+import judged
+import zoo
+from guerdon.core import ScoreRequest, common_prefix
+from guerdon.distributed.ranks import ALONE
+from guerdon.engine.judging import JudgeEngine, build_judge
+from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
+from guerdon.judge_core import Criterion, Rubric
+from guerdon.server import judgements
+from guerdon.settings.config import JudgeConfig
+
+
+def build(folder: Path, rubric: str = judged.RUBRIC, **settings: Any) -> JudgeEngine:
+    return build_judge(JudgeConfig(model=str(folder), rubric=judged.write(folder, rubric), **settings), ALONE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.language_model("llama", tmp_path_factory.mktemp("judge")))
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.language_model("llama", tmp_path_factory.mktemp("raw")), chat_template=None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ("{yes: 1, n: 0}", "behind the criterion right the label 'yes' is 3 tokens, and must be one"),
+        ("{y: 1, '': 0}", "the label '' is 0 tokens, and must be one"),
+    ],
+)
+def test_a_label_is_one_token(labels: str, message: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(model, judged.RUBRIC.replace("{y: 1, n: 0, m: 0.25}", labels))
+
+
+def test_a_label_that_changes_the_token_before_it_is_refused(raw: Path) -> None:
+    """The vocabulary has a token `th`, so that `h` behind a `t` is no token of its own."""
+    rubric = judged.RUBRIC.replace("Kind?", "Is it kind? But").replace("{y: 1", "{h: 1")
+    with pytest.raises(ConfigError, match="behind the criterion kind the label 'h' is no token of its own"):
+        build(raw, rubric)
+
+
+def test_labels_of_one_token_are_refused(tmp_path: Path) -> None:
+    """This tokenizer writes a blank as the other character."""
+    folder = zoo.language_model("llama", tmp_path, vocab_size=chats.VOCAB_SIZE)
+    chats.save("gemma", folder)
+    with pytest.raises(ConfigError, match="and another are the same token"):
+        build(folder, judged.RUBRIC.replace("{y: 1, n: 0, m: 0.25}", "{' ': 1, y: 0, '▁': 2}"))
+
+
+def test_a_sample_whose_text_swallows_the_label_fails(raw: Path) -> None:
+    rubric = judged.RUBRIC.replace('\\n{criterion}"', '"').replace("{y: 1", "{h: 1")
+    rubric = rubric[: rubric.index("  - {name: brief")]
+    judge = build(raw, rubric)
+    request = ScoreRequest(texts=["a cat", "a dog"], prompts=["", ""])
+    (swallowed, fine) = (row for row in rows_of(judge, request))
+    error = judgements.find_fault(judge, swallowed)
+    assert isinstance(error, InvalidRequest) and "the label 'h' is no token of its own" in str(error)
+    assert judgements.find_fault(judge, fine) is None
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no tokenizer, and a judge reads text"):
+        build(zoo.language_model("llama", tmp_path))
+
+
+def rows_of(judge: JudgeEngine, request: ScoreRequest) -> list[np.ndarray]:
+    texts = [str(text) for text in judgements.questions(judge, request, range(len(request)))]
+    steps = judge.encode_in_steps(texts)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return e.value
+
+
+def test_criteria_and_responses_cost_what_they_do_not_share(model: Path) -> None:
+    """P + N·R + N·K·c tokens: the prompt once, each response once, each criterion once for each response."""
+    judge = build(model)
+    assert judge.info.path == "packed+shared"
+    responses = ["A long answer of bytes.", "Both are better yet....", "Could be, I would say.."]
+    request = ScoreRequest(texts=["What is it? " + text for text in responses], prompts=["What is it? "] * 3)
+    rows = [row[:-1] for row in rows_of(judge, request)]  # the label behind a question is not computed
+    num_criteria = 3
+    prompt = common_prefix(rows[0], rows[num_criteria])
+    each = [common_prefix(rows[i], rows[i + 1]) - prompt for i in range(0, len(rows), num_criteria)]
+    ends = [len(row) - prompt - each[i // num_criteria] for i, row in enumerate(rows)]
+    batches = [*judge._teacher.plan(rows)]
+    computed = sum(batch.packed.num_tokens for batch in batches if batch.packed is not None)
+    assert len(batches) == 1 and computed == prompt + sum(each) + sum(ends)
+    assert computed < 0.4 * sum(map(len, rows))
+    assert each == [len(ids) for ids in judge._text.encode([text + "\n" for text in responses])]  # type: ignore[arg-type]
+
+
+RUBRIC = Rubric("{response}", ("y", "n"), (1.0, 0.0), (Criterion("one", ""), Criterion("two", "", 3.0)))
+
+
+def test_values_are_means_over_the_labels_alone() -> None:
+    logprobs = np.log(np.array([[[0.6, 0.2], [0.1, 0.3]]], np.float32))
+    (score,), other = RUBRIC.judge(logprobs, "expected", 0.61)
+    assert not isinstance(score, SampleFailed) and score.attributes is not None
+    np.testing.assert_allclose(score.attributes, [0.75, 0.25, 0.6], rtol=1e-6)
+    np.testing.assert_allclose([score.reward], [1.5], rtol=1e-6)
+    np.testing.assert_allclose(other, [[0.2, 0.6]], atol=1e-6)
+
+
+def test_labels_that_are_impossible_fail_the_sample_under_any_bound() -> None:
+    for verdict in ("expected", "likeliest"):
+        (result,), _ = RUBRIC.judge(np.full((1, 2, 2), -np.inf, np.float32), verdict, 1.0)  # type: ignore[arg-type]
+        assert isinstance(result, SampleFailed) and "no label" in str(result)
