@@ -33,6 +33,7 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
         r"(?s)python -m (?:openrlhf\.cli\.train_ppo_ray|guerdon\.adapters\.openrlhf_critic) .*",
         "openrlhf/cli/train_ppo_ray.py",
     ),
+    "skyrl": (r"(?s)python -m skyrl\.train\.entrypoints\.main_base .*", "skyrl/train/**/*.py"),
     "slime": (r"(?s)python train\.py .*", "slime/utils/arguments.py"),
     "trlx": (r"TRITON_HOST=\S+ accelerate launch train\.py", "trlx/*.py"),
     "verl": (

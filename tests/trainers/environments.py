@@ -100,6 +100,12 @@ ENVIRONMENTS = {
         source="https://github.com/NVIDIA-NeMo/RL",
         commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
     ),
+    "skyrl": Environment(
+        ["jaxtyping", "wadler-lindig", "tensordict==0.10.0", "pyvers<0.2", "torchdata"],
+        ["ray", "loguru", "omegaconf", "hydra-core", "aiohttp", "cachetools", "cloudpickle"],
+        source="https://github.com/NovaSky-AI/SkyRL",
+        commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
+    ),
     "nemo_aligner": Environment(
         ["nemo_toolkit==2.1.0", "megatron-core==0.10.0", "lightning", "lightning-utilities", "torchmetrics"],
         ["hydra-core", "onnx", "pandas<3", "einops", "sentencepiece", "python-dateutil", "wget", "setuptools<81"],
