@@ -99,9 +99,11 @@ def test_a_script_has_at_most_60_lines(path: Path) -> None:
 
 
 def test_the_settings_are_those_that_the_commands_have() -> None:
-    for path in ("movie_reviews/reinforce.yaml", "ppo/ppo.yaml", "smollm2/reinforce.yaml", "smollm2/ppo.yaml"):
-        kind = PPORunConfig if path.endswith("ppo.yaml") else ReinforceRunConfig
-        config = from_mapping(kind, read_yaml(EXAMPLES / path))
+    for path in sorted(EXAMPLES.glob("*/*.yaml")):
+        if path.stem not in ("reinforce", "ppo", "sao"):
+            continue
+        kind = ReinforceRunConfig if path.stem == "reinforce" else PPORunConfig
+        config = from_mapping(kind, read_yaml(path))
         num_responses = config.rollouts.prompts_per_step * config.rollouts.rollouts_per_prompt
         assert get_algorithm(config)[1].global_batch_size == num_responses
 
