@@ -32,7 +32,7 @@ class _Loader(yaml.BaseLoader):
 def read_rubric(path: str) -> Rubric:
     """Returns the rubric of a YAML file; raises ConfigError for the first thing that is wrong with it."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # nosec B506: BaseLoader makes only texts
     except OSError as e:
         raise ConfigError(f"cannot read the rubric {path}: {e.strerror}", "check its path") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
