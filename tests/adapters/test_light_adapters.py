@@ -12,12 +12,12 @@ from processes import environment
 FOLDER = Path(adapters.__file__).parent
 SERVING = ("critic_server_trainer", "reinforce_actor", "reward_model_server")
 """NeMo-Aligner's server side: it runs models itself."""
-MODULES_OF_TORCH = ("trl_models",)
-"""Classes of theirs are torch's modules, for trainers that ask for one."""
+MODULES_OF_TRL = ("trl_models", "trl_critic")
+"""Their classes are torch's modules and transformers' callbacks, because TRL asks for such."""
 MODULES = sorted(
     "guerdon.adapters." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)
     for path in [*FOLDER.glob("*.py"), *FOLDER.glob("*/*.py")]
-    if (path.name != "__init__.py" or path.parent != FOLDER) and path.stem not in SERVING + MODULES_OF_TORCH
+    if (path.name != "__init__.py" or path.parent != FOLDER) and path.stem not in SERVING + MODULES_OF_TRL
 )
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "ray", "grpc", "yaml", "nemo_rl", "rewardbench", "trl",
          "guerdon.local", "guerdon.server", "guerdon.engine", "guerdon.assembly")  # fmt: skip

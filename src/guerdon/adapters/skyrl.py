@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from guerdon.adapters.critics import at_tokens_before, before_responses, connect, load_beside, save_beside
 from guerdon.client import CriticClient
 from guerdon.client.ordering import TrainFuture
@@ -44,6 +42,8 @@ def with_critic(trainer: Any) -> Any:
 
         def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
             """Adds the values of the states before each token of the responses, beside SkyRL's log-probs."""
+            import torch
+
             training_input = super().fwd_logprobs_values_reward(training_input)
             mask = training_input["response_mask"].bool()
             values = self._critic.infer(tokens=_tokens(training_input)).raise_for_failed().values
