@@ -17,7 +17,6 @@ from guerdon.actor.remote_rewards import (
     groups_of,
     raise_config_error,
     raise_start_error,
-    set_error,
     token_samples_of,
     tokenizer_of,
 )
@@ -25,7 +24,7 @@ from guerdon.actor.rollouts import Ending, Rollout
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import CheckpointInfo, CriticState, TrainReport
-from guerdon.errors import ConfigError, GuerdonError
+from guerdon.errors import ConfigError
 from guerdon.settings.actors import CriticNames, RemoteCriticConfig
 from guerdon.vocabulary import difference, identity
 
@@ -105,9 +104,6 @@ class RemoteCritic:
         if self._rewards is not None:
             self._rewards.collect(check)
         for group, scores in self._pending.results(check):
-            if isinstance(scores, GuerdonError):
-                set_error(group, scores)
-                continue
             for i, rollout in enumerate(group):
                 rollout.values = _cut_or_pad(scores.values[i], len(rollout.tokens))
                 if scores.rewards is not None:

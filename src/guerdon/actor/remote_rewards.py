@@ -94,9 +94,6 @@ class RemoteRewards:
         Calls `check` regularly while waiting; its exceptions end the wait.
         """
         for group, scores in self._pending.results(check):
-            if isinstance(scores, GuerdonError):
-                set_error(group, scores)
-                continue
             self._weights.see(scores.weights_version)
             for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
                 rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
@@ -151,15 +148,16 @@ class PendingGroups(Generic[T]):
     def add(self, group: list[Rollout], future: Future[T]) -> None:
         self._groups.append((group, future))
 
-    def results(self, check: Callable[[], None]) -> Iterator[tuple[list[Rollout], T | GuerdonError]]:
-        """Yields each group with its result or error; none is pending afterwards."""
+    def results(self, check: Callable[[], None]) -> Iterator[tuple[list[Rollout], T]]:
+        """Yields each answered group with its result; the others get their error. None is pending afterwards."""
         groups, self._groups = self._groups, []
         for group, future in groups:
             try:
-                result: T | GuerdonError = wait_for(future, check)
+                result = wait_for(future, check)
             except GuerdonError as e:
-                result = e
-            yield group, result
+                set_error(group, e)
+            else:
+                yield group, result
 
 
 def tokenizer_of(client: RewardClient | CriticClient | TeacherClient, what: str) -> str:

@@ -14,12 +14,11 @@ from guerdon.actor.remote_rewards import (
     WeightsLog,
     raise_config_error,
     raise_start_error,
-    set_error,
     tokenizer_of,
 )
 from guerdon.actor.rollouts import Rollout
 from guerdon.client import RetryPolicy, TeacherAnswers, TeacherClient
-from guerdon.errors import ConfigError, GuerdonError
+from guerdon.errors import ConfigError
 from guerdon.settings.actors import TeacherServer
 from guerdon.vocabulary import difference, identity
 
@@ -81,9 +80,6 @@ class RemoteTeacher:
         Calls `check` regularly while waiting; its exceptions end the wait.
         """
         for group, answers in self._pending.results(check):
-            if isinstance(answers, GuerdonError):
-                set_error(group, answers)
-                continue
             self._weights.see(answers.weights_version)
             assert answers.logprobs is not None
             for rollout, logprobs, error in zip(group, answers.logprobs, answers.errors, strict=True):

@@ -26,12 +26,15 @@ def connect(url: str, name: str = "critic", timeout_s: float = TIMEOUT_S) -> Cri
     return CriticClient(url, name, policy=RetryPolicy.patient(timeout_s, wait_for_start=True))
 
 
-def refuse_without_checkpoints(critic: CriticClient, url: str, setting: str) -> None:
-    """Raises ConfigError if the critic keeps no checkpoints, without which the trainer's own are of no use."""
+def refuse_without_checkpoints(critic: CriticClient, url: str, instead: str) -> None:
+    """Raises ConfigError if the critic keeps no checkpoints, without which the trainer's own are of no use.
+
+    `instead` says how the trainer saves none.
+    """
     if not critic.state().is_durable:
         raise ConfigError(
-            f"{setting} is set, and the critic at {url} keeps no checkpoints",
-            f"start it with --checkpoint-dir, or leave out {setting}",
+            f"the trainer saves checkpoints, and the critic at {url} keeps none",
+            f"start it with --checkpoint-dir, or {instead}",
         )
 
 
@@ -49,7 +52,7 @@ def at_tokens_before(responses: Iterable[np.ndarray], tokens: Sequence[np.ndarra
 
 
 def before_responses(values: Iterable[np.ndarray], lengths: Iterable[int]) -> list[np.ndarray]:
-    """Returns of whole rows' values `[T_i]` those of the states before each token of the responses, `[R_i]`."""
+    """Returns the values of the states before each token of the responses, `[R_i]`, out of whole rows' `[T_i]`."""
     return [row[len(row) - 1 - length : len(row) - 1] for row, length in zip(values, lengths, strict=True)]
 
 

@@ -45,7 +45,7 @@ class ServedCritic:
             return
         self._critic = connect(url)
         if self._args.ckpt.save_steps > 0 and not self._args.ckpt.disable_ds:
-            refuse_without_checkpoints(self._critic, url, "--ckpt.save_steps")
+            refuse_without_checkpoints(self._critic, url, "leave out --ckpt.save_steps")
         latest = self._folder / "_actor" / "latest"
         if self._args.ckpt.load_enable and latest.exists():
             tag = latest.read_text().strip()
@@ -60,7 +60,7 @@ class ServedCritic:
     def forward(self, sequences: Sequence[Any], action_mask: Sequence[Any], attention_mask: Sequence[Any]) -> list[Any]:
         """Returns the values `[B, A]` of the states before the actions, 0 where `action_mask` is, per micro-batch."""
         tokens = [row for both in zip(sequences, attention_mask, strict=True) for row in _tokens(*both)]
-        values = iter(self._critic.infer(tokens=tokens).values)
+        values = iter(self._critic.infer(tokens=tokens).raise_for_failed().values)
         return [_spread(values, *masks) for masks in zip(attention_mask, action_mask, strict=True)]
 
     def append(self, experience: Sequence[Any]) -> list[None]:
@@ -133,7 +133,7 @@ def _spread(values: Any, attention_mask: Any, action_mask: Any) -> Any:
 
 
 def _gather(column: Any, attention_mask: Any) -> list[np.ndarray]:
-    """Returns of a column `[B, A]` each row's numbers at its tokens but the last, float32 `[T_i - 1]`."""
+    """Returns each row's numbers in a column `[B, A]`, at its tokens but the last, float32 `[T_i - 1]`."""
     import torch
 
     whole = torch.zeros(attention_mask.shape, dtype=torch.float32)

@@ -13,11 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from guerdon.adapters.critics import at_tokens_before, before_responses, connect, load_beside, save_beside
+from guerdon.adapters.critics import (
+    at_tokens_before,
+    before_responses,
+    connect,
+    load_beside,
+    refuse_without_checkpoints,
+    save_beside,
+)
 from guerdon.client import CriticClient
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import TrainReport
-from guerdon.errors import ConfigError
 
 
 def with_critic(trainer: Any) -> Any:
@@ -34,11 +40,8 @@ def with_critic(trainer: Any) -> Any:
             super().build_models(*workers)
             model.path = url
             self._critic = connect(url)
-            if self.cfg.trainer.ckpt_interval > 0 and not self._critic.state().is_durable:
-                raise ConfigError(
-                    f"the trainer saves checkpoints, and the critic at {url} keeps none",
-                    "start it with --checkpoint-dir, or set trainer.ckpt_interval=-1",
-                )
+            if self.cfg.trainer.ckpt_interval > 0:
+                refuse_without_checkpoints(self._critic, url, "set trainer.ckpt_interval=-1")
 
         def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
             """Adds the values of the states before each token of the responses, beside SkyRL's log-probs."""

@@ -121,7 +121,7 @@ class _Critic:
         self._rule = Gae(args.gamma, lam_critic, settings.lam_policy, settings.lam_alpha)
         self._run = args.save or uuid.uuid4().hex
         if args.save_interval is not None:
-            refuse_without_checkpoints(self._client, settings.url, "--save-interval")
+            refuse_without_checkpoints(self._client, settings.url, "leave out --save-interval")
         self._rollout = _first_rollout(args)
         if self._rollout > 0:
             load_beside(self._client, _folder(args.load, self._rollout - 1))

@@ -13,10 +13,17 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
-from guerdon.adapters.critics import TIMEOUT_S, at_tokens_before, connect, load_beside, save_beside
+from guerdon.adapters.critics import (
+    TIMEOUT_S,
+    at_tokens_before,
+    connect,
+    load_beside,
+    refuse_without_checkpoints,
+    save_beside,
+)
 from guerdon.client import CriticClient
 from guerdon.critic_core import Gae
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest
+from guerdon.errors import GuerdonError, InvalidRequest
 
 
 def use_critic(
@@ -41,11 +48,8 @@ def use_critic(
     if not isinstance(trainer, GRPOTrainer):
         raise InvalidRequest(f"{type(trainer).__name__} has no advantages of tokens: use a GRPOTrainer")
     critic = connect(url, name, timeout_s)
-    if trainer.args.save_strategy != "no" and not critic.state().is_durable:
-        raise ConfigError(
-            f"the trainer saves checkpoints, and the critic at {url} keeps none",
-            "start it with --checkpoint-dir, or set save_strategy='no'",
-        )
+    if trainer.args.save_strategy != "no":
+        refuse_without_checkpoints(critic, url, "set save_strategy='no'")
     trainer.add_callback(ServedCritic(trainer, critic, gae or Gae(), updates, whiten))
 
 

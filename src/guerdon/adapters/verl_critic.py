@@ -103,7 +103,7 @@ class CriticGroup:
         """Does nothing."""
 
     def _infer(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
-        return self._critic.infer(tokens=tokens).values
+        return self._critic.infer(tokens=tokens).raise_for_failed().values
 
     def _train(self, batch: Any) -> TrainReport:
         tokens, lengths = _tokens(batch), _response_lengths(batch)
@@ -145,7 +145,7 @@ def _make_group(trainer: Any) -> CriticGroup:
         raise ConfigError("critic.server.url is not given", "add +critic.server.url=http://host:5556")
     critic = connect(settings["url"], settings.get("name", "critic"), settings.get("timeout_s", TIMEOUT_S))
     if about.save_freq > 0:
-        refuse_without_checkpoints(critic, settings["url"], "trainer.save_freq")
+        refuse_without_checkpoints(critic, settings["url"], "leave out trainer.save_freq")
     state = critic.state()
     log.warning("the critic is served: %s, step %d, weights %s", settings["url"], state.step, state.weights_version)
 
