@@ -150,6 +150,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_chat_example_takes_its_first_steps(chat_model: Path, pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -34,8 +34,8 @@ BAD = {  # text: what its sample's error says
     "HANG_IN_C": "gave no answer within its deadline of 5 s",
     "PAUSE": "gave no answer within its deadline of 5 s",
     "BOMB": "processes, more than 8",
-    "2GB": "used more than 1024 MiB of memory",
-    "2GB_SHARED": "used more than 1024 MiB of memory",
+    "2GB": "used more than 256 MiB of memory",
+    "2GB_SHARED": "used more than 256 MiB of memory",
     "SEGV": "by SIGSEGV",
     "KILL": "by SIGKILL",
     "EXIT": "with exit status 3",
@@ -49,7 +49,9 @@ REASONS = {"deadline": 3, "processes": 1, "memory": 2, "signal": 2, "exit": 1, "
 
 
 def isolated(**settings: object) -> ModelConfig:
-    more = {"sample_deadline_s": DEADLINE_S, "sample_processes": 8, "children": 6, **settings}
+    # A memory limit that is reached long before the deadline, on a busy machine as well.
+    limits = {"sample_deadline_s": DEADLINE_S, "sample_processes": 8, "sample_memory_mb": 256}
+    more = {**limits, "children": 6, **settings}
     return ModelConfig(model="troubles:trouble", name="trouble", isolate=True, **more)  # type: ignore[arg-type]
 
 

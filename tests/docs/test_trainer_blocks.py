@@ -25,6 +25,7 @@ from guerdon.adapters.nemo_aligner import RemoteGPTRMClient, RemoteGPTRMCriticCl
 from trainers import environments
 
 PAGES = sorted(page.stem for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "README")
+SLOW = ("trl",)  # tests/adapters/test_trl_*.py run TRL's trainers with the same calls
 COMMANDS = {  # a trainer's command, and the files of its sources that have its flags or are named in it
     "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),
@@ -116,7 +117,7 @@ def for_an_older_library(model: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES])
 def test_a_trainers_page_does_what_it_says(page: str, reader: Reader) -> None:
     python, left = python_of(page), 0
     reader.use(python or Path("false"))
