@@ -82,7 +82,8 @@ def train(url: str, asked: TrainRequest) -> TrainReport:
         return client.train(*rows, train_id=asked.id).result(60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# That both signals end a server in order, test_runtime.py checks.
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_train_that_is_told_to_be_taken_back_is_not_done(tmp_path: Path, number: int) -> None:
     with (
         served(tmp_path, ARITHMETIC.format(slow_s=600), grace_s=0.5) as (process, url),
