@@ -18,7 +18,7 @@ from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.scheduler import Scheduler
 
-SECONDS = 400.0
+SECONDS = 200.0
 """Of simulated time."""
 RATE = 10_000
 """Tokens a second."""
