@@ -1,13 +1,12 @@
-"""Draws docs/images/overview.png, five boxes, or architecture.png, the rooms that a request passes."""
+"""Draws docs/images/architecture.png: the rooms that a request passes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
+PICTURE = Path(__file__).resolve().parents[1] / "docs/images/architecture.png"
 
 PAPER, INK, FAINT, LINE = "#fbfaf7", "#1d2733", "#5d6875", "#c9ced6"
 ROOM, ASKS, LEARNS, KEPT = "#e6eefb", "#ffffff", "#fdf1d8", "#e9f3e6"
@@ -69,73 +68,27 @@ class Sheet:
         )
 
 
-def draw(name: str, path: Path) -> None:
-    """Draws one of `PICTURES`."""
+def draw(path: Path) -> None:
+    """Draws the picture into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["font.family"] = "DejaVu Sans"
-    figure, axes = plt.subplots()
+    figure, axes = plt.subplots(figsize=(13, 7.28))
     figure.subplots_adjust(0, 0, 1, 1)
-    PICTURES[name](figure, axes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor=PAPER)
-
-
-def _overview(figure: Any, axes: Any) -> None:
-    """Draws five boxes, whose words stay readable in a picture of 540 pixels."""
-    figure.set_size_inches(9, 4.1)
-    axes.set_xlim(0, 100)
-    axes.set_ylim(45.5, 0)
-    axes.axis("off")
-    _large_box(axes, (2, 3), (29, 18), "Your trainer", "TRL, OpenRLHF, verl,\nslime, NeMo, trlX", ASKS)
-    _large_box(axes, (2, 24.5), (29, 18), "guerdon's actors", "REINFORCE and PPO:\nthey train a policy", ASKS)
-    server = "batches by\ntokens;\na shared\nprompt is\ncomputed\nonce"
-    _large_box(axes, (42, 3), (20, 39.5), "Server", server, ROOM)
-    _large_box(axes, (70, 3), (28, 18), "Reward model", "packed forward,\nno padding", ROOM)
-    _large_box(axes, (70, 24.5), (28, 18), "Critic", "trains as it serves;\neach update journalled", LEARNS)
-    for y in (12, 33.5):
-        _large_arrow(axes, (31.6, y), (41.4, y))
-        _large_arrow(axes, (62.6, y), (69.4, y))
-    axes.text(36.5, 22.75, "HTTP,\ngRPC", ha="center", va="center", fontsize=15, color=FAINT, linespacing=1.3)
-
-
-def _large_box(
-    axes: Any, corner: tuple[float, float], size: tuple[float, float], title: str, text: str, fill: str
-) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    style = "round,pad=0,rounding_size=1.4"
-    axes.add_patch(FancyBboxPatch(corner, *size, style, fc=fill, ec=EDGES[fill], lw=1.8))
-    middle, num_lines = corner[0] + size[0] / 2, text.count("\n") + 1
-    top = corner[1] + (size[1] - 4.4 - 3.1 * num_lines) / 2
-    axes.text(middle, top + 1.4, title, ha="center", va="center", fontsize=18, weight="bold", color=INK)
-    for i, line in enumerate(text.split("\n")):  # one by one: matplotlib sets lines with descenders further apart
-        axes.text(middle, top + 6.3 + 3.1 * i, line, ha="center", va="baseline", fontsize=15, color=FAINT)
-
-
-def _large_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    arrow = {"arrowstyle": "<|-|>", "color": "#75808e", "lw": 2.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 18}
-    axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
-
-
-def _architecture(figure: Any, axes: Any) -> None:
-    """Draws every room that a request passes, for readers of the code."""
-    figure.set_size_inches(13, 7.28)
     sheet = Sheet(axes)
     _clients(sheet)
     _server(sheet)
-
-
-PICTURES: dict[str, Callable[[Any, Any], None]] = {"overview": _overview, "architecture": _architecture}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, facecolor=PAPER)
 
 
 def _clients(sheet: Sheet) -> None:
     sheet.frame(1.5, 2, 23.5, 52, "clients")
     boxes = (
-        ("Trainers", "OpenRLHF, slime, TRL, verl, AReaL,\nNeMo-RL, NeMo-Aligner, trlX", 8.2),
+        ("Trainers", "OpenRLHF, slime, TRL, verl, AReaL,\nNeMo-RL, SkyRL, verifiers, trlX", 8.2),
         ("guerdon reinforce, ppo, distill", "generate, get rewards, values\nor log-probs, train", 8.2),
         ("RewardClient, CriticClient", "guerdon score, guerdon bench,\nyour own program", 8.2),
         ("Clients of other servers", "Triton, vLLM, SGLang, TEI", 6.8),
@@ -149,7 +102,7 @@ def _clients(sheet: Sheet) -> None:
 
 
 def _server(sheet: Sheet) -> None:
-    sheet.frame(30.5, 2, 68, 52, "guerdon serve, guerdon serve-critic: rank 0")
+    sheet.frame(30.5, 2, 68, 52, "guerdon serve, serve-critic, serve-teacher, serve-judge: rank 0")
     sheet.box(32.5, 5.2, 14.5, 41.3, "")
     front = "connections: TLS,\nlimits, time-outs\n\nadmission: keys,\nqueue space\n\nHTTP, gRPC"
     sheet.words(32.5, 9, 14.5, 18, "server/front", front)
@@ -182,10 +135,10 @@ def _server(sheet: Sheet) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("picture", choices=PICTURES)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: docs/images/PICTURE.png)")
-    arguments = parser.parse_args()
-    draw(arguments.picture, arguments.out or IMAGES / f"{arguments.picture}.png")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", default=PICTURE, help="default: docs/images/architecture.png"
+    )
+    draw(parser.parse_args().out)
 
 
 if __name__ == "__main__":
