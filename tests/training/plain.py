@@ -64,6 +64,11 @@ class PlainCritic:
         return losses, norms
 
 
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the norm of the difference, relative to that of `b`."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
 def request(rows: list[np.ndarray], seed: int = 0, name: str = "first") -> TrainRequest:
     """The rows right-padded, with noise for targets, NaN where nothing counts, and a mask with gaps and weights.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from critics import LR, build, same, values, weights
-from plain import PlainCritic, request
+from plain import PlainCritic, difference, request
 
 import zoo
 from guerdon.critic_core import TrainRequest
@@ -20,11 +20,6 @@ SHARED = ((40, 5), (20, 3), (3, 3))
 APART = ((1, 1),) * 7
 SINGLE = ("gptj", "falcon", "mamba", "jamba")
 """Outside the attention registry, or with a state: run one by one."""
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The norm of the difference, relative to that of `b`."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def assert_trained_alike(trainer: CriticTrainer, folder: Path, asked: list[TrainRequest], **settings: Any) -> None:
