@@ -119,10 +119,11 @@ class Reader:
         for port in list(self.servers):
             self._stop(port)
 
-    def use(self, python: Path) -> None:
-        """Makes this interpreter `python` from now on."""
+    def use(self, python: Path, source: Path | None = None) -> None:
+        """Makes this interpreter `python` from now on; it also imports from the folder `source`."""
         is_own = python == Path(sys.executable)
-        self._put("python", FORKS.wrapper("python") if is_own else f'#!/bin/sh\nexec {python} "$@"\n')
+        found = f"PYTHONPATH={source}:$PYTHONPATH " if source else ""
+        self._put("python", FORKS.wrapper("python") if is_own else f'#!/bin/sh\n{found}exec {python} "$@"\n')
 
     def read(self, block: Block) -> None:
         """Runs one block, unless the page says why not; raises AssertionError with its line if it fails."""

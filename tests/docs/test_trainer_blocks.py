@@ -37,7 +37,6 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
     ),
     "skyrl": (r"(?s)python -m skyrl\.train\.entrypoints\.main_base .*", "skyrl/train/**/*.py"),
     "slime": (r"(?s)python train\.py .*", "slime/utils/arguments.py"),
-    "trlx": (r"TRITON_HOST=\S+ accelerate launch train\.py", "trlx/*.py"),
     "verl": (
         r"(?s)python -m (?:verl\.trainer\.main_ppo|guerdon\.adapters\.verl_teacher) .*",
         "verl/trainer/config/**/*.yaml",
@@ -59,6 +58,9 @@ NEEDS_NO_LIBRARY = (
     "# slime.yaml",
 )
 """How blocks begin that need only guerdon."""
+
+NEEDS_NO_ENVIRONMENT = ("nemo_aligner", "trlx")
+"""Pages of which every block runs, or has its reason, without the trainer."""
 
 
 def sources_of(name: str) -> list[Path]:
@@ -120,9 +122,10 @@ def for_an_older_library(model: Path) -> None:
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES])
 def test_a_trainers_page_does_what_it_says(page: str, reader: Reader) -> None:
     python, left = python_of(page), 0
-    reader.use(python or Path("false"))
+    source = environments.source_of(page.removesuffix("_critic"))
+    reader.use(python or Path("false"), source if source.is_dir() else None)
     for block in blocks_of(ROOT / f"docs/trainers/{page}.md"):
-        if python is not None or block.text.startswith(NEEDS_NO_LIBRARY) or "..." in block.text:
+        if python is not None or block.why_not or block.text.startswith(NEEDS_NO_LIBRARY) or "..." in block.text:
             reader.read(block)
         else:
             left += 1
@@ -135,7 +138,7 @@ def test_a_trainers_page_does_what_it_says(page: str, reader: Reader) -> None:
     if page == "nemo_rl":
         settings = yaml.safe_load((reader.folder / "grpo.yaml").read_text())
         assert settings["data"]["default"]["env_name"] in settings["env"]
-    if left or not (python or page == "nemo_aligner"):
+    if left or not (python or page in NEEDS_NO_ENVIRONMENT):
         pytest.skip(f"{page} is not installed: {left} of its page's blocks are left out (`make trainers`)")
 
 
