@@ -14,7 +14,7 @@ REPOSITORY = ""
 """The URL at which the repository is public, such as https://github.com/NAME/guerdon; empty as long as it is not."""
 
 _PICTURE = re.compile(r'!\[([^\]]*)\]\(([^)]+)\)|<img src="([^"]+)"[^>]* alt="([^"]*)">')
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#]+)(#[^)]*)?\)")
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#]*)(#[^)]*)?\)")
 
 
 def page(readme: str, repository: str) -> str:
@@ -28,6 +28,8 @@ def page(readme: str, repository: str) -> str:
         text, path, heading = found[1], found[2], found[3] or ""
         if re.match(r"[a-z]+:", path):
             return found[0]
+        if not path:  # a heading of the README, which the package's page has without an anchor
+            return f"[{text}]({repository}{heading})" if repository else text
         if repository:
             return f"[{text}]({repository}/blob/HEAD/{path}{heading})"
         return text if text == path else f"{text} (`{path}`)"

@@ -87,6 +87,7 @@ def test_the_package_has_links_only_to_a_public_repository(unpacked: Path) -> No
         ("[a](docs/a.md#b)", "a (`docs/a.md`)", "[a](https://x/g/blob/HEAD/docs/a.md#b)"),
         ("[LICENSE](LICENSE)", "LICENSE", "[LICENSE](https://x/g/blob/HEAD/LICENSE)"),
         ("[a](http://a)", "[a](http://a)", "[a](http://a)"),
+        ("[a](#b)", "a", "[a](https://x/g#b)"),
         ("![a](docs/a.png)", "*a*", "![a](https://x/g/raw/HEAD/docs/a.png)"),
         ('<img src="docs/a.png" width="5" alt="a">', "*a*", "![a](https://x/g/raw/HEAD/docs/a.png)"),
     ],

@@ -17,6 +17,8 @@ from demo.story import KINDS
 from guerdon import RewardClient
 from serving import guerdon, serving
 
+DEFAULT_URL = "http://127.0.0.1:5555"
+"""Stands in reinforce.yaml for whoever runs it again; the demo's own server has a free port."""
 NUM_SHOWN = 5
 """Number of held-out prompts with printed responses."""
 NUM_MEASURED = 8
@@ -40,7 +42,7 @@ def server_settings(out: Path) -> dict[str, Any]:
     }
 
 
-def actor_settings(out: Path, url: str, seed: int, steps: int) -> dict[str, Any]:
+def actor_settings(out: Path, seed: int, steps: int) -> dict[str, Any]:
     """Returns the content of reinforce.yaml."""
     return {
         "policy": {"model": str(out / parts.POLICY), "learning_rate": 5e-4},
@@ -52,7 +54,7 @@ def actor_settings(out: Path, url: str, seed: int, steps: int) -> dict[str, Any]
         },
         "rollouts": {"prompts_per_step": 16, "rollouts_per_prompt": 8, "max_new_tokens": 64},
         "reinforce": {"advantage_estimator": "rloo", "kl_coefficient": 0.3, "global_batch_size": 128},
-        "remote_rm": {"reward_model": {"urls": [url], "name": "total"}, "send": "messages"},
+        "remote_rm": {"reward_model": {"urls": [DEFAULT_URL], "name": "total"}, "send": "messages"},
         "run": {"steps": steps, "seed": seed, "output_dir": str(out / "run"), "save_every": steps},
     }
 
@@ -99,8 +101,8 @@ def run(out: Path, seed: int, steps: int) -> None:
 
         showing.heading("4  The policy learns from the server by REINFORCE")
         file = out / "reinforce.yaml"
-        file.write_text(yaml.safe_dump(actor_settings(out, url, seed, steps), sort_keys=False), encoding="utf-8")
-        guerdon("reinforce", file, num_threads=1)
+        file.write_text(yaml.safe_dump(actor_settings(out, seed, steps), sort_keys=False), encoding="utf-8")
+        guerdon("reinforce", file, "--remote-rm.reward-model.urls", url, num_threads=1)
         trained = folder / "checkpoints" / f"step-{steps:06d}" / "policy"
         after = measure(client, trained, prompts)
 
@@ -133,9 +135,9 @@ def run(out: Path, seed: int, steps: int) -> None:
             (out / "summary.json", "the figures"),
             (folder / "samples", "responses during training, beside curves.png, metrics.jsonl and tensorboard/"),
             (trained, "the policy as a transformers checkpoint"),
-            (out / "reinforce.yaml", "the settings of guerdon reinforce"),
             (out / parts.REWARD_MODEL, f"the reward model: guerdon serve {out / parts.REWARD_MODEL}"),
-            (out / "server.yaml", "the server's settings: a sum of two rewards"),
+            (out / "server.yaml", f"both rewards: PYTHONPATH=examples guerdon serve --config {out / 'server.yaml'}"),
+            (out / "reinforce.yaml", f"the run's settings: guerdon reinforce {out / 'reinforce.yaml'}"),
             (out / "server.log", "the server's log"),
         ]
     )

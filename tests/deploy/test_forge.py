@@ -111,6 +111,8 @@ def test_the_citation_is_of_this_release() -> None:
         PROJECT["name"], PROJECT["version"], PROJECT["license"],
     )  # fmt: skip
     assert cited["authors"] and cited["message"] and cited["cff-version"] == "1.2.0"
+    entry = f"author = {{{{{cited['authors'][0]['name']}}}}}, year = {{2026}}, version = {{{PROJECT['version']}}}"
+    assert entry in (ROOT / "README.md").read_text()
 
 
 def test_no_address_is_invented() -> None:

@@ -52,7 +52,7 @@ def is_the_makefiles(command: str) -> None:
 NOT_RUN = {
     r"make \w+": is_target,
     r"pip install torch==\S+ --index-url \S+": is_the_pinned_torch,
-    r"pip install '\.\[[\w,-]+\]'": has_extras,
+    r"pip install (?:-c constraints\.txt )?'\.\[[\w,-]+\]'": has_extras,
     r"python3 -m venv \.venv|source \.venv/bin/activate": is_the_makefiles,
 }
 """Commands that are only checked, because they make the environment in which the rest runs."""
@@ -181,11 +181,11 @@ def test_the_guide_to_scoring_does_what_it_says(reader: Reader) -> None:
     rows = [json.loads(line) for line in held_out]
     cut = [row | {"prompt": row["prompt"][:40], "responses": [text[:40] for text in row["responses"]]} for row in rows]
     (reader.folder / "out/demo" / parts.HELD_OUT).write_text("".join(json.dumps(row) + "\n" for row in cut))
-    (reader.folder / "scored.jsonl").unlink(missing_ok=True)
+    (reader.folder / "scored_pairs.jsonl").unlink(missing_ok=True)
     for block in blocks_of(ROOT / "docs/guides/score.md"):
         if block.language in ("", "python"):
             reader.read(block)
-    assert len((reader.folder / "scored.jsonl").read_text().splitlines()) == 120
+    assert len((reader.folder / "scored_pairs.jsonl").read_text().splitlines()) == 120
     assert (reader.folder / "pairs.png").stat().st_size > 20_000
 
 

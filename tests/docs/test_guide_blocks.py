@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -51,8 +50,7 @@ def test_a_guide_does_what_it_says(page: str, reader: Reader) -> None:
     for block in blocks:
         if page == "serve" and "guerdon bench" in block.text:  # which a process reward model cannot answer
             reader.read(Block("", "guerdon serve ./my-reward-model", 0))
-        text = block.text.replace("//a:5555", "//127.0.0.1:5555").replace("//b:5555", "//127.0.0.1:5555")
-        reader.read(dataclasses.replace(block, text=text))
+        reader.read(block)
 
 
 def test_the_pages_of_installation_and_models_do_what_they_say(reader: Reader) -> None:

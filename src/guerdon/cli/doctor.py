@@ -178,10 +178,10 @@ def _infos(address: Address) -> dict[str, str]:
     return infos
 
 
-_DEVELOPMENT = ("dev", "docs", "fuzz")
+_DEVELOPMENT = ("dev", "docs", "fuzz", "manifests")
 _PURPOSES = {
     "grpc": "grpc:// URLs",
-    "server": "serve, serve-critic, score --model",
+    "server": "serve, serve-critic, serve-teacher, serve-judge, score --model",
     "actor": "reinforce, ppo, distill",
     "plot": "bench --plot",
     "otel": "serve --traces",
@@ -191,6 +191,7 @@ _PURPOSES = {
     "data": "prompts from Parquet files and data sets",
     "wandb": "Weights & Biases",
     "mlflow": "MLflow",
+    "math": "guerdon.verifiers.mathematics",
     "ray": "guerdon.deploy.ray",
     "vllm": "rollouts by vLLM",
 }
@@ -426,10 +427,11 @@ def _check_products(torch: Any) -> Finding:
     """Measures products in every dtype that `--dtype` takes: processors without units for half precision are slow."""
     from guerdon.engine.products import flops_per_second
 
-    rates = {str(d).removeprefix("torch."): flops_per_second(d) for d in (torch.float32, torch.bfloat16, torch.float16)}
-    base = rates["float32"]
-    shares = (f"{name} {rate / base:.1f} times as fast" for name, rate in rates.items() if name != "float32")
-    return ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s, {', '.join(shares)}")
+    base, *halves = flops_per_second(torch.float32, torch.bfloat16, torch.float16)
+    shares = (
+        f"{name} {rate / base:.1f} times as fast" for name, rate in zip(("bfloat16", "float16"), halves, strict=True)
+    )
+    return ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s per core, {', '.join(shares)}")
 
 
 def _check_attention(device: str) -> Finding:

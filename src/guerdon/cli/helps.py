@@ -42,13 +42,13 @@ A YAML file has the same settings; flags override it:
   models:
     - {model: ./helpful, name: helpful, dtype: bfloat16}
     - {model: ./safe, name: safe, max_length: 4096}
-    - {model: "my_module:brevity", name: brevity}
+    - {model: "my_scorer:shortness", name: short}
   rewards:         # a weighted sum, for clients that name no model
     - name: reward_model
       components:
         - {model: helpful, normalize: given, mean: 1.2, std: 3.0}
         - {model: safe, weight: 0.5, normalize: running, clip: 5}
-        - {model: brevity, weight: 0.1}
+        - {model: short, weight: 0.1}
 
 The first parameter of a function is `texts`, `responses` or `tokens`; it may also have `prompts` and `labels`, which
 clients send with the samples. With `normalize: running`, a reward depends on what was scored before it. For rewards

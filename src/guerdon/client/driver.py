@@ -158,7 +158,7 @@ class Session:
         except GuerdonError as e:
             # The calls share `e`. Its traceback must not get the frames of each: clearing those of a call that has
             # ended would close the coroutines of another that still waits.
-            raise copy.copy(e) from e.__cause__
+            raise copy.copy(e) from None
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task.cancelled() and caller is not None and not caller.cancelling():  # by `close`

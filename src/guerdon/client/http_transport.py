@@ -149,6 +149,10 @@ class HttpExchange:
                     f"no answer from {url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
                 )
             return Unreachable(f"{url} takes connections but said nothing within {step.timeout_s:.3g} s; {check}")
+        if isinstance(error, httpcore.RemoteProtocolError) and not step.endpoint.seen and url.startswith("http://"):
+            return Unreachable(
+                f"{url} does not speak HTTP: {error}; write grpc://host:port for a gRPC port, https:// for TLS"
+            )
         hint = "" if step.endpoint.seen else f"; {check}"
         if hint and url.startswith("https://"):
             hint += CERTIFICATE_HINT
@@ -228,7 +232,7 @@ class HttpTransport:
             finally:
                 await response.aclose()
         except _BREAKS as e:
-            raise exchange.failure(e) from e
+            raise exchange.failure(e) from None  # its text has the reason; the frames of httpcore say no more
         finally:
             if isinstance(connection, httpcore.AsyncHTTPConnection):
                 await self._give_back(connection)

@@ -23,26 +23,36 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def flops_per_second(dtype: torch.dtype) -> float:
-    """Returns the FLOP/s of products in `dtype` on the CPU, by the fastest of 50 ms of tries; measured once."""
+def flops_per_second(*dtypes: torch.dtype) -> tuple[float, ...]:
+    """Returns the FLOP/s of products in each dtype on one core, by the fastest of 50 ms of tries; measured once.
+
+    It counts the CPU time of one thread, which other processes on a busy machine hardly change.
+    """
     rows, inputs, outputs = _SHAPE
-    x, weight = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
     product = linear.product if linear.is_faster() else torch.nn.functional.linear  # as the engine computes
-    fastest, end = float("inf"), time.perf_counter() + _SECONDS
-    with torch.inference_mode():
-        product(x, weight, None)  # the first call chooses and prepares a kernel
-        while time.perf_counter() < end or fastest == float("inf"):
-            started = time.perf_counter()
-            product(x, weight, None)
-            fastest = min(fastest, time.perf_counter() - started)
-    return 2 * rows * inputs * outputs / fastest
+    rates, num_threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for dtype in dtypes:
+                x, weight = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
+                product(x, weight, None)  # the first call chooses and prepares a kernel
+                fastest, end = float("inf"), time.thread_time() + _SECONDS
+                while (started := time.thread_time()) < end:
+                    product(x, weight, None)
+                    fastest = min(fastest, time.thread_time() - started)
+                rates.append(2 * rows * inputs * outputs / fastest)
+    finally:
+        torch.set_num_threads(num_threads)
+    return tuple(rates)
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
     """Logs a warning with the measured factor if half precision is much slower than float32 on this CPU."""
     if device.type != "cpu" or dtype == torch.float32:
         return
-    factor = flops_per_second(torch.float32) / flops_per_second(dtype)
+    base, own = flops_per_second(torch.float32, dtype)
+    factor = base / own
     if factor >= _MUCH_SLOWER:
         name = str(dtype).removeprefix("torch.")
         log.warning(

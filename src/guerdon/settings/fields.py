@@ -196,5 +196,7 @@ def check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Returns the known word that a misspelt one is closest to; None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(words), 1)), None)
+    """Returns the known word that `word` abbreviates or misspells (`lr`: learning_rate); None if none is close."""
+    known = list(words)
+    abbreviated = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
+    return next(iter(abbreviated or difflib.get_close_matches(word, known, 1)), None)

@@ -175,6 +175,10 @@ def find_folder(model: str, revision: str | None = None) -> Path:
             f"{model} is a GGUF file, which cannot be served directly",
             f"`guerdon convert {model} FOLDER` writes a folder that can",
         )
+    if folder.suffix == ".py" and folder.is_file():
+        raise CheckpointError(
+            f"{model} is a Python file", f"to serve a function of it, give {folder.stem}:FUNCTION in the file's folder"
+        )
     if folder.is_file():
         raise CheckpointError(f"{model} is a file", "give the folder that holds config.json and the weights")
     if not HUB_ID.fullmatch(model):
