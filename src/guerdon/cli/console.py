@@ -57,7 +57,7 @@ def describe_model(info: ModelInfo) -> str:
         return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
     path = info.path + (f" ({info.why})" if info.why else "")
     parts = [info.kind, f"weights {info.weights_version}"]
-    if info.kind != "function":  # which computes wherever it likes
+    if info.kind not in ("function", "chat_judge"):  # which compute wherever they like
         parts.insert(1, f"{info.dtype} on {info.device}")
     if info.pooling:
         parts.append(f"pooling {info.pooling}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -103,10 +104,11 @@ class IsolatedScorer:
         self._form = self._pool.start()
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
-            self.info = self._form.info(config)
+            info = self._form.info(config)
         except ConfigError:
             self.discard()
             raise
+        self.info = dataclasses.replace(info, why=f"{info.why} in {config.num_children} child processes")
         self._is_computing = ranks.tensor_rank == 0
         self._threads = ThreadPoolExecutor(config.num_children, "guerdon-isolated")
         # Alone, a loop with a thread for each child asks for single samples.
