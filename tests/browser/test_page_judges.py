@@ -231,6 +231,9 @@ def test_the_worst_comes_first(page: Any) -> None:
         ("count", 1458488, "1\u202f458\u202f488"),
         ("reward", -0.456, "−0.46"),
         ("difference", 0.84, "+0.8"),
+        ("difference", -0.04, "+0.0"),
+        ("difference", -0.05001, "−0.1"),
+        ("reward", -0.004, "0.00"),
         ("percent", 0.661, "66%"),
         ("percent", 0.0004, "< 0.1%"),
         ("percent", 0.0512, "5.1%"),
@@ -254,6 +257,26 @@ def test_numbers_are_written_for_people(function: str, value: float | None, text
 )
 def test_axes_have_round_numbers(low: float, high: float, want: list[float], page: Any) -> None:
     assert call(page, "scale", "ticks", low, high, 4) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.28, 0.22), (0, 0.52), (0.401, 0.447), (0, 6), (-100, -1)])
+def test_an_axis_has_a_number_at_both_ends(low: float, high: float, page: Any) -> None:
+    ends = call(page, "scale", "rounded", low, high, 3)
+    assert ends[0] <= low < high <= ends[1]
+    found = call(page, "scale", "ticks", *ends, 3)
+    assert [found[0], found[-1]] == pytest.approx(ends) and len(found) >= 3
+
+
+@pytest.mark.parametrize("low", [0, 30, 59, 119])
+@pytest.mark.parametrize("length", [60, 205, 300, 900, 3600, 86_400])
+def test_an_axis_of_time_has_two_moments_at_least(low: float, length: float, page: Any) -> None:
+    start = 1_700_000_000 + low
+    found = call(page, "scale", "timeTicks", start, start + length, 2)["at"]
+    assert 2 <= len(found) <= 5 and found[0] >= start and found[-1] <= start + length
+
+
+def test_the_numbers_of_an_axis_are_told_apart(page: Any) -> None:
+    assert [call(page, "scale", "decimals", marks) for marks in ([0.5, 0.505], [0, 0.2], [0, 5], [3])] == [3, 1, 0, 0]
 
 
 def test_a_step_stands_behind_its_last_token(page: Any) -> None:

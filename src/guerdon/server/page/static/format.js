@@ -8,7 +8,7 @@ export function isNumber(x) {
 }
 
 function signed(text) {
-  return text.replace("-", "\u2212");
+  return text.replace(/^-(?=[0.]*$)/, "").replace("-", "\u2212");
 }
 
 /** Formats at most three significant digits, with k, M, G: 0.12, 3.4, 120, 1.2k. */
@@ -38,8 +38,10 @@ export function reward(x, digits = 2) {
 }
 
 /** Formats a difference with its sign. */
-export function difference(x) {
-  return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(1) : NOTHING;
+export function difference(x, digits = 1) {
+  if (!isNumber(x)) return NOTHING;
+  const text = signed(x.toFixed(digits));
+  return text.startsWith("\u2212") ? text : `+${text}`;
 }
 
 /** Formats a share of one as a percentage. */

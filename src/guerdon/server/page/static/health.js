@@ -78,14 +78,10 @@ export function lengthOf(length) {
     return { level: "none", text: `Too few different sequences for a correlation (${count(Math.floor(different))} of ${ENOUGH_DIFFERENT})` };
   }
   if (!isNumber(spearman)) return { level: "none", text: "No correlation: all lengths or all rewards are the same" };
-  const figures = `Spearman ${signedNumber(spearman)}, Pearson ${signedNumber(pearson)}, n ${count(n)}`;
+  const figures = `Spearman ${difference(spearman, 2)}, Pearson ${difference(pearson, 2)}, n ${count(n)}`;
   if (Math.abs(spearman) < Math.max(CORRELATED, CORRELATED_BY_CHANCE / Math.sqrt(different - 1))) return { level: "fine", text: figures };
   const which = spearman > 0 ? "Longer" : "Shorter";
   return { level: "high", text: `${which} sequences score higher: ${figures}` };
-}
-
-function signedNumber(x) {
-  return isNumber(x) ? (x < 0 ? "\u2212" : "+") + Math.abs(x).toFixed(2) : "–";
 }
 
 /** Returns the window's total of a series of rates. */
@@ -117,6 +113,11 @@ export function givesLogprobs({ models }, name) {
   return models.find((m) => m.name === name)?.outputs.includes("logprobs") ?? false;
 }
 
+/** Whether another server computes the model: it then has neither tokens nor batches here. */
+export function isRemote({ models }, name) {
+  return models.find((m) => m.name === name)?.kind === "chat_judge";
+}
+
 /** Whether the critic was trained in the last `windowS` seconds. */
 export function isTrained({ critic, server, until }, windowS) {
   const end = until ?? server.now;
@@ -135,7 +136,7 @@ export function checks(snapshot, name) {
   if (isNumber(times?.p50)) told.push(["Latency", `${latency(times.p50)}, p99 ${latency(times.p99)}`]);
   if (isNumber(last(lines.queue_sequences))) told.push(["Queue", number(last(lines.queue_sequences))]);
   if (driftOf(drift).level === "same") told.push(["Drift", `${difference(drift.shift)} σ`]);
-  if (lengthOf(length).level === "fine") told.push(["Length", `ρ ${signedNumber(length.spearman)}`]);
+  if (lengthOf(length).level === "fine") told.push(["Length", `ρ ${difference(length.spearman, 2)}`]);
   if (snapshot.critic) told.push(["Critic", `step ${count(snapshot.critic.step)}`]);
   return told;
 }

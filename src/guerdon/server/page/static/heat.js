@@ -3,7 +3,7 @@
 import { Chart, linePath } from "./chart.js";
 import { svg } from "./dom.js";
 import { clock, count, isNumber, reward } from "./format.js";
-import { linear, ticks, timeTicks } from "./scale.js";
+import { decimals, linear, ticks, timeTicks } from "./scale.js";
 
 const QUANTILES = [["p05", "edge"], ["p95", "edge"], ["p25", "quarter"], ["p75", "quarter"], ["p50", "median"]];
 
@@ -28,9 +28,8 @@ export class Heat extends Chart {
     const { at, withSeconds } = timeTicks(from, to, Math.max(2, Math.floor((this.box.right - this.box.left) / 84)));
     const [low, high] = this.domain;
     const marks = ticks(low, high, 5);
-    const digits = Math.max(0, -Math.floor(Math.log10((marks[1] ?? high) - marks[0] || 1) + 1e-9));
     return [
-      ...this.yAxis(this.y, marks, (v) => reward(v, Math.min(digits, 4))),
+      ...this.yAxis(this.y, marks, (v) => reward(v, decimals(marks))),
       ...this.xAxis(this.x, at, (t) => clock(t, withSeconds)),
     ];
   }

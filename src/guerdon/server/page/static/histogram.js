@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { svg } from "./dom.js";
 import { percent, reward } from "./format.js";
-import { linear, rounded, ticks } from "./scale.js";
+import { decimals, linear, rounded, ticks } from "./scale.js";
 
 /** `data`: { edges, window, reference, means: [window's, reference's] }; counts are shown as shares of their sum. */
 export class Histogram extends Chart {
@@ -24,10 +24,9 @@ export class Histogram extends Chart {
     const { edges } = this.data;
     const [low, high] = this.range.map((i) => edges[i]);
     const marks = ticks(low, high, Math.max(2, Math.floor((this.box.right - this.box.left) / 60)));
-    const digits = Math.max(0, -Math.floor(Math.log10((marks[1] ?? high) - marks[0] || 1) + 1e-9));
     return [
       ...this.yAxis(this.y, ticks(...this.domain, 3), percent),
-      ...this.xAxis(this.x, marks, (v) => reward(v, Math.min(digits, 4))),
+      ...this.xAxis(this.x, marks, (v) => reward(v, decimals(marks))),
     ];
   }
 

@@ -3,7 +3,7 @@
 import { Chart, areaPath, linePath } from "./chart.js";
 import { svg } from "./dom.js";
 import { clock, isNumber, number } from "./format.js";
-import { extent, linear, rounded, ticks, timeTicks } from "./scale.js";
+import { decimals, extent, linear, rounded, ticks, timeTicks } from "./scale.js";
 
 const charts = new Set();
 let isSharing = false;
@@ -36,7 +36,9 @@ export class Lines extends Chart {
   axes() {
     const { from, to } = this.data;
     const most = Math.max(2, Math.floor((this.box.right - this.box.left) / (this.overTime ? 84 : 56)));
-    const y = this.yAxis(this.y, ticks(...this.domain, 3), this.format);
+    const marks = ticks(...this.domain, 3);
+    const digits = Math.max(2, decimals(marks));
+    const y = this.yAxis(this.y, marks, (value) => this.format(value, digits));
     if (!this.overTime) return [...y, ...this.xAxis(this.x, ticks(from, to, most), number)];
     const { at, withSeconds } = timeTicks(from, to, most);
     return [...y, ...this.xAxis(this.x, at, (t) => clock(t, withSeconds))];

@@ -19,7 +19,7 @@ export function logarithmic([d0, d1], range) {
 function roundStep(raw) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const lead = raw / power;
-  return power * (lead <= 1 ? 1 : lead <= 2 ? 2 : lead <= 5 ? 5 : 10);
+  return power * ([1, 2, 5].find((most) => lead <= most * (1 + 1e-9)) ?? 10);
 }
 
 /** Returns about `most` round numbers from `low` to `high`. */
@@ -30,6 +30,11 @@ export function ticks(low, high, most = 4) {
   const found = [];
   for (let i = first; i * step <= high + step * 1e-9; i++) found.push(i * step);
   return found;
+}
+
+/** Returns how many decimals tell the ticks apart, at most 4. */
+export function decimals([first, second = first]) {
+  return second > first ? Math.min(Math.max(0, -Math.floor(Math.log10(second - first) + 1e-9)), 4) : 0;
 }
 
 /** Returns ticks of a logarithmic axis: 1, 2 and 5 times the powers of ten, thinned to `most`. */
@@ -45,18 +50,25 @@ export function logTicks(low, high, most = 6) {
 /** Rounds a range outwards; an empty one gets some height. */
 export function rounded(low, high, most = 4) {
   if (!(high > low)) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
-  const step = roundStep((high - low) / most);
-  return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
+  const outwards = ([from, to]) => {
+    const step = roundStep((to - from) / most);
+    return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
+  };
+  return outwards(outwards([low, high])); // the ticks of the wider range may be further apart
 }
 
-const TIME_STEPS = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200];
+const TIME_STEPS = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
 /** Returns ticks at round times of the clock, in Unix time. */
 export function timeTicks(from, to, most = 6) {
-  const step = TIME_STEPS.find((s) => (to - from) / s <= most) ?? 86400;
   const offset = new Date(from * 1000).getTimezoneOffset() * 60;
+  const begin = (step) => Math.ceil((from - offset) / step) * step + offset;
+  const fits = TIME_STEPS.findIndex((s) => (to - from) / s <= most);
+  let i = fits < 0 ? TIME_STEPS.length - 1 : fits;
+  if (i > 0 && begin(TIME_STEPS[i]) + TIME_STEPS[i] > to) i -= 1; // one tick alone tells no distance
+  const step = TIME_STEPS[i];
   const found = [];
-  for (let t = Math.ceil((from - offset) / step) * step + offset; t <= to; t += step) found.push(t);
+  for (let t = begin(step); t <= to; t += step) found.push(t);
   return { at: found, withSeconds: step < 60 };
 }
 

@@ -3,7 +3,7 @@
 import { Chart, linePath } from "./chart.js";
 import { svg } from "./dom.js";
 import { count, number, reward } from "./format.js";
-import { extent, linear, logTicks, logarithmic, rounded, ticks } from "./scale.js";
+import { decimals, extent, linear, logTicks, logarithmic, rounded, ticks } from "./scale.js";
 
 /** The axis is logarithmic if the longest is at least this many times the shortest. */
 const WIDE = 20;
@@ -24,11 +24,10 @@ export class Scatter extends Chart {
 
   axes() {
     const most = Math.max(2, Math.floor((this.box.right - this.box.left) / 60));
-    const at = this.isLog ? logTicks(...this.lengths, most) : ticks(...this.lengths, most);
+    const at = (this.isLog ? logTicks : ticks)(...this.lengths, most).filter(Number.isInteger);
     const marks = ticks(...this.domain, 4);
-    const digits = Math.max(0, -Math.floor(Math.log10((marks[1] ?? 1) - marks[0] || 1) + 1e-9));
     return [
-      ...this.yAxis(this.y, marks, (v) => reward(v, Math.min(digits, 4))),
+      ...this.yAxis(this.y, marks, (v) => reward(v, decimals(marks))),
       ...this.xAxis(this.x, at, number),
     ];
   }
