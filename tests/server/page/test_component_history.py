@@ -103,8 +103,8 @@ def test_another_checkpoint_with_other_attributes_starts_anew():
 
 def test_a_teachers_logprobs_are_one_mean_for_each_sample():
     made = ComponentHistory()
-    made.note_logprobs("teacher", NOW, [np.float32([-1, -3]), np.float32([]), np.float32([-8])])
-    made.note_logprobs("teacher", NOW, [np.float32([])])
+    made.note_means("teacher", NOW, LOGPROB, [np.float32([-1, -3]), np.float32([]), np.float32([-8])])
+    made.note_means("teacher", NOW, LOGPROB, [np.float32([])])
     made.fold()
     one = told(made, "teacher")
     assert (one["names"], one["window"]["count"], one["window"]["mean"].tolist()) == ([LOGPROB], 2, [-5.0])

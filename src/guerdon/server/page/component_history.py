@@ -17,6 +17,8 @@ LEAST_FOR_SHARES = 30
 """With fewer samples a period's shares are unknown."""
 LOGPROB = "log-prob per token"
 """The one component of a teacher: the mean over a sample's asked tokens."""
+ENTROPY = "entropy per token"
+"""The same of the entropies, which clients may ask a teacher for."""
 
 _COLLINEAR = 1e-6
 """Relative eigenvalue below which components count as linearly dependent; attributes are float32."""
@@ -84,9 +86,10 @@ class ComponentHistory:
         """Queues a request's components, float32 `[K]` for each sample, and rewards; cheap, on the request's path."""
         self._pending.append((name, time, names, rows, rewards))
 
-    def note_logprobs(self, name: str, time: float, rows: list[np.ndarray]) -> None:
-        """Queues the log-probs of a teacher's samples, float32 `[n]` each; n may be 0."""
-        self._pending.append((name, time, (LOGPROB,), rows, None))
+    def note_means(self, name: str, time: float, what: str, rows: list[np.ndarray]) -> None:
+        """Queues `what` a teacher told of its samples' tokens, float32 `[n]` each; n may be 0."""
+        if rows:
+            self._pending.append((name, time, (what,), rows, None))
 
     def fold(self, most: int | None = None) -> None:
         """Folds queued samples into the buckets, about `most` at once."""

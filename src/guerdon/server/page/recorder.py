@@ -11,13 +11,14 @@ from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.server import logs
 from guerdon.server.catalog import Catalog
 from guerdon.server.metrics import Metrics
-from guerdon.server.page import traffic
-from guerdon.server.page.component_history import ComponentHistory
+from guerdon.server.page import judge_calls, traffic
+from guerdon.server.page.component_history import ENTROPY, LOGPROB, ComponentHistory
 from guerdon.server.page.extremes import ExtremeSamples
 from guerdon.server.page.recent_errors import RecentErrors
 from guerdon.server.page.reward_history import RewardHistory
 from guerdon.server.page.traffic import FINE_S, CounterHistory
 from guerdon.settings.config import DashboardConfig
+from guerdon.teacher_core import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class PageRecorder:
         self.is_on = config.dashboard
         self.rewards = RewardHistory()
         self.components = ComponentHistory()
+        self.entropies = ComponentHistory()
         self.errors = RecentErrors()
         self.extremes: dict[str, ExtremeSamples] | None = {} if self.is_on and config.dashboard_samples else None
         self._metrics, self._catalog, self._depth = metrics, catalog, depth
@@ -102,9 +104,7 @@ class PageRecorder:
             scores, lengths = [score for score, _ in rows], [length for _, length in rows]
             rewards = [score.reward for score in scores]
         if "logprobs" in info.outputs:
-            self.components.note_logprobs(
-                info.name, now, [r.logprobs.logprobs for r in scores if r.logprobs and r.logprobs.logprobs is not None]
-            )
+            self._note_logprobs(info.name, now, [r.logprobs for r in scores if r.logprobs])
         if not request.wants_rewards or "rewards" not in info.outputs:
             return
         if "attributes" in info.outputs and scores:
@@ -119,6 +119,11 @@ class PageRecorder:
                 self.extremes[info.name] = ExtremeSamples(_MOST_BYTES // len(self.names))
             self.extremes[info.name].note(now, request, reply, info, all_lengths)
 
+    def _note_logprobs(self, name: str, now: float, rows: list[TokenLogprobs]) -> None:
+        logprobs, entropies = [r.logprobs for r in rows], [r.entropy for r in rows]
+        self.components.note_means(name, now, LOGPROB, [row for row in logprobs if row is not None])
+        self.entropies.note_means(name, now, ENTROPY, [row for row in entropies if row is not None])
+
     def _note_components(self, info: ModelInfo, now: float, scores: list[Score]) -> None:
         rows = [(r.attributes, r.reward) for r in scores if r.attributes is not None]
         if rows:
@@ -127,7 +132,7 @@ class PageRecorder:
 
     def samples(self) -> list[traffic.Sample]:
         """Reads the page's metrics from the registry; on any thread."""
-        return list(self._metrics.sample(*traffic.METRICS))
+        return list(self._metrics.sample(*traffic.METRICS, *judge_calls.METRICS))
 
     def refresh(self, samples: list[traffic.Sample]) -> None:
         """Adds a reading if the last one is old enough, and folds noted rewards."""
@@ -137,11 +142,13 @@ class PageRecorder:
         self.errors.read(now, samples)
         self.rewards.fold()
         self.components.fold()
+        self.entropies.fold()
 
     def _fold(self) -> None:
         """Folds some noted rewards and schedules the rest, so that requests go on in between."""
         self.rewards.fold(_AT_ONCE)
         self.components.fold(_AT_ONCE)
+        self.entropies.fold(_AT_ONCE)
         self._is_folding = self._loop is not None and self.rewards.num_pending > 0
         if self._is_folding:
             assert self._loop is not None

@@ -13,7 +13,7 @@ from guerdon.core import ModelInfo
 from guerdon.server.catalog import Catalog
 from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.page import drift, traffic
+from guerdon.server.page import drift, judge_calls, traffic
 from guerdon.server.page.component_history import TakenComponents
 from guerdon.server.page.query import PageQuery
 from guerdon.server.page.recent_errors import TakenErrors
@@ -24,6 +24,8 @@ from guerdon.wire.forms.page_bodies import Snapshot
 
 MAX_COLUMNS = 144
 """Maximum of columns of the rewards over time."""
+
+_CHAT_JUDGE = "chat_judge"
 
 _SHARES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 _MAX_POINTS, _NUM_LENGTH_BINS = 400, 12
@@ -48,6 +50,7 @@ class Gathered:
     whole: Window
     rewards: dict[str, tuple[BucketsCopy, BucketsCopy]]
     components: dict[str, TakenComponents]
+    entropies: dict[str, TakenComponents]
     errors: dict[str, list[TakenErrors]]
     versions: dict[str, list[tuple[float, str]]]
     start: float
@@ -99,6 +102,7 @@ def gather(
         whole=recorder.counters.whole(asked.window_s, until),
         rewards={name: (scored.taken(name, start, now), scored.taken(name, compared[0], now)) for name in rewarded},
         components={name: taken for name in shown if (taken := recorder.components.taken(name, start, now))},
+        entropies={name: taken for name in shown if (taken := recorder.entropies.taken(name, start, now))},
         errors={
             name: recorder.errors.taken([name, *(operations if name == catalog.critic_name else ())], start, now)
             for name in shown
@@ -130,6 +134,8 @@ def make(g: Gathered) -> Snapshot:
         "totals": totals,
         "rewards": {name: _rewards(g, name) for name in g.rewards},
         "components": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.components.items()},
+        "entropies": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.entropies.items()},
+        "calls": judge_calls.calls(g.samples, [one["name"] for one in g.models if one["kind"] == _CHAT_JUDGE]),
         "errors": {
             name: [one for taken in parts for one in taken.tell(g.start, g.step_s, g.num_columns)]
             for name, parts in g.errors.items()

@@ -106,5 +106,7 @@ class Snapshot(TypedDict):
     totals: dict[str, Any]
     rewards: dict[str, Any]
     components: dict[str, Any]
+    entropies: dict[str, Any]
+    calls: dict[str, Any]
     errors: dict[str, Any]
     critic: dict[str, Any] | None

@@ -1,6 +1,7 @@
 /** The page: polls a snapshot every few seconds, and lets each section show its part. */
 
 import { Failure, snapshot as ask } from "./api.js";
+import * as calls from "./calls.js";
 import * as components from "./components.js";
 import * as connect from "./connect.js";
 import * as critic from "./critic.js";
@@ -100,6 +101,7 @@ function draw() {
   samples.show(snapshot, model, windowS);
   components.show(snapshot, model);
   traffic.show(snapshot, model, windowS, other);
+  calls.show(snapshot, model);
   errors.show(snapshot, model);
   critic.show(snapshot);
   models.show(snapshot);
@@ -254,6 +256,7 @@ function start() {
   samples.make();
   components.make();
   traffic.make();
+  calls.make();
   errors.make();
   critic.make();
   tryit.make();

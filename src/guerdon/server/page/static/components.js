@@ -8,8 +8,10 @@ import { axis, card, middles } from "./panels.js";
 
 /** The attribute of a judge that is no criterion: the probability of tokens that are no labels. */
 const OTHER = "other_mass";
+/** Nor is that of a judge that compares: the share of its verdicts on which the two orders disagreed. */
+const DISAGREED = "disagreed";
 const COLOURS = 8;
-let cards, other;
+let cards, besides;
 
 /** Creates the empty cards. */
 export function make() {
@@ -18,8 +20,16 @@ export function make() {
     std: chartCard("Spread", "standard deviation", number),
     share: chartCard("Share", "of the reward's variance", percent),
   };
-  other = chartCard("Mass on no label", "mean of other_mass", percent);
-  byId("components-grid").replaceChildren(...[...Object.values(cards), other].map((made) => made.node));
+  besides = {
+    [OTHER]: chartCard("Mass on no label", "mean of other_mass", percent),
+    [DISAGREED]: chartCard("Orders disagree", "of its verdicts", percent),
+    entropy: chartCard("Entropy", "mean per asked token, in nats", number),
+  };
+  byId("components-grid").replaceChildren(...all().map((made) => made.node));
+}
+
+function all() {
+  return [...Object.values(cards), ...Object.values(besides)];
 }
 
 function chartCard(title, unit, format) {
@@ -44,16 +54,23 @@ export function show(snapshot, name) {
   putText(byId("components-title"), title);
   putText(link, title);
   putText(byId("components-aside"), aside);
-  const criteria = own.names.map((part, i) => [part, i]).filter(([part]) => part !== OTHER);
-  const mass = own.names.indexOf(OTHER);
+  const isJudge = own.names.includes(OTHER);
+  const criteria = own.names.map((part, i) => [part, i]).filter(([part]) => !isJudge || ![OTHER, DISAGREED].includes(part));
   for (const [key, made] of Object.entries(cards)) put(snapshot, own, key, made, criteria);
   cards.share.node.hidden = criteria.length < 2;
   if (!cards.share.node.hidden && !own.window.share.some(isNumber)) {
     cards.share.empty("Too few different rewards for shares");
   }
-  other.node.hidden = mass < 0;
-  if (mass >= 0) put(snapshot, own, "mean", other, [[OTHER, mass]]);
-  byId("components-grid").dataset.cards = String([...Object.values(cards), other].filter((made) => !made.node.hidden).length);
+  for (const part of [OTHER, DISAGREED]) showBeside(snapshot, besides[part], isJudge ? own : null, part);
+  showBeside(snapshot, besides.entropy, snapshot.entropies[name], "entropy per token");
+  byId("components-grid").dataset.cards = String(all().filter((made) => !made.node.hidden).length);
+}
+
+/** Shows the mean of one part in a card of its own; hides the card without it. */
+function showBeside(snapshot, made, own, part) {
+  const at = own?.window.count ? own.names.indexOf(part) : -1;
+  made.node.hidden = at < 0;
+  if (at >= 0) put(snapshot, own, "mean", made, [[part, at]]);
 }
 
 function words(snapshot, name, own) {

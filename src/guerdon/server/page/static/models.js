@@ -8,7 +8,14 @@ const PATHS = {
   packed: "packed, without padding",
   padded: "padded to the longest",
   single: "one by one",
+  function: "a Python function",
+  sum: "a weighted sum of its components",
+  chat: "another server's model",
 };
+/** What `why` says, if it gives no reason. */
+const WHY = { sum: "Sum of", chat: "Asks" };
+/** Ways to run without weights of their own. */
+const WEIGHTLESS = ["function", "sum", "chat"];
 let said = "";
 
 /** Shows one card per model. */
@@ -23,11 +30,10 @@ function model(m) {
   const takes = [["takes_text", "text"], ["takes_messages", "messages"], ["takes_tokens", "tokens"], ["takes_prompts", "prompts"]];
   const facts = [
     ["Runs", PATHS[m.path] ?? m.path],
-    ["Why", m.why],
-    ["Weights", `${m.dtype} on ${m.device}`],
+    [WHY[m.path] ?? "Why", m.why === m.source ? "" : m.why],
+    ["Weights", WEIGHTLESS.includes(m.path) ? "" : `${m.dtype} on ${m.device}`],
     ["Version", m.weights_version, "code"],
     ["Source", m.source, "code"],
-    ["Sum of", m.components?.join(" + ")],
     ["Outputs", m.outputs.join(", ").replaceAll("_", " ")],
     ["Attributes", m.attribute_names.join(", ")],
     ["Steps", m.step_rule],

@@ -2,7 +2,7 @@
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, latency, number, percent, plural, span } from "./format.js";
-import { checks, driftOf, findings, givesLogprobs, givesRewards, isTrained, last, total } from "./health.js";
+import { checks, driftOf, findings, givesLogprobs, givesRewards, isRemote, isTrained, last, total } from "./health.js";
 import { sparkline } from "./lines.js";
 import { lately, meanLately, since } from "./panels.js";
 
@@ -95,6 +95,9 @@ const TILES = [
   ["fill", "Batch fill", "of the budget"],
   ["saved", "Saved", "of all tokens"],
 ];
+/** Not shown of a model that another server computes, and of a sum, which its components compute. */
+const OF_OWN = ["tokens", "fill", "saved"];
+const OF_PARTS = [...OF_OWN, "queue"];
 const tiles = new Map();
 
 /** Creates the empty tiles. */
@@ -104,9 +107,10 @@ export function makeTiles() {
     const under = el("p", { class: "under" });
     const line = el("div", { class: "line" });
     const when = el("small", {});
-    tiles.set(id, { value, under, line, when });
-    return el("article", { class: "tile", id: `tile-${id}` },
+    const node = el("article", { class: "tile", id: `tile-${id}` },
       el("h2", {}, title, when), el("p", { class: "figure" }, value, el("small", {}, unit)), line, under);
+    tiles.set(id, { node, value, under, line, when });
+    return node;
   });
   byId("tiles").replaceChildren(...nodes);
 }
@@ -123,6 +127,9 @@ function put(id, when, value, under, values) {
 export function showTiles(snapshot, name, windowS) {
   const own = snapshot.series.models[name] ?? {};
   const totals = snapshot.totals[name] ?? {};
+  const isSum = Boolean(snapshot.models.find((m) => m.name === name)?.components);
+  const without = isSum ? OF_PARTS : isRemote(snapshot, name) ? OF_OWN : [];
+  for (const [id, tile] of tiles) tile.node.hidden = without.includes(id);
   const names = ["requests_per_s", "received_tokens_per_s", "computed_tokens_per_s", "queue_sequences", "queue_tokens",
     "latency_p50_s", "batch_fill", "batch_sequences", "sequences_per_s"];
   const drawn = since(snapshot, names.map((key) => ({ name: key, values: own[key] })));

@@ -2,19 +2,20 @@
 
 import { byId, el } from "./dom.js";
 import { count, isNumber, latency, number, percent, span } from "./format.js";
-import { last, total } from "./health.js";
+import { isRemote, last, total } from "./health.js";
 import { Lines } from "./lines.js";
+import { shares } from "./outcomes.js";
 import { card, lately, meanLately, since } from "./panels.js";
 
 const PANELS = [
   { title: "Requests", unit: "per second", ofRequests: true, main: "requests_per_s", lines: [["requests_per_s", "all", "accent", true], ["errors_per_s", "failed", "bad", false]], format: number },
-  { title: "Tokens", unit: "per second", ofParts: true, main: "computed_tokens_per_s", lines: [["received_tokens_per_s", "received", "muted", true], ["computed_tokens_per_s", "computed", "accent", true]], format: number },
+  { title: "Tokens", unit: "per second", ofParts: true, ofOwn: true, main: "computed_tokens_per_s", lines: [["received_tokens_per_s", "received", "muted", true], ["computed_tokens_per_s", "computed", "accent", true]], format: number },
   { title: "Latency", unit: "from arrival to answer", ofRequests: true, ofWindow: true, main: "latency_p50_s", lines: [["latency_p99_s", "p99", "light", false], ["latency_p90_s", "p90", "middle", false], ["latency_p50_s", "p50", "accent", false]], format: latency },
   { title: "Queue", unit: "sequences", ofParts: true, main: "queue_sequences", lines: [["queue_sequences", "waiting", "accent", true]], format: number },
-  { title: "Batches", unit: "share of the token budget", ofParts: true, main: "batch_fill", lines: [["batch_fill", "fill", "accent", true]], format: percent },
+  { title: "Batches", unit: "share of the token budget", ofParts: true, ofOwn: true, main: "batch_fill", lines: [["batch_fill", "fill", "accent", true]], format: percent },
 ];
 /** Outcomes that are not errors; with Cancelled the client disconnected. */
-const FINE = new Set(["ok", "Cancelled"]);
+const FINE = ["ok", "Cancelled"];
 /** Shown instead of the requests of a model that is only scored as part of a sum. */
 const PART = "Requests are counted at the sum that contains it";
 let panels, errors;
@@ -43,8 +44,11 @@ export function show(snapshot, name, windowS, other) {
   const elsewhere = parts && `A sum is computed by its components: ${parts.join(", ")}`;
   const isPart = !total(own.requests_per_s, 1) && total(own.sequences_per_s, 1) > 0;
   const totals = snapshot.totals[name] ?? {};
+  const isOwn = !isRemote(snapshot, name);
   const besides = other ? snapshot.series.models[other] ?? {} : null;
-  for (const { lines, main, card: made, chart, format, ofParts, ofRequests, ofWindow } of panels) {
+  for (const { lines, main, card: made, chart, format, ofOwn, ofParts, ofRequests, ofWindow } of panels) {
+    made.node.hidden = Boolean(ofOwn) && !isOwn;
+    if (made.node.hidden) continue;
     const has = lines.some(([key]) => (own[key] ?? []).some(isNumber)) && !(ofRequests && isPart);
     made.empty(has ? null : (ofParts && elsewhere) || (isPart && PART) || "Nothing in this window");
     const when = ofWindow ? (snapshot.isZoomed ? "whole range" : `last ${span(windowS)}`) : lately(snapshot);
@@ -62,19 +66,12 @@ export function show(snapshot, name, windowS, other) {
     made.legend(data.series.map(({ kind, name: label, figure }) => [kind, label, figure]));
     chart.update({ ...data, when });
   }
-  showOutcomes(totals, snapshot.server.unknown_requests ?? {});
+  showOutcomes(name, totals, snapshot.server.unknown_requests ?? {});
 }
 
-function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, rechecked = {} }, unknown) {
-  const rows = Object.entries(requests).filter(([, n]) => n > 0).sort(([a, n], [b, m]) => (b === "ok") - (a === "ok") || m - n);
-  errors.empty(rows.length ? null : "No request yet");
-  const all = rows.reduce((sum, [, n]) => sum + n, 0);
-  const most = Math.max(...rows.map(([, n]) => n), 1);
-  const table = rows.map(([outcome, n]) => el("tr", {},
-    el("th", { scope: "row" }, outcome),
-    el("td", { class: "share" }, el("meter", { class: FINE.has(outcome) ? "ok" : "bad", min: 0, max: most, value: n, "aria-label": `${outcome}: ${count(n)}` })),
-    el("td", {}, count(n)),
-    el("td", {}, percent(n / all))));
+function showOutcomes(name, { requests = {}, sequences = {}, out_of_memory: memory, rechecked = {} }, unknown) {
+  const table = shares("Requests by outcome", requests, FINE);
+  errors.empty(table ? null : `No request for ${name} yet`);
   const facts = [
     ["samples without a score", sequences.failed ?? 0],
     ["forwards out of memory", memory ?? 0],
@@ -83,7 +80,7 @@ function showOutcomes({ requests = {}, sequences = {}, out_of_memory: memory, re
     ...Object.entries(unknown).map(([outcome, n]) => [`unknown model: ${outcome}`, n]),
   ].filter(([, n]) => isNumber(n));
   errors.body.replaceChildren(
-    el("table", { class: "outcomes" }, el("caption", { class: "hidden" }, "Requests by outcome"), el("tbody", {}, ...table)),
+    table ?? "",
     el("dl", { class: "facts" }, ...facts.flatMap(([word, n]) => [el("dt", {}, word), el("dd", {}, count(n))])),
   );
 }
