@@ -253,6 +253,32 @@ def test_a_sums_samples_have_their_parts(url: str, visit: Visit) -> None:
     assert " about " in facts, "functions that read text have no tokens to count"
 
 
+def test_a_samples_long_version_is_broken_into_lines(url: str, visit: Visit) -> None:
+    def long_version(route: Any) -> None:
+        told = route.fetch().json()
+        for one in told["best"]:
+            one["weights_version"] = "total=" + 80 * "0"
+        route.fulfill(json=told)
+
+    page = visit(
+        f"{url}/?model=fair",
+        size=PHONE,
+        prepare=lambda page: page.route(re.compile(r"/dashboard/samples\?"), long_version),
+    )
+    page.click("text=Show samples of this window")
+    page.locator("#samples ol li").first.wait_for()
+    assert 80 * "0" in page.locator("#samples .facts").first.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+
+
+def test_a_sum_has_no_tiles_of_what_its_components_compute(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=total")
+    headings = ".tile:visible h2"
+    assert [text.split()[0] for text in page.locator(headings).all_inner_texts()] == ["Requests", "Latency"]
+    page.select_option("#model", "fair")
+    comes(page, lambda: page.locator(headings).count() == 6)
+
+
 def test_responses_are_tried(url: str, visit: Visit) -> None:
     responses = [" yes", f" {MARKUP}"]
     page = visit(url)
@@ -293,6 +319,17 @@ def test_a_try_without_a_response_asks_for_one(url: str, visit: Visit) -> None:
     page.wait_for_selector("text=Write at least one response")
 
 
+def test_none_of_equal_responses_is_the_best(url: str, visit: Visit) -> None:
+    page = visit(url)
+    page.select_option("#try-model", "broken")
+    for i in range(2):
+        page.locator(".response textarea").nth(i).fill(f"scored {i}")
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector(".scored li")
+    assert page.locator(".scored .score").all_inner_texts() == ["1.00", "1.00"]
+    assert page.locator(".scored .pill").count() == 0
+
+
 def test_responses_are_added_and_removed(url: str, visit: Visit) -> None:
     page = visit(url)
     for _ in range(14):
@@ -307,8 +344,10 @@ def test_a_critic_shows_how_it_learns(critic: RunningServer, visit: Visit) -> No
     page = visit(critic.http_url)
     page.wait_for_selector("#critic:visible")
     assert "at step 3" in page.locator("#critic-state").inner_text()
-    assert page.locator("#critic path.line").count() == 7, "six charts, one of which has values and returns"
-    assert drawn(page, "#critic") >= 7
+    assert page.locator("#critic path.line").count() == 6, "five charts, one of which has values and returns"
+    assert drawn(page, "#critic") >= 6
+    unknown = page.locator("#critic figure.is-empty", has_text="Explained variance").inner_text()
+    assert "Unknown for these train requests" in unknown, "equal returns have no variance, and no chart"
     path = page.locator("#critic path.line").first.get_attribute("d")
     assert len(re.findall("[ML]", path)) == 3, "the reports from before the restart are shown, too"
     assert "mean value" in page.locator("#critic .legend").nth(2).inner_text()

@@ -178,11 +178,18 @@ def test_recent_errors_are_shown_by_kind(server: RunningServer, visit: Visit) ->
     httpx.post(f"{server.http_url}/v2/models/broken/infer", content=b"{nonsense")
     comes(page, lambda: ask_again(page) or page.locator("#errors tbody tr").count() == 2)
     rows = [" ".join(row.inner_text().split()) for row in page.locator("#errors tbody tr").all()]
-    assert re.fullmatch(r"SampleFailed a sample in the answer The model gave .* 3 .+ ago", rows[0])
-    assert re.fullmatch(r"InvalidRequest a whole request 400 The request is wrong.* 1 .+ ago", rows[1])
+    assert re.fullmatch(r"SampleFailed a sample 3 .+ ago in the answer The model gave .*", rows[0])
+    assert re.fullmatch(r"InvalidRequest a whole request 1 .+ ago 400 The request is wrong.*", rows[1])
     assert BREAKS not in page.locator("#errors").inner_text()
     assert "Failed samples 3" in page.locator("#verdict p").inner_text()
     assert "Latency" in page.locator("#verdict p").inner_text()
+    page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+    last = page.locator("#errors thead th", has_text="Last")
+    comes(
+        page,
+        lambda: last.bounding_box()["x"] + last.bounding_box()["width"] <= PHONE[0],
+        "how many and when, unscrolled",
+    )
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
@@ -207,7 +214,7 @@ def test_an_earlier_version_may_be_the_reference(server: RunningServer, visit: V
         told["rewards"]["total"]["versions"] = changes[:1]
 
     page = visit(f"{server.http_url}/?model=total", prepare=lambda page: alter(page, swap))
-    option = page.locator("#reference option", has_text="version first")
+    option = page.locator("#reference option", has_text="first version")
     page.select_option("#reference", option.get_attribute("value"))
     until(page, "document.querySelector('#rewards').innerText.includes('Same as the reference')")
     assert page.input_value("#reference") in page.url

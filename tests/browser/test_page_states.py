@@ -131,6 +131,11 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
     assert "has not answered since" in page.locator("#notice").inner_text()
     assert "No answer" in page.title()
     assert page.locator("#server .pill").inner_text() == "No answer"
+    page.evaluate("document.getAnimations().forEach((one) => one.finish())")
+    style = page.evaluate(
+        "(({ opacity, filter }) => [opacity, filter])(getComputedStyle(document.querySelector('#verdict')))"
+    )
+    assert style == ["1", "grayscale(1)"], "old figures are grey, and can be read"
     page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     assert page.evaluate("document.querySelector('#notice').getBoundingClientRect().top") >= 0, (
         "seen wherever one reads"
@@ -358,6 +363,54 @@ def luminance(colour: str) -> float:
     shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_placeholders_and_shaded_tokens_stand_out(idle: str, scheme: str, visit: Visit) -> None:
+    page = visit(idle, color_scheme=scheme)
+    faint = """() => {
+      const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+      const over = (ground, colour) => {
+        for (const one of [ground, colour]) {
+          paint.fillStyle = one;
+          paint.fillRect(0, 0, 1, 1);
+        }
+        const [red, green, blue] = paint.getImageData(0, 0, 1, 1).data;
+        return "#" + [red, green, blue].map((n) => n.toString(16).padStart(2, "0")).join("");
+      };
+      const card = getComputedStyle(document.querySelector(".card")).backgroundColor;
+      const area = getComputedStyle(document.querySelector("#try-prompt"), "::placeholder");
+      const found = [[over(card, area.color), over(card, card), Number(area.opacity)]];
+      for (const kind of ["high", "low", "prompt high", "prompt low"]) {
+        const token = document.createElement("span");
+        token.className = `token ${kind}`;
+        token.style.setProperty("--depth", `${DEEPEST}%`);
+        document.body.append(token);
+        const { color, backgroundColor } = getComputedStyle(token);
+        found.push([over(card, color), over(card, backgroundColor), 1]);
+        token.remove();
+      }
+      return found;
+    }"""
+    deepest = page.evaluate("async () => (await import('/dashboard/tokens.js')).DEEPEST")
+    found = page.evaluate(faint.replace("DEEPEST", str(deepest)))
+    assert len({ground for _, ground, _ in found}) == 5, "shades differ, and the prompt's are paler"
+    for colour, ground, opacity in found:
+        assert opacity == 1 and contrast(colour, ground) >= 4.5, (colour, ground)
+
+
+def test_no_menu_cuts_a_models_name_on_a_phone(idle: str, visit: Visit) -> None:
+    page = visit(idle, size=PHONE)
+    for menu, name in (("#model", "longwinded"), ("#other", "no other model")):
+        needed = page.evaluate(
+            """([menu, name]) => {
+              const paint = document.createElement("canvas").getContext("2d");
+              paint.font = getComputedStyle(document.querySelector(menu)).font;
+              return paint.measureText(name).width;
+            }""",
+            [menu, name],
+        )
+        assert page.locator(menu).bounding_box()["width"] > needed + 36, "with the arrow"
 
 
 def test_everything_that_is_pressed_or_filled_has_a_name(idle: str, visit: Visit) -> None:

@@ -126,7 +126,7 @@ function chooseModels(served) {
   const second = byId("other");
   if (second.dataset.names !== others.join("\n")) {
     second.dataset.names = others.join("\n");
-    second.replaceChildren(el("option", { value: "" }, "no other"), ...others.map((name) => el("option", { value: name }, name)));
+    second.replaceChildren(el("option", { value: "" }, "no other model"), ...others.map((name) => el("option", { value: name }, name)));
   }
   second.value = shown.other ?? "";
 }
@@ -155,10 +155,10 @@ function versionSpans() {
   const changes = snapshot.rewards[model]?.versions ?? [];
   const begun = Math.floor(snapshot.server.started / BUCKET_S) * BUCKET_S;
   return changes.map(({ time }, i) => {
-    const { time: since, version } = changes[i - 1] ?? { time: begun, version: "first" };
+    const { time: since, version } = changes[i - 1] ?? { time: begun, version: null };
     // Without the stretches that have rewards of two versions.
     const [from, to] = [Math.ceil(since / BUCKET_S), Math.floor(time / BUCKET_S)].map((n) => n * BUCKET_S);
-    return [from, to, `version ${version.slice(0, 8)}, ${clock(since, false)}–${clock(time, false)}`];
+    return [from, to, `${version === null ? "first version" : `version ${version.slice(0, 8)}`}, ${clock(since, false)}–${clock(time, false)}`];
   }).filter(([from, to]) => from < to).map(([from, to, text]) => [`${from}-${to}`, text]).slice(-MOST_VERSIONS).reverse();
 }
 

@@ -194,7 +194,7 @@ export class Chart {
   }
 }
 
-/** Returns an SVG path through the points `[x, y]`; a null y breaks it, and a lone point is a dot. */
+/** Returns an SVG path through the points `[x, y]`; a null y breaks it, and a lone point is a dash. */
 export function linePath(points) {
   let path = "";
   let isOpen = false;
@@ -204,7 +204,7 @@ export function linePath(points) {
       return;
     }
     path += `${isOpen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
-    if (!isOpen && (points[i + 1]?.[1] ?? null) === null) path += "h0.01";
+    if (!isOpen && (points[i + 1]?.[1] ?? null) === null) path += "m-1.5 0h3";
     isOpen = true;
   });
   return path;

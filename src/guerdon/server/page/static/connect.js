@@ -26,7 +26,7 @@ export function show(snapshot, name, windowS) {
   const key = snapshot.server.has_keys ? "With a key of the role score or above in GUERDON_API_KEY, which guerdon's clients read as well." : "";
   place.replaceChildren(
     el("div", { class: "heading" }, el("h2", { id: "connect-title" }, "Connect"),
-      el("p", { class: "aside" }, `No requests for ${name} yet. These lines ask it. ${key}`.trim())),
+      el("p", { class: "aside" }, `These lines ask ${name}. ${key}`.trim())),
     tabs(snippets(model, BASE, snapshot.server.has_keys, snapshot.critic?.name)));
 }
 

@@ -53,8 +53,9 @@ export function show(snapshot) {
   const { step } = critic.reports;
   const [least, most] = extent(step) ?? [0, 1];
   for (const { lines, card: made, chart } of panels) {
-    made.empty(step.length ? null : "No train request yet");
-    if (!step.length) continue;
+    const has = lines.some(([key]) => critic.reports[key].some(isNumber));
+    made.empty(!step.length ? "No train request yet" : has ? null : "Unknown for these train requests");
+    if (!has) continue;
     const series = lines.map(([key, kind]) => ({ kind, name: key.replaceAll("_", " "), values: critic.reports[key] }));
     made.say("");
     made.legend(lines.map(([key, kind, name]) => [kind, name, latest(critic.reports[key])]));

@@ -23,12 +23,12 @@ export function show(snapshot, name) {
   const parts = ["request", "sample"].map((of) => [of, sum(of)]).filter(([, n]) => n);
   panel.say(`${parts.map(([of, n]) => plural(n, of)).join(" and ")} ${snapshot.period}`);
   panel.body.replaceChildren(el("div", { class: "scrolls-x", tabindex: 0, role: "region", "aria-label": "Recent errors" }, el("table", { class: "errors" },
-    el("thead", {}, el("tr", {}, ...["Kind", "HTTP", "What it means", "Over time", "Number", "Last"].map((word) => el("th", { scope: "col" }, word)))),
+    el("thead", {}, el("tr", {}, ...["Kind", "Number", "Last", "Over time", "HTTP", "What it means"].map((word) => el("th", { scope: "col" }, word)))),
     el("tbody", {}, ...rows.map((row) => el("tr", {},
       el("th", { scope: "row" }, row.kind, el("small", {}, row.of === "sample" ? "a sample" : "a whole request")),
-      el("td", {}, row.of === "sample" ? "in the answer" : String(row.http)),
-      el("td", {}, row.what),
-      el("td", { class: "line" }, sparkline(row.counts, "bad")),
       el("td", {}, count(row.count)),
-      el("td", {}, `${span(now - row.last)} ago`)))))));
+      el("td", {}, `${span(now - row.last)} ago`),
+      el("td", { class: "line" }, sparkline(row.counts, "bad")),
+      el("td", {}, row.of === "sample" ? "in the answer" : String(row.http)),
+      el("td", {}, row.what)))))));
 }

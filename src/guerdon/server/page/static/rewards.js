@@ -68,8 +68,8 @@ export function show(snapshot, name, windowS, asked, other) {
   against.say(isInside ? `${drift.text}; part of the reference lies in this window` : drift.text, drift.level);
   const { edges, window: counts, reference: before } = own.histogram;
   against.legend([
-    ["bar", "this window", reward(now?.mean)],
-    ["outline", reference?.count ? `reference ${clock(reference.from, false)}–${clock(reference.to, false)}` : "no reference yet", reference?.count ? reward(reference.mean) : undefined],
+    ["bar", "this window", `mean ${reward(now?.mean)}`],
+    ["outline", reference?.count ? `reference ${clock(reference.from, false)}–${clock(reference.to, false)}` : "no reference yet", reference?.count ? `mean ${reward(reference.mean)}` : undefined],
   ]);
   charts.histogram.update({ edges, window: counts, reference: before ?? counts.map(() => 0), means: [now?.mean ?? null, reference?.count ? reference.mean : null] });
 

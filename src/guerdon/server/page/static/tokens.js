@@ -3,7 +3,8 @@
 import { el, putText } from "./dom.js";
 import { isNumber, percent, plural, reward } from "./format.js";
 
-const DEEPEST = 62;
+/** Percent of the colour in the ground, of which text must still stand out. */
+export const DEEPEST = 55;
 
 /** The smallest and the largest value of all results, and what stands between the two colours. */
 export function rangeOf(results) {

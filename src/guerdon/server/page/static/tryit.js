@@ -138,7 +138,7 @@ function readIds(text) {
 function found(told, texts) {
   const numbers = told.results.map((result) => result.reward).filter(isNumber);
   const [low, high] = [Math.min(0, ...numbers), Math.max(0, ...numbers)];
-  const best = numbers.length > 1 ? Math.max(...numbers) : null;
+  const best = new Set(numbers).size > 1 ? Math.max(...numbers) : null;
   const range = rangeOf(told.results);
   const took = `${told.model} · version ${told.weights_version} · waited ${latency(told.queue_s)}, computed ${latency(told.compute_s)}`;
   return [
@@ -160,7 +160,7 @@ function one(result, i, text, [low, high], best, range) {
     ? heatText(result, range, `Response ${i + 1}`)
     : el("p", { class: "text" }, text);
   return el("li", {}, head, shown,
-    parts.length ? el("dl", { class: "parts" }, ...parts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, reward(value))])) : null,
+    parts.length ? el("dl", { class: "parts" }, ...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, reward(value))))) : null,
     isNumber(result.num_tokens) && !result.tokens?.length ? el("p", { class: "facts" }, plural(result.num_tokens, "token")) : null);
 }
 
