@@ -263,8 +263,26 @@ def test_axes_have_round_numbers(low: float, high: float, want: list[float], pag
 def test_an_axis_has_a_number_at_both_ends(low: float, high: float, page: Any) -> None:
     ends = call(page, "scale", "rounded", low, high, 3)
     assert ends[0] <= low < high <= ends[1]
-    found = call(page, "scale", "ticks", *ends, 3)
-    assert [found[0], found[-1]] == pytest.approx(ends) and len(found) >= 3
+    found = call(page, "scale", "ticks", *ends, 4)
+    assert [found[0], found[-1]] == pytest.approx(ends) and 3 <= len(found) <= 6
+    assert ends[1] - ends[0] <= 2 * (high - low), "little of the height is empty"
+
+
+def test_a_line_that_only_rounding_moves_is_flat(page: Any) -> None:
+    height = page.evaluate(
+        """async () => {
+          const { Lines } = await import("/dashboard/lines.js");
+          const host = document.createElement("div");
+          document.querySelector("main").append(host);
+          const chart = new Lines(host, { label: "a constant", fromZero: false });
+          const series = [{ kind: "accent", name: "a", values: [0.5, 0.5 + 1e-8] }];
+          chart.update({ x: [0, 1], from: 0, to: 1, series });
+          const { height } = host.querySelector("path.line").getBBox();
+          host.remove();
+          return height;
+        }"""
+    )
+    assert height < 1
 
 
 @pytest.mark.parametrize("low", [0, 30, 59, 119])

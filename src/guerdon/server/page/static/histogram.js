@@ -25,7 +25,7 @@ export class Histogram extends Chart {
     const [low, high] = this.range.map((i) => edges[i]);
     const marks = ticks(low, high, Math.max(2, Math.floor((this.box.right - this.box.left) / 60)));
     return [
-      ...this.yAxis(this.y, ticks(...this.domain, 3), percent),
+      ...this.yAxis(this.y, ticks(...this.domain, 4), percent),
       ...this.xAxis(this.x, marks, (v) => reward(v, decimals(marks))),
     ];
   }

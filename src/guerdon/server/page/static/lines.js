@@ -5,6 +5,9 @@ import { svg } from "./dom.js";
 import { clock, isNumber, number } from "./format.js";
 import { decimals, extent, linear, rounded, ticks, timeTicks } from "./scale.js";
 
+const MOST_TICKS = 3;
+/** Smaller differences, as a share of the values, are not stretched over the chart's height: they are rounding. */
+const LEAST_RANGE = 0.002;
 const charts = new Set();
 let isSharing = false;
 
@@ -27,8 +30,8 @@ export class Lines extends Chart {
     const { left, right, top, bottom } = this.box;
     const { from, to, series } = this.data;
     const found = extent(series.flatMap(({ values }) => values)) ?? [0, 1];
-    const [low, high] = this.fromZero ? [Math.min(0, found[0]), found[1]] : found;
-    this.domain = rounded(low, high, 3);
+    const [low, high] = this.fromZero ? [Math.min(0, found[0]), found[1]] : widened(found);
+    this.domain = rounded(low, high, MOST_TICKS);
     this.x = linear([from, to], [left, right]);
     this.y = linear(this.domain, [bottom, top]);
   }
@@ -36,7 +39,7 @@ export class Lines extends Chart {
   axes() {
     const { from, to } = this.data;
     const most = Math.max(2, Math.floor((this.box.right - this.box.left) / (this.overTime ? 84 : 56)));
-    const marks = ticks(...this.domain, 3);
+    const marks = ticks(...this.domain, MOST_TICKS + 1);
     const digits = Math.max(2, decimals(marks));
     const y = this.yAxis(this.y, marks, (value) => this.format(value, digits));
     if (!this.overTime) return [...y, ...this.xAxis(this.x, ticks(from, to, most), number)];
@@ -112,6 +115,12 @@ export class Lines extends Chart {
     const key = moment === null ? null : nearest(this.data.x, moment);
     this.cursor.replaceChildren(...(key === null ? [] : this.pointed(this.told(key))));
   }
+}
+
+/** Returns the range, at least LEAST_RANGE of its values wide. */
+function widened([low, high]) {
+  const missing = LEAST_RANGE * Math.max(Math.abs(low), Math.abs(high)) - (high - low);
+  return missing > 0 ? [low - missing / 2, high + missing / 2] : [low, high];
 }
 
 /** Returns the index of the nearest value, of equally near ones the last. */

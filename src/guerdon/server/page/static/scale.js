@@ -47,14 +47,11 @@ export function logTicks(low, high, most = 6) {
   return found.filter((_, i) => i % every === 0);
 }
 
-/** Rounds a range outwards; an empty one gets some height. */
+/** Rounds a range outwards, so that `most + 1` ticks or so have one at both ends; an empty one gets some height. */
 export function rounded(low, high, most = 4) {
   if (!(high > low)) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
-  const outwards = ([from, to]) => {
-    const step = roundStep((to - from) / most);
-    return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
-  };
-  return outwards(outwards([low, high])); // the ticks of the wider range may be further apart
+  const step = roundStep((high - low) / most);
+  return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
 
 const TIME_STEPS = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];

@@ -25,7 +25,7 @@ export class Scatter extends Chart {
   axes() {
     const most = Math.max(2, Math.floor((this.box.right - this.box.left) / 60));
     const at = (this.isLog ? logTicks : ticks)(...this.lengths, most).filter(Number.isInteger);
-    const marks = ticks(...this.domain, 4);
+    const marks = ticks(...this.domain, 5);
     return [
       ...this.yAxis(this.y, marks, (v) => reward(v, decimals(marks))),
       ...this.xAxis(this.x, at, number),
