@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from browser.conftest import PHONE, WIDE, Visit, alter, comes, until
+from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, until
 from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, total, train_rows
 from guerdon.client import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
@@ -302,6 +302,22 @@ def test_responses_are_tried(url: str, visit: Visit) -> None:
     for part in (".bar", ".zero"):
         (first, second) = page.locator(f".scored {part}").evaluate_all(places)
         assert first == pytest.approx(second, abs=0.01), "on one scale"
+
+
+def test_the_pages_model_is_tried_and_a_function_has_neither_template_nor_token_count(url: str, visit: Visit) -> None:
+    page = visit(f"{url}/?model=reward_model")
+    assert page.input_value("#try-model") == "reward_model"
+    assert "chat template" in page.locator("#try").inner_text()
+    page.select_option("#model", "fair")
+    comes(page, lambda: page.input_value("#try-model") == "fair")
+    assert "chat template" not in page.locator("#try").inner_text()
+    page.locator(".response textarea").first.fill("Is it?")
+    page.get_by_role("button", name="Score", exact=True).click()
+    page.wait_for_selector(".scored li")
+    assert page.locator(".scored .facts").first.inner_text().startswith("about ")
+    page.select_option("#try-model", "reward_model")
+    ask_again(page)
+    assert page.input_value("#try-model") == "reward_model", "what was chosen there stays"
 
 
 def test_a_response_without_a_score_says_why(url: str, visit: Visit) -> None:

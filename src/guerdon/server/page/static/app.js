@@ -105,7 +105,7 @@ function draw() {
   errors.show(snapshot, model);
   critic.show(snapshot);
   models.show(snapshot);
-  tryit.show(snapshot);
+  tryit.show(snapshot, model);
   compare();
   byId("main").removeAttribute("aria-busy");
 }

@@ -36,16 +36,20 @@ export function make() {
   byId("try-grid").replaceChildren(form, results);
 }
 
+/** Kinds without a chat template and a tokenizer of their own. */
+const UNTOKENISED = ["function", "chat_judge"];
 let serving = [];
+let ofPage = null;
 
-/** Offers the loaded models that take text or token ids. */
-export function show({ models }) {
+/** Offers the loaded models that take text or token ids; chooses the page's model `name` when that changes. */
+export function show({ models }, name) {
   const able = models.filter((m) => m.is_loaded && (m.takes_text || m.takes_tokens));
   const says = JSON.stringify(able.map((m) => [m.name, m.takes_text, m.takes_messages, m.takes_tokens]));
-  if (says === model.dataset.says) return;
+  if (says === model.dataset.says && name === ofPage) return;
   model.dataset.says = says;
   serving = able;
-  const chosen = model.value;
+  const chosen = name === ofPage ? model.value : name;
+  ofPage = name;
   model.replaceChildren(...able.map((m) => el("option", { value: m.name }, m.name)));
   if (able.some((m) => m.name === chosen)) model.value = chosen;
   submit.disabled = !able.length;
@@ -68,7 +72,8 @@ function offerModel() {
 
 /** Shows what goes with text, or with ids. */
 function offer() {
-  const { takes_messages: messages } = serving.find((m) => m.name === model.value) ?? {};
+  const { takes_messages: messages, kind } = serving.find((m) => m.name === model.value) ?? {};
+  templateField.lastChild.textContent = UNTOKENISED.includes(kind) ? "as a conversation, not one text" : "use the model's chat template";
   templateField.hidden = !messages || ids.checked;
   prompt.placeholder = ids.checked ? "Ids, such as 5 6 7" : "A user's message";
   for (const area of responses.querySelectorAll("textarea")) area.placeholder = answerHint();
@@ -140,15 +145,16 @@ function found(told, texts) {
   const [low, high] = [Math.min(0, ...numbers), Math.max(0, ...numbers)];
   const best = new Set(numbers).size > 1 ? Math.max(...numbers) : null;
   const range = rangeOf(told.results);
+  const about = UNTOKENISED.includes(serving.find((m) => m.name === told.model)?.kind) ? "about " : "";
   const took = `${told.model} · version ${told.weights_version} · waited ${latency(told.queue_s)}, computed ${latency(told.compute_s)}`;
   return [
-    el("ol", { class: "scored" }, ...told.results.map((result, i) => one(result, i, texts[i], [low, high], best, range))),
+    el("ol", { class: "scored" }, ...told.results.map((result, i) => one(result, i, texts[i], [low, high], best, range, about))),
     range ? legend(range) : null,
     el("p", { class: "facts" }, took),
   ].filter(Boolean);
 }
 
-function one(result, i, text, [low, high], best, range) {
+function one(result, i, text, [low, high], best, range, about) {
   const isBest = best !== null && result.reward === best;
   const isTeachers = !isNumber(result.reward) && result.error === null && result.tokens?.some(({ likeliest }) => likeliest);
   const head = el("div", { class: "head" },
@@ -161,7 +167,7 @@ function one(result, i, text, [low, high], best, range) {
     : el("p", { class: "text" }, text);
   return el("li", {}, head, shown,
     parts.length ? el("dl", { class: "parts" }, ...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, reward(value))))) : null,
-    isNumber(result.num_tokens) && !result.tokens?.length ? el("p", { class: "facts" }, plural(result.num_tokens, "token")) : null);
+    isNumber(result.num_tokens) && !result.tokens?.length ? el("p", { class: "facts" }, `${about}${plural(result.num_tokens, "token")}`) : null);
 }
 
 /** Returns a bar from 0 to the reward, on one scale for all responses. */
