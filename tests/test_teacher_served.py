@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 import served
 import zoo
+from guerdon import TeacherClient
 from guerdon.assembly import build_service
 from guerdon.core import Score, ScoreRequest, Sequence
 from guerdon.engine.head_export import rebuild
@@ -258,6 +259,14 @@ def test_a_wrong_question_is_one_clear_error(wrong: str, server: RunningServer) 
         body["outputs"] = [{"name": name} for name in outputs]
     reply = post(server, "half", **body)
     assert reply.status_code == 400 and message in reply.json()["error"], reply.text
+
+
+def test_a_question_that_suits_no_sample_is_refused_whole_to_clients_too(server: RunningServer) -> None:
+    with TeacherClient(server.http_url, "half") as client:
+        with pytest.raises(InvalidRequest, match="top_k is 8; it must be from 0 to 7"):
+            client.top(8, tokens=ROWS)
+        with pytest.raises(InvalidRequest, match="the temperature is 0; it must be finite and above 0"):
+            client.logprobs(tokens=ROWS, temperature=0)
 
 
 GIVEN_WRONG = {

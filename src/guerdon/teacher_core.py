@@ -72,26 +72,30 @@ class LogprobQuery:
         """How many ids are given for each position."""
         return 0 if self.given is None else self.given.shape[-1]
 
-    def find_fault(self, tokens: int, prompt_length: int | None, vocab_size: int, max_top_k: int) -> str | None:
-        """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
+    def find_fault_of_all(self, vocab_size: int, max_top_k: int) -> str | None:
+        """Returns what is wrong with the query whatever the sequence is, if anything."""
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             return f"the temperature is {self.temperature:g}; it must be finite and above 0"
+        widest = min(max_top_k, vocab_size)
+        if not 0 <= self.top_k <= widest:
+            return f"top_k is {self.top_k}; it must be from 0 to {widest}"
+        if self.num_given > max_top_k:
+            return f"{self.num_given} ids are given for each position; at most {max_top_k} can be"
+        return None
+
+    def find_fault(self, tokens: int, prompt_length: int | None, vocab_size: int) -> str | None:
+        """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
         first = self.first(prompt_length)
         if first < 1:
             return f"start is {first}, and nothing predicts the first token; the first that can be asked is token 1"
         # The first token of a sequence of one has nothing before it, and is simply not asked.
         if first > max(tokens, 1):
             return f"start is {first}, behind the end of the sample's {tokens} tokens"
-        widest = min(max_top_k, vocab_size)
-        if not 0 <= self.top_k <= widest:
-            return f"top_k is {self.top_k}; it must be from 0 to {widest}"
-        return None if self.given is None else self._find_fault_in_given(tokens - first, vocab_size, max_top_k)
+        return None if self.given is None else self._find_fault_in_given(tokens - first, vocab_size)
 
-    def _find_fault_in_given(self, num_asked: int, vocab_size: int, max_top_k: int) -> str | None:
+    def _find_fault_in_given(self, num_asked: int, vocab_size: int) -> str | None:
         given = self.given
         assert given is not None
-        if self.num_given > max_top_k:
-            return f"{self.num_given} ids are given for each position; at most {max_top_k} can be"
         if given.ndim == 2 and len(given) < num_asked:
             return f"ids are given for {len(given)} positions, and {num_asked} tokens are asked"
         if given.ndim == 2 and (given[num_asked:] != -1).any():

@@ -90,13 +90,13 @@ def describe_stopped(critic: CriticConfig, state: CriticState) -> str:
     )
 
 
-def require_modules(*modules: str) -> None:
-    """Raises StartError if optional parts of the installation are missing, without importing them."""
+def require_modules(*modules: str, extra: str = "") -> None:
+    """Raises StartError if parts of an extra are missing, `server` or `actor` by default, without importing them."""
     from importlib.util import find_spec
 
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        extra = "actor" if "matplotlib" in modules else "server"
+        extra = extra or ("actor" if "matplotlib" in modules else "server")
         raise StartError(f"{', '.join(missing)} is not installed", install_command(extra))
 
 

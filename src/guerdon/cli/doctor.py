@@ -70,15 +70,19 @@ _INFO = re.compile(r"guerdon_model_info\{(.*)\} 1(?:\.0)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
+def _without_key(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
 def examine_server(url: str) -> Iterator[Finding]:
     """Checks that the server is reachable and ready; reports its version and models."""
     try:
         (address,) = addresses(url, None)
     except ConfigError as e:
-        yield problem("URL", str(e), e.help)
+        yield problem(_without_key(url), str(e), e.help)
         return
     except GuerdonError as e:
-        yield problem("URL", str(e), "give it as the server printed it")
+        yield problem(_without_key(url), str(e), "give it as the server printed it")
         return
     subject = address.url
     try:

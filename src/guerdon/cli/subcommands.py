@@ -371,6 +371,8 @@ def _train(config: ActorConfig) -> int:
         prompt_sources.check_prompts(config.data)
     console.set_up_logging("info")
     console.require_modules("torch", "tensorboard", "matplotlib")
+    if config.rollouts.engine == "vllm":
+        console.require_modules("vllm", extra="vllm")
     if wants_ranks(config.parallel):
         return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds

@@ -18,9 +18,13 @@ from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
 T = TypeVar("T")
 
 Texts = Sequence[str]
+"""One text for each sample."""
 Conversations = Sequence[Sequence[Message]]
+"""One conversation for each sample: messages such as `{"role": "user", "content": "Hi"}`."""
 TokenRows = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
+"""One row of token ids for each sample, of any lengths; or one integer array `[B, T]`."""
 Integers = Sequence[int] | np.ndarray
+"""Integers as a list or an array."""
 
 _SAMPLES = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
 

@@ -256,10 +256,12 @@ class Reader:
 
 
 def check(served: Served, request: ScoreRequest) -> None:
-    """Raises InvalidRequest if the samples are of a form that the model does not read."""
+    """Raises InvalidRequest if the samples are of a form that the model does not read, or a question suits none."""
     info = served.info
     if not len(request):
         raise InvalidRequest("the request has no samples; send at least one")
+    if request.queries and (fault := request.queries[0].find_fault_of_all(info.vocab_size or 0, info.max_top_k)):
+        raise InvalidRequest(fault)
     num_prompts = (request.prompts is not None) + (request.messages is not None)
     has_lengths = request.prompt_lengths is not None
     if "logprobs" in info.outputs and (
@@ -380,7 +382,7 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
         return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
     if s.query is not None:
-        fault = s.query.find_fault(len(tokens), s.prompt_length, info.vocab_size or 0, info.max_top_k)
+        fault = s.query.find_fault(len(tokens), s.prompt_length, info.vocab_size or 0)
         if fault is not None:
             return InvalidRequest(fault)
     if info.max_length is not None and len(tokens) > info.max_length:
