@@ -108,7 +108,7 @@ def run(out: Path, seed: int, steps: int) -> None:
 
     showing.heading("5  Before and after, on held-out prompts")
     stride = -(-len(prompts) // NUM_SHOWN)
-    print(f"  every {stride}th prompt, and of its {NUM_MEASURED} responses the worst\n")
+    print(f"  every {stride}th prompt, and of its {NUM_MEASURED} responses the one in the middle by reward\n")
     for i in range(0, len(prompts), stride):
         show(prompts[i], before, after, i)
     steps_done = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -180,12 +180,13 @@ def pair_accuracy(client: RewardClient, rows: list[dict[str, Any]]) -> float:
 
 
 def show(prompt: str, before: Measured, after: Measured, i: int) -> None:
-    """Prints the worst responses to prompt `i`, before and after, side by side."""
+    """Prints the middle responses to prompt `i` by reward, before and after, side by side."""
     print(f"  {showing.bold(showing.shortened(prompt))}")
     sides = []
     for measured, colour in ((before, showing.RED), (after, showing.GREEN)):
-        worst = measured.rewards[i].argmin()
-        sides.append((measured.rewards[i][worst], colour, showing.wrapped(measured.responses[i][worst], WIDTH, most=4)))
+        middle = measured.rewards[i].argsort(kind="stable")[(NUM_MEASURED - 1) // 2]
+        text = measured.responses[i][middle] or "(an empty response)"
+        sides.append((measured.rewards[i][middle], colour, showing.wrapped(text, WIDTH, most=4)))
     for row in range(max(len(lines) for _, _, lines in sides)):
         cells = []
         for reward, colour, lines in sides:

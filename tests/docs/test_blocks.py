@@ -101,16 +101,19 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/first_run.md"])
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
-    for path in ("out/run", "critic"):
-        shutil.rmtree(reader.folder / path, ignore_errors=True)
+    shutil.rmtree(reader.folder / "out/run", ignore_errors=True)
     (reader.folder / "scored.jsonl").unlink(missing_ok=True)
     read(ROOT / page, reader)
     check_the_browsers_page(reader)
-    if page == "README.md":
-        assert list((reader.folder / "critic/journal").iterdir())
-    else:
+    if page != "README.md":
         check_scores_and_policy(reader)
         assert reader.ports["5559"] in reader.servers
+
+
+def test_the_critics_page_does_what_it_says(reader: Reader) -> None:
+    shutil.rmtree(reader.folder / "critic", ignore_errors=True)
+    read(ROOT / "docs/critic.md", reader)
+    assert list((reader.folder / "critic/journal").iterdir())
 
 
 def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
