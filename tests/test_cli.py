@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,24 @@ def run_yaml(tmp_path: Path) -> str:
         "remote_rm: {reward_model: {ip: 10.0.0.1, port: 1234}}\n"
     )
     return str(path)
+
+
+def test_an_abbreviated_setting_is_suggested(run_yaml: str) -> None:
+    Path(run_yaml).write_text("policy: {lr: 1e-6}\n")
+    with pytest.raises(ConfigError) as caught:
+        actor_settings(run_yaml)
+    assert caught.value.help.startswith("did you mean learning_rate? ")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_a_missing_engine_is_told_before_the_run_waits_for_its_server(
+    run_yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "2+2?"}\n' * 64)
+    flags = ["--policy.model", str(tmp_path), "--data.prompts", str(prompts), "--rollouts.engine", "vllm"]
+    status, _, err = run("reinforce", run_yaml, *flags, capsys=capsys)
+    assert status == 2 and "guerdon: vllm is not installed" in err and "[vllm]" in err
 
 
 def test_an_actors_flags_are_paths_in_its_yaml_and_override_it(run_yaml: str) -> None:

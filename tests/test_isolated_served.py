@@ -94,8 +94,10 @@ def test_each_bad_sample_fails_alone_beside_a_thousand_good_ones(others: set[int
 
 def test_nobody_waits_for_a_hang_and_stopping_ends_it(others: set[int]) -> None:
     config = with_plain(isolated(children=3, sample_deadline_s=3600.0))
+    service = build_service(config)
+    assert any("troubles:trouble in 3 child processes" in info.why for info in service.catalog.models())
     with (
-        RunningServer(build_service(config), config, grace_s=0.1) as server,
+        RunningServer(service, config, grace_s=0.1) as server,
         RewardClient(server.http_url, "trouble") as client,
     ):
         hangs: list[Future[Scores]] = [client.submit(texts=["PAUSE"]), client.submit(texts=["PAUSE"])]

@@ -307,7 +307,10 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
             _check_repository(config)
         check_settings(config)
         if not config.models and config.critic is None:
-            raise ConfigError("no model to serve", "give MODEL, a folder, a hub id or module:function, or `models:` in a YAML file (--config)")
+            raise ConfigError(
+                "no model to serve",
+                "give MODEL, a folder, a hub id or module:function, or `models:` in a YAML file (--config)",
+            )
     served: list[tuple[ServedModelConfig, Any]] = []
     for model in config.models:
         with ranks.raise_on_all_ranks():

@@ -69,6 +69,13 @@ async def test_each_call_gets_an_error_of_its_own_without_the_librarys_frames() 
         assert "httpcore" not in text and "another exception" not in text
 
 
+def test_an_http_url_of_a_grpc_port_says_so(server: RunningServer) -> None:
+    url = str(server.grpc_url).replace("grpc://", "http://")
+    said = r"does not speak HTTP: .*; write grpc://host:port for a gRPC port"
+    with RewardClient(url, policy=RetryPolicy(tries=1)) as client, pytest.raises(Unreachable, match=said):
+        client.score(texts=["a"])
+
+
 def test_a_grpc_call_whose_client_closes_before_it_is_sent_is_cancelled(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,13 @@ def test_a_file_instead_of_a_folder(llama: Path) -> None:
     assert "is a file" in refused(llama / "config.json")
 
 
+def test_a_python_file_instead_of_its_function(tmp_path: Path) -> None:
+    (tmp_path / "my_scorer.py").write_text("def shortness(texts): ...\n")
+    with pytest.raises(CheckpointError) as caught:
+        load_reward_model(ModelConfig(model=str(tmp_path / "my_scorer.py")))
+    assert "is a Python file" in str(caught.value) and "my_scorer:FUNCTION" in caught.value.help
+
+
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "nobody/nothing is neither a folder here nor" in refused("nobody/nothing")

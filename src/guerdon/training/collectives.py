@@ -46,7 +46,7 @@ def share_errors(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        # Without this generator's own frame, which from Python 3.12 on keeps its caller's, and that one keeps the error.
+        # Drops this generator's frame: from Python 3.12 on it keeps its caller's, which keeps the error.
         own_error = e.with_traceback(None if e.__traceback__ is None else e.__traceback__.tb_next)
     errors = ranks.tell_all(None if own_error is None else ranks.portable(own_error))
     if (first := next((error for error in errors if error is not None), None)) is not None:
