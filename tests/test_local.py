@@ -23,7 +23,7 @@ import zoo
 from guerdon import LocalJudge, LocalRewardModel, LocalTeacher, RewardClient, TeacherClient
 from guerdon.assembly import build_service
 from guerdon.client.score_file import score_file
-from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed
+from guerdon.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import JudgeConfig, ModelConfig, ServerConfig, TeacherConfig
 from processes import environment
@@ -243,8 +243,8 @@ def test_a_teacher_answers_as_a_served_one(tmp_path: Path) -> None:
         head = local.head()
         np.testing.assert_array_equal(head.weight, client.head().weight)
         assert client.head(head) is head and local.head(head) is head
-        with pytest.raises(SampleFailed, match="top_k is 129; it must be from 0 to 128"):
-            local.top(129, tokens=[[5, 6]]).raise_for_failed()
+        with pytest.raises(InvalidRequest, match="top_k is 129; it must be from 0 to 128"):
+            local.top(129, tokens=[[5, 6]])
     with pytest.raises(ConfigError, match="unknown setting"):
         LocalTeacher(path, pooling="last")
 

@@ -514,7 +514,7 @@ def test_the_yaml_of_the_help_is_one_and_the_start_names_the_sums(
     from guerdon.settings import sources
 
     config = sources.read_server_settings(cli.make_parser().parse_args(["serve", "--config", str(file)]))
-    assert [part.model for part in config.rewards[0].components] == ["helpful", "safe", "brevity"]
+    assert [part.model for part in config.rewards[0].components] == ["helpful", "safe", "short"]
     info = build_service(configured(folder)).catalog.scored_by("")
     assert console.describe_model(info).startswith(
         "reward_model: sum of 0.5 helpful + 3 answer + 0.1 brevity, weights helpful="

@@ -15,7 +15,7 @@ import torch
 import served
 import zoo
 from guerdon.adapters.verl_teacher import TeacherServerClient
-from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
+from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.settings.config import ServerConfig, TeacherConfig
 from teaching import plain
 
@@ -59,7 +59,7 @@ def test_rows_are_about_the_next_token_and_the_last_is_empty(k: int, url: str, f
 def test_what_a_served_teacher_cannot_do_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="this sample has images, video or audio"):
         ask(url, 0, image_data=["image"])
-    with pytest.raises(SampleFailed, match="top_k is 6; it must be from 0 to 5"):
+    with pytest.raises(InvalidRequest, match="top_k is 6; it must be from 0 to 5"):
         ask(url, 6)
 
 

@@ -87,8 +87,9 @@ def test_each_answers_what_it_answers_alone(memory: Memory, tmp_path: Path) -> N
         rewards, told = scored(both)
         np.testing.assert_allclose(rewards, want, atol=1e-4 * want.std())
         np.testing.assert_array_equal(told, values(alone, ROWS))
-        assert both.train(request(ROWS, seed=seed)) == alone.train(request(ROWS, seed=seed))
-        assert both.validate(request(ROWS)) == alone.validate(request(ROWS))
+        # By their texts: NaN is not NaN.
+        assert repr(both.train(request(ROWS, seed=seed))) == repr(alone.train(request(ROWS, seed=seed)))
+        assert repr(both.validate(request(ROWS))) == repr(alone.validate(request(ROWS)))
     assert both.info.weights_version == alone.info.weights_version
     assert both.state() == alone.state()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import metadata
 
 import httpx
 import pytest
@@ -78,7 +79,9 @@ def test_a_server_publishes_it(running, service):
     answer = httpx.get(running.http_url + "/openapi.json")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
-    assert answer.json() == openapi.document(service.catalog.models())
+    told = answer.json()
+    assert told == openapi.document(service.catalog.models(), version=told["info"]["version"])
+    assert told["info"]["version"] == metadata.version("guerdon")
 
 
 def fits(value: object, schema: dict) -> bool:

@@ -288,7 +288,8 @@ def check_pairable(state: CriticState, found: RunCheckpoint | None) -> CriticSta
         raise CheckpointError(
             f"{found.folder} belongs to the critic's {found.state.critic}, and its server has "
             f"{', '.join(names) or 'none'}",
-            "start the server with the checkpoint_dir that it had; or start a new run in another run.output_dir",
+            "start the server with the checkpoint_dir that it had; if later saves removed that checkpoint "
+            "(keep_checkpoints), start a new run in another run.output_dir",
         )
     return state
 

@@ -133,10 +133,7 @@ def _examine_ending(model: str, tokenizer: Any) -> Iterator[Finding]:
 
 def _examine_memory(model: str, module: Any, is_causal: bool) -> Iterator[Finding]:
     count = sum(parameter.numel() for parameter in module.parameters())
-    text = (
-        f"{count / 1e6:,.0f} million parameters: weights {4 * count / _GIB:.2f} GiB in float32, "
-        f"{2 * count / _GIB:.2f} in bfloat16"
-    )
+    text = f"{count:,} parameters: weights {4 * count / _GIB:.2f} GiB in float32, {2 * count / _GIB:.2f} in bfloat16"
     if is_causal:
         text += f"; {_ADAMW_BYTES * count / _GIB:.2f} GiB to train all of them with AdamW; activations come on top"
     yield ok(f"{model}, memory", text)

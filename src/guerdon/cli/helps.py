@@ -1,7 +1,7 @@
 """The texts of `--help` for each command: examples before the flags, and notes after them."""
 
 EXAMPLES = """\
-Serve reward models and critics for RLHF, and score with them.
+Serve the models that an RL trainer asks: reward models, critics, teachers, judges.
 
 examples:
   # serve a model that transformers saved, on port 5555

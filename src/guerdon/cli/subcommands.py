@@ -189,7 +189,10 @@ def _serve(config: ServerConfig) -> int:
     paths = [*(model.model for model in loaded), *([critic.model] if critic else [])]
     if critic and critic.reward_model:
         paths.append(critic.reward_model)
-    console.say(f"loading {', '.join(paths)}" if paths else "nothing to load: the models are other servers'")
+    if paths:
+        console.say(f"loading {', '.join(paths)}")
+    elif config.models:
+        console.say("nothing to load: the models are other servers'")
     from guerdon import assembly
     from guerdon.server.service import Service
 

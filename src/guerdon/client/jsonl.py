@@ -70,7 +70,7 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
         elif isinstance(row.get("text"), str):
             samples = [row["text"]]
         else:
-            raise ValueError(f"none of the forms {_FORMS}")
+            raise ValueError(f"none of the forms has the keys {', '.join(map(str, row)) or 'of an empty object'}")
     except ValueError as e:
         raise _malformed(path, line, str(e)) from e
     if len({type(sample) for sample in samples}) > 1:

@@ -378,7 +378,10 @@ def import_function(name: str) -> Callable[..., Any]:
     # The user's module may raise anything when it is imported.
     except Exception as e:
         raise CheckpointError(
-            f"cannot import {name}: {type(e).__name__}: {e}", "give module:function, importable from here"
+            f"cannot import {name}: {type(e).__name__}: {e}",
+            f"give {module.removesuffix('.py')}:{attribute}"
+            if module.endswith(".py")
+            else "give module:function, importable from here",
         ) from e
     finally:
         sys.path.remove("")

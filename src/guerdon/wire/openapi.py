@@ -88,7 +88,9 @@ def schema_of(*kinds: Any) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = True) -> dict[str, Any]:
+def document(
+    models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = True, version: str = "0"
+) -> dict[str, Any]:
     """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
     metrics = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, _TEXT))
@@ -112,7 +114,7 @@ def document(models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = Tr
             "title": "guerdon",
             "summary": "Models that an RL trainer asks",
             "description": _ABOUT,
-            "version": "2",
+            "version": version,
         },
         "security": [{"bearer": []}, {"basic": []}],
         "tags": [{"name": tag} for tag, found in sections.items() if found],

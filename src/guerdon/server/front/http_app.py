@@ -312,7 +312,8 @@ class _Handlers:
         return _json(await off_loop(functools.partial(answer.to_reply, body), len(body)))
 
     async def openapi(self, request: HttpRequest) -> Reply:
-        return _json(openapi.document(self._service.catalog.models(), has_page=self._service.recorder.is_on))
+        has_page, version = self._service.recorder.is_on, status.server()["version"]
+        return _json(openapi.document(self._service.catalog.models(), has_page=has_page, version=version))
 
     async def metrics(self, request: HttpRequest) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
