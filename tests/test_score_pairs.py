@@ -103,7 +103,9 @@ def test_a_second_run_draws_without_scoring(
     status, second = run("--server", dead, "--plot", picture, pairs, "-o", out, capsys=capsys)
     assert status == 0 and out.read_bytes() == scored
     assert "(13 rows from an earlier run)" in second
-    assert second.splitlines()[1:] == first.splitlines()[1:]
+    *told, note = first.splitlines()
+    assert note.startswith("note: the model has a chat template") and "--template" in note
+    assert second.splitlines()[1:] == told[1:]
     assert picture.read_bytes().startswith(PNG) and picture.stat().st_size > 20_000
 
 

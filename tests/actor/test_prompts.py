@@ -167,6 +167,17 @@ def test_an_answer_that_is_begun_is_gone_on_with(tokenizer: Any, tmp_path: Path)
     assert prompt.text.endswith("Well")
 
 
+def test_bare_prompts_of_a_policy_with_a_template_are_told_once(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"why {i}"} for i in range(6)])
+    with caplog.at_level(logging.WARNING):
+        prompts_of(path, tokenizer, template=True)
+        assert "chat template" not in caplog.text
+        prompts_of(path, tokenizer)
+    assert caplog.text.count("although the policy's tokenizer has a chat template: set data.template") == 1
+
+
 def test_text_goes_through_the_template_if_configured(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"question": "why"}])
     (prompt,) = prompts_of(path, tokenizer, num_validation=0, template=True, field="question").training

@@ -17,7 +17,7 @@ from guerdon.engine.checkpoint import stored
 from guerdon.engine.checkpoint.reward_models import LoadedModel, load_reward_model
 from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.heads import to_scores
-from guerdon.errors import CheckpointError
+from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
 ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
@@ -118,6 +118,11 @@ def test_step_separators_are_trls_qwens_or_the_settings(tmp_path: Path) -> None:
     assert named.separator_ids == encoder.separator_ids("\n")
     (tokens,) = encoder.encode(["ab\nxyz\nc"])
     assert named.positions(Sequence(tokens)).tolist() == [2, 6]
+
+
+def test_a_step_separator_of_a_model_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step_separator is '<step>', and this checkpoint gives no step rewards"):
+        load(zoo.checkpoint("qwen2", tmp_path), step_separator="<step>")
 
 
 def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:

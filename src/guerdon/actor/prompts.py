@@ -204,6 +204,7 @@ class _Reader:
         self._skipped = skipped
         self._tokenizer = tokenizer
         self._ending: Ending | InvalidRequest | None = None
+        self._is_bare_told = False
 
     def read(self, source: str, split: str) -> list[Prompt]:
         """Returns the source's prompts in their order, without those that are too long."""
@@ -224,6 +225,12 @@ class _Reader:
                 f"{source}, row {next(iter(conversations))} (from 0) is a conversation, and the policy's tokenizer has "
                 "no chat template",
                 "give prompts as text without data.template, or put a chat template into the folder of policy.model",
+            )
+        if texts and self._encoder.takes_messages and not self._is_bare_told:
+            self._is_bare_told = True
+            log.warning(
+                "prompts are used as they are, although the policy's tokenizer has a chat template: set data.template "
+                "if the policy is a chat model"
             )
         texts |= zip(conversations, self._encoder.render_prompts(list(conversations.values())), strict=True)
         for row, text in texts.items():

@@ -28,15 +28,18 @@ class RewardFunction:
         name: str | None = None,
         labels: str | None = None,
         suffix: str = "",
+        eos_token_id: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """TRL logs the rewards under `name`, by default the model's.
 
         The data set's column `labels` goes to models that take labels. `suffix` is appended to each completion that is
-        a text, such as the EOS that TRL strips; the server formats conversations. A call fails after `timeout_s`.
+        a text, such as the EOS that TRL strips; with `eos_token_id` only to those whose ids end with it, which were not
+        truncated. The server formats conversations. A call fails after `timeout_s`.
         """
         self.__name__ = name or model
-        self._judge, self._labels, self._suffix = judge(url, model, timeout_s), labels, suffix
+        self._judge, self._labels = judge(url, model, timeout_s), labels
+        self._suffix, self._eos_token_id = suffix, eos_token_id
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         """Returns each completion's reward, None if it failed; raises GuerdonError if the server cannot be reached."""
@@ -45,8 +48,19 @@ class RewardFunction:
     def _make_samples(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], columns: dict[str, Any]
     ) -> ScoreArgs:
-        samples = make_samples(prompts, completions, self._suffix)
+        samples = make_samples(prompts, self._ended(completions, columns))
         return samples if self._labels is None else {**samples, "labels": columns[self._labels]}
+
+    def _ended(self, completions: Sequence[Prompt], columns: dict[str, Any]) -> list[Prompt]:
+        """Returns the completions; those that are texts and were not truncated end with the suffix."""
+        eos = self._eos_token_id
+        has_ended = (
+            [True] * len(completions) if eos is None else [[*ids][-1:] == [eos] for ids in columns["completion_ids"]]
+        )
+        return [
+            completion + self._suffix if isinstance(completion, str) and ends else completion
+            for completion, ends in zip(completions, has_ended, strict=True)
+        ]
 
     def _log_and_return(self, scores: Scores, columns: dict[str, Any]) -> list[float | None]:
         failed = [error for error in scores.errors if error is not None]

@@ -321,7 +321,12 @@ def run_score(args: argparse.Namespace) -> int:
             retry_failed=args.retry_failed,
             progress=progress,
         )
+        is_chat = summary.num_rows > summary.num_resumed and {"tokens", "messages"} <= scorer.info().inputs.keys()
     sys.stderr.write(f"{summary}\n" + (f"\n{summary.pairs}\n" if len(summary.pairs) else ""))
+    if is_chat and summary.num_joined and not args.template:
+        sys.stderr.write(
+            "note: the model has a chat template, and texts were scored without it; --template applies it\n"
+        )
     if args.plot:
         from guerdon.cli.score_plot import draw
 

@@ -32,6 +32,8 @@ class FileSummary:
     num_samples: int = 0
     num_failed: int = 0
     num_resumed: int = 0
+    num_joined: int = 0
+    """Rows whose prompt is a text, to which the responses were appended without `template`."""
     seconds: float = 0.0
     first_error: str | None = None
     rewards: list[float] = field(default_factory=list, repr=False)
@@ -54,6 +56,7 @@ class FileSummary:
         if is_pair(row):
             self.pairs.add(row, rewards)
         self.num_rows += 1
+        self.num_joined += isinstance(row.get("prompt"), str)
         self.num_samples += len(rewards)
         self.rewards += [reward for reward in rewards if reward is not None]
         self.num_failed += sum(reward is None for reward in rewards)

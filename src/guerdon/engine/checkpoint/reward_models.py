@@ -157,6 +157,11 @@ def _head(
             "merge_attributes is off, so attribute_weights, mean and std have no merged reward to apply to",
             "leave them out, or merge the attributes",
         )
+    if config.step_separator is not None and not parts.is_process_reward:
+        raise ConfigError(
+            f"step_separator is {config.step_separator!r}, and this checkpoint gives no step rewards",
+            "leave it out; a process reward model has two labels for every token",
+        )
     return Head(
         parts.module,
         parts.num_outputs,
