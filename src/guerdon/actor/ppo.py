@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from guerdon.actor.experience import Experience, measure, untable, with_rewards
@@ -17,6 +19,8 @@ from guerdon.settings.actors import PPOConfig, PPORunConfig, check_actor
 from guerdon.training.algorithms.advantages import adaptive_lams, gae, whiten
 from guerdon.training.algorithms.kl import token_rewards
 from guerdon.training.algorithms.masking import Moments
+
+log = logging.getLogger(__name__)
 
 
 def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary:
@@ -34,6 +38,9 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
         with Run(config, score=critic.score, critic=critic, preemption=preemption, policy=policy) as run:
             critic.check_tokenizer(run.policy.trainer.tokenizer, run.data.ending)
             critic.remember_in(run.memory)
+            if algorithm.critic_warmup_steps:
+                level = logging.INFO if config.run.steps > algorithm.critic_warmup_steps else logging.WARNING
+                log.log(level, "steps 1 to %d train only the critic", algorithm.critic_warmup_steps)
             for step in run.steps():
                 metrics: dict[str, float] = {}
 
