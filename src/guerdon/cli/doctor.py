@@ -33,7 +33,14 @@ from guerdon.client import Credentials
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.http_transport import fetch, fetch_json
 from guerdon.errors import ConfigError, Exit, Forbidden, GuerdonError, Unauthenticated, install_command
-from guerdon.settings.access import KEYS_VARIABLE, AccessConfig, has_keys, is_entry, split_keys_variable
+from guerdon.settings.access import (
+    KEYS_VARIABLE,
+    AccessConfig,
+    has_keys,
+    is_entry,
+    split_keys_variable,
+    strip_credentials,
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -70,19 +77,15 @@ _INFO = re.compile(r"guerdon_model_info\{(.*)\} 1(?:\.0)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def _without_key(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url)
-
-
 def examine_server(url: str) -> Iterator[Finding]:
     """Checks that the server is reachable and ready; reports its version and models."""
     try:
         (address,) = addresses(url, None)
     except ConfigError as e:
-        yield problem(_without_key(url), str(e), e.help)
+        yield problem(strip_credentials(url), str(e), e.help)
         return
     except GuerdonError as e:
-        yield problem(_without_key(url), str(e), "give it as the server printed it")
+        yield problem(strip_credentials(url), str(e), "give it as the server printed it")
         return
     subject = address.url
     try:
