@@ -2,7 +2,8 @@
 
 It answers a question with the number behind `worth` in it. Words in the question make it do otherwise, each the given
 number of times for that question, or always without a number: `<busy 2>` (429 with Retry-After), `<broken>` (500),
-`<drop>`, `<hang>`, `<garbage>`, `<refuse>`, `<filter>`, `<cut>`, `<html>` (status 200), `<long>` (400).
+`<drop>`, `<hang>`, `<garbage>`, `<refuse>`, `<filter>`, `<cut>`, `<html>` (status 200), `<long>` (400). `<parts>` has
+thinking and text in a list, `<open>` thinking that is not closed, `<two>` two choices.
 
 With `upstream`, a real server's base URL, it only counts, and passes requests and answers on.
 """
@@ -117,10 +118,18 @@ class _Handler(BaseHTTPRequestHandler):
                 text = "Splendid, simply splendid."
             with _LOCK:
                 _answered[question] += 1
-            message = {"role": "assistant", "content": None if more else text, **more}
+            if what == "open":
+                text = f"<think>{text}"
+            message: dict[str, Any] = {"role": "assistant", "content": None if more else text, **more}
+            if what == "parts":
+                thought = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 99"}]}
+                message["content"] = [thought, {"type": "text", "text": text}]
             choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-            self._reply(200, {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
+            self._reply(
+                200,
+                {"id": "x", "object": "chat.completion", "choices": [choice] * (1 + (what == "two")), "usage": usage},
+            )
 
     def _reply(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()

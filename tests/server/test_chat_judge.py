@@ -131,7 +131,7 @@ def read(text: str, **parse: Any) -> float:
         ({"values": {"yes": 1, "no": 0}}, " Yes ", 1.0),
         ({"json": "score"}, 'Well. {"score": 3, "why": "x"}', 3.0),
         ({"json": "score"}, '{"score": 1} then ```json\n{"why": {"score": 9}, "score": 2.5}\n```', 2.5),
-        ({"json": "score"}, '{"a" {"score": "4"}', 4.0),
+        ({"json": "score"}, '{a, b} {"score": "4"}', 4.0),
         ({"json": "ok", "values": {"true": 1, "false": 0}}, '{"ok": true}', 1.0),
         ({"lowest": 0, "highest": 1}, "1", 1.0),
     ],
@@ -154,13 +154,12 @@ def test_a_number_is_read(parse: dict[str, Any], text: str, value: float) -> Non
         ({"regex": r"Score:(x)?"}, "Score:", "matches nothing"),
         ({"values": {"yes": 1}}, "Yes.", "none of yes"),
         ({"json": "score"}, "[1, 2]", "no JSON object"),
-        ({"json": "score"}, '{"score": 1', "no JSON object"),
+        ({"json": "score"}, '{"score": 1', "in malformed JSON"),
         ({"json": "score"}, '{"other": 1}', "no JSON object"),
         ({"json": "score"}, '{"score": null}', "is a NoneType"),
         ({"json": "score"}, '{"score": true}', "no number"),
         ({"json": "score"}, '{"score": NaN}', "no finite number"),
         ({"json": "score"}, '{"score": 1' + "0" * 400 + "}", "no finite number"),
-        ({"json": "score"}, '{"a":' * 20_000, "no JSON object"),
         ({"lowest": 0}, "-1", "out of its bounds, 0 to any"),
         ({"highest": 10}, "11", "out of its bounds, any to 10"),
     ],
@@ -186,7 +185,7 @@ def test_refusals_and_cut_answers_have_no_number(answer: ChatAnswer, message: st
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"choices": []}', b'{"choices": [{"message": 1}]}', b"\xff"])
 def test_what_is_no_completion_is_no_answer(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"it (is no chat completion|has 0 choices)"):
+    with pytest.raises(ValueError, match=r"it (is no chat completion|has no choices)"):
         read_answer(body)
 
 

@@ -80,8 +80,9 @@ TABLE: dict[str, Definition] = {
     "guerdon_judge_disagreements": Definition("judges", Counter, "Verdicts on which the two orders disagreed, which "
                                               "makes a tie.", ("model", "criterion")),
     "guerdon_judge_calls": Definition("judges in words", Counter, "Calls to a judge's server, by outcome: answered, "
-                                      "refused, cut, timeout, unreachable, malformed, status_429 and the like, or "
-                                      "abandoned at shutdown.", ("model", "outcome")),
+                                      "refused, cut, unusable (without a whole text), timeout, unreachable, "
+                                      "malformed, status_429 and the like, or abandoned at shutdown.",
+                                      ("model", "outcome")),
     "guerdon_judge_call_seconds": Definition("judges in words", Histogram, "Time of one call, whatever its outcome.",
                                              _M, SECONDS),
     "guerdon_judge_calls_in_progress": Definition("judges in words", Gauge, "Calls in progress.", _M),

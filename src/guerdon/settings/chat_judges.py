@@ -21,10 +21,13 @@ class ParseConfig:
     """How a number is read from an answer: first the place, then the value."""
 
     regex: str | None = setting(
-        None, "Regular expression with one group, which has the verdict; if it matches several times, the last counts."
+        None,
+        "Regular expression with one group, which has the whole verdict; if it matches several times, the last counts.",
     )
     json: str | None = setting(
-        None, "Key of the verdict in the last JSON object of the answer. Without regex and json, it is all of the text."
+        None,
+        "Key of the verdict in the last JSON object that has it and stands in no other. Without regex and json, the "
+        "verdict is all of the text.",
     )
     values: dict[str, float] | None = setting(
         None, "What each verdict is worth, such as {correct: 1, wrong: 0}; default: the verdict has to be a number."

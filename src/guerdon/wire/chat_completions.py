@@ -14,11 +14,20 @@ from guerdon.wire.bodies import cut
 _SHOWN = 300
 
 
+_WHOLE = ("", "stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_token", "complete")
+_CUT = ("length", "max_tokens", "max_output_tokens", "model_length")
+_FILTERED = ("content_filter", "safety", "refusal")
+"""What servers call the end of an answer that is whole, too long, or filtered; any other end is a fault."""
+_TEXT, _THINKING = ("text", "output_text"), ("thinking", "redacted_thinking", "reasoning", "reasoning_content")
+"""Types of a content's parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One answer: its text, or why there is none, and the tokens that it was billed for.
+    """One answer: its text without thinking, or why there is none, and the tokens that it was billed for.
 
-    `finish` is the server's finish_reason; `refusal` is the model's own text if it refused.
+    `finish` is the server's finish_reason; `refusal` is the model's own text if it refused, and `fault` says why there
+    is no text to read.
     """
 
     text: str
@@ -26,18 +35,25 @@ class ChatAnswer:
     refusal: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    fault: str = ""
 
     @property
     def outcome(self) -> str:
-        """One of `answered`, `refused` and `cut`."""
-        if self.refusal or self.finish == "content_filter":
+        """One of `answered`, `refused`, `cut` and `unusable`."""
+        finish = self.finish.lower()
+        if self.refusal or finish in _FILTERED:
             return "refused"
-        return "cut" if self.finish == "length" else "answered"
+        if finish in _CUT:
+            return "cut"
+        return "unusable" if self.fault or finish not in _WHOLE else "answered"
 
 
 class _Message(msgspec.Struct):
-    content: str | None = None
+    content: str | list[dict[str, Any] | str] | None = None
     refusal: str | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -71,16 +87,36 @@ def read_answer(body: bytes) -> ChatAnswer:
         read = _COMPLETION.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ValueError(f"it is no chat completion: {e}") from e
-    if len(read.choices) != 1:
-        raise ValueError(f"it has {len(read.choices)} choices, and one was asked for")
-    (choice,), usage = read.choices, read.usage or _Usage()
-    return ChatAnswer(
-        choice.message.content or "",
-        choice.finish_reason or "",
-        choice.message.refusal or "",
-        usage.prompt_tokens,
-        usage.completion_tokens or 0,
-    )
+    if not read.choices:
+        raise ValueError("it has no choices")
+    (choice, *others), usage = read.choices, read.usage or _Usage()
+    spent = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens or 0}
+    finish = choice.finish_reason or ""
+    if others:
+        return ChatAnswer("", finish, fault=f"it has {1 + len(others)} choices, and one was asked for", **spent)
+    text, refusal, fault = _read_content(choice.message)
+    return ChatAnswer(text, finish, refusal, fault=fault, **spent)
+
+
+def _read_content(message: _Message) -> tuple[str, str, str]:
+    """Returns a message's text, its refusal, and what is wrong with it, if anything."""
+    texts, refusals, is_thought = [], [message.refusal or ""], bool(message.reasoning or message.reasoning_content)
+    parts = message.content if isinstance(message.content, list) else [message.content or ""]
+    for i, part in enumerate(parts):
+        kind, text = ("text", part) if isinstance(part, str) else (part.get("type", "text"), part.get("text"))
+        if kind in _TEXT and isinstance(text, str):
+            texts.append(text)
+        elif kind == "refusal" and isinstance(part, dict):
+            refusals.append(str(part.get("refusal") or "without a word"))
+        elif kind in _THINKING:
+            is_thought = True
+        else:
+            return "", "", f"part {i} of its content is no text, but of the type {cut(str(kind))}"
+    text = "\n".join(texts)
+    if text.strip():
+        return text, "".join(refusals), ""
+    fault = "it calls a tool" if message.tool_calls else "it is all thinking" if is_thought else "it is empty"
+    return text, "".join(refusals), fault
 
 
 def read_error(body: bytes) -> str:

@@ -262,4 +262,8 @@ def _read(line: bytes) -> tuple[bytes, str, ChatAnswer] | None:
     if line[:_HEAD_BYTES] != _HEAD % zlib.crc32(record) or not line.endswith(b"\n"):
         return None
     fields = orjson.loads(record)
-    return bytes.fromhex(fields["key"]), fields["judge"], ChatAnswer(**{k: fields[k] for k in ChatAnswer.__slots__})
+    return (
+        bytes.fromhex(fields["key"]),
+        fields["judge"],
+        ChatAnswer(**{k: v for k, v in fields.items() if k in ChatAnswer.__slots__}),
+    )

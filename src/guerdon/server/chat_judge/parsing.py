@@ -7,14 +7,16 @@ import math
 import re
 from typing import Any
 
+from guerdon.server.chat_judge.json_objects import NoObject, ObjectFinder
+from guerdon.server.chat_judge.whole_verdicts import goes_on
 from guerdon.settings.chat_judges import ParseConfig
+from guerdon.thinking import answer_of
 from guerdon.wire.chat_completions import ChatAnswer
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
-_DECODER = json.JSONDecoder()
-_MOST_CHARACTERS = 1 << 14
-"""Only the end of a longer answer is searched for JSON."""
 _SHOWN = 120
+_AROUND = 20
+"""Characters before and behind a verdict that are shown with it."""
 
 
 class Unreadable(Exception):
@@ -27,6 +29,7 @@ class AnswerParser:
     def __init__(self, config: ParseConfig) -> None:
         self._config = config
         self._regex = None if config.regex is None else re.compile(config.regex)
+        self._finder = None if config.json is None else ObjectFinder(config.json)
         values = config.values
         self._values = None if values is None else {text.strip().casefold(): value for text, value in values.items()}
 
@@ -38,24 +41,40 @@ class AnswerParser:
         try:
             if answer.outcome == "cut":
                 raise Unreadable("the answer was cut at its longest length; raise max_tokens")
+            if answer.outcome == "unusable":
+                raise Unreadable(answer.fault or f"the answer did not end by itself (finish_reason {answer.finish})")
             return self._value(self._verdict(answer.text))
         except Unreadable as e:
             raise Unreadable(f"{e}; the answer ends with {_end(answer.text)}") from None
 
     def _verdict(self, text: str) -> Any:
-        if self._regex is not None:
-            found = None
-            for found in self._regex.finditer(text):  # noqa: B007 - the last counts
-                pass
-            if found is None or found[1] is None:
-                raise Unreadable(f"the regular expression {self._regex.pattern!r} matches nothing")
-            return found[1]
-        if self._config.json is None:
-            return text
-        for made in reversed(_objects(text[-_MOST_CHARACTERS:])):
-            if self._config.json in made:
-                return made[self._config.json]
-        raise Unreadable(f"there is no JSON object with the key {self._config.json!r}")
+        """Returns what the settings find in the answer without its thinking."""
+        answer = text if self._finder is not None and self._finder.is_whole(text) else answer_of(text)
+        if answer is None:
+            raise Unreadable("its thinking is not closed")
+        if self._finder is not None:
+            try:
+                return self._finder.value(answer)
+            except NoObject as e:
+                raise Unreadable(str(e)) from None
+        return answer if self._regex is None else self._match(self._regex, answer)
+
+    def _match(self, regex: re.Pattern[str], text: str) -> str:
+        found = None
+        for found in regex.finditer(text):  # noqa: B007 - the last counts
+            pass
+        if found is None or found[1] is None:
+            raise Unreadable(f"the regular expression {regex.pattern!r} matches nothing")
+        start, end = found.span(1)
+        verdict = found[1].strip()
+        start += found[1].find(verdict)
+        end = start + len(verdict)
+        if verdict and goes_on(text, start, end, None if self._values else self._config.highest):
+            around = text[max(0, start - _AROUND) : end + _AROUND]
+            raise Unreadable(
+                f"the verdict {_end(verdict)} is a part of more, {around!r}; ask for it alone, or match all of it"
+            )
+        return verdict
 
     def _value(self, verdict: Any) -> float:
         if isinstance(verdict, int | float) and not isinstance(verdict, bool) and self._values is None:
@@ -83,19 +102,6 @@ class AnswerParser:
             bounds = f"{'any' if lowest is None else f'{lowest:g}'} to {'any' if highest is None else f'{highest:g}'}"
             raise Unreadable(f"the verdict {number:g} is out of its bounds, {bounds}")
         return number
-
-
-def _objects(text: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a text that stand in no other."""
-    found, at = [], text.find("{")
-    while at >= 0:
-        try:
-            made, end = _DECODER.raw_decode(text, at)
-            found.append(made)
-        except (ValueError, RecursionError):
-            end = at + 1
-        at = text.find("{", end)
-    return found
 
 
 def _end(text: str) -> str:

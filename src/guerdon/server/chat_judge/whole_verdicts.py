@@ -1,0 +1,65 @@
+"""Tells whether the number or word that a regular expression found in a text is only a part of a longer one. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_GAP, _DASH, _TIMES = r"[ \t\u00a0\u2009\u202f]", r"\-−‐‑–—﹣－~", r"+×·^±"
+_BEFORE_NUMBER = re.compile(
+    rf"""(?: _ | \d [.,:'’٫٬…] | \d \*{{1,2}} | \d [eE] [-+]?  # of 1_0, 7.5, 2**3 and 1e-1 only the end was found
+       | \d {_GAP}? [/⁄{_DASH}{_TIMES}] {_GAP}?               # 7/10, 4 - 7
+       | \d {_GAP}+ (?:or|to|(?:out{_GAP})?of) {_GAP}+        # 7 out of 10
+       | (?<![\w.]) \.                                        # .5
+       | (?<![^\W\d_]) [{_DASH}]                              # -7, and not Score-7
+    )$""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_AFTER_NUMBER = re.compile(
+    rf"""[a-z_] | [.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} \d | {_GAP}? [‰‱]  # 1e1, 7k, 1_0, 7.5, 7,5, 7..10
+       | {_GAP}? [{_DASH}{_TIMES}] {_GAP}? \d                           # 7-10, 7 × 10
+       | {_GAP} \d{{3}} (?!\d) | {_GAP} \d+ [/⁄] \d                       # 1 000, 7 1/2
+       | {_GAP}+ (?:or|to) {_GAP}+ \d
+       | {_GAP}+ (?:and{_GAP}a{_GAP}half|point|percent|per{_GAP}cent|hundred|thousand|million) \b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SCALE = re.compile(
+    rf"{_GAP}*(?:[%％٪]|(?:[/⁄]|{_GAP}(?:out{_GAP})?of{_GAP}(?:a{_GAP}possible{_GAP})?){_GAP}*(\d+(?:\.\d+)?))",
+    re.IGNORECASE,
+)
+_BEFORE_WORD = re.compile(r"(?:[^\W_]|[^\W_][-_'’/]|\bnot\s+)$", re.IGNORECASE)
+_AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]")
+_CONTEXT = 24
+"""Characters of the text that are looked at before a verdict."""
+
+
+def goes_on(text: str, start: int, end: int, highest: float | None = None) -> bool:
+    """Whether the verdict in `text[start:end]` is a part of a longer number or word, or of a range, sum or fraction.
+
+    A number of a scale, such as 7/10, 7 out of 10 or 70%, is whole if the scale ends at `highest`.
+    """
+    before = text[max(0, start - _CONTEXT) : start]
+    first, last = text[start : start + 1], text[end - 1 : end]
+    if first.isnumeric() or first in (".", "+", "-"):
+        is_thousands = first.isnumeric() and re.fullmatch(r"\d{3}", text[start:end]) is not None
+        if (
+            before[-1:].isnumeric()
+            or _BEFORE_NUMBER.search(before)
+            or (first in ("+", "-") and re.search(rf"\w{_GAP}?$", before))
+            or (is_thousands and re.search(rf"\d{_GAP}$", before))
+        ):
+            return True
+    elif first.isalpha() and _BEFORE_WORD.search(before):
+        return True
+    if last.isnumeric() or last == ".":
+        return _number_goes_on(text, end, highest)
+    return last.isalpha() and _AFTER_WORD.match(text, end) is not None
+
+
+def _number_goes_on(text: str, end: int, highest: float | None) -> bool:
+    if scale := _SCALE.match(text, end):
+        most = 100.0 if scale[1] is None else float(scale[1])
+        end = scale.end()
+        if most != highest or (scale[1] is not None and _SCALE.match(text, end)):
+            return True
+    return text[end : end + 1].isnumeric() or _AFTER_NUMBER.match(text, end) is not None

@@ -1,0 +1,296 @@
+"""A judge's verdict is all of what the answer says, of the answer and not of its thinking, or there is an error."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
+from guerdon.settings.chat_judges import ParseConfig
+from guerdon.thinking import answer_of
+from guerdon.wire.chat_completions import ChatAnswer, read_answer
+
+TEN = {"regex": r"Score: (\d+)", "highest": 10}
+BARE = {"regex": r"(\d+)"}
+JSON = {"json": "score"}
+LONG = "All of it is right. " * 850
+"""More than 16,384 characters."""
+
+
+def read(text: str, **parse: Any) -> float:
+    return AnswerParser(ParseConfig(**parse)).read(ChatAnswer(text, "stop"))
+
+
+def refusal(text: str, **parse: Any) -> str:
+    """Why the answer is not read."""
+    with pytest.raises(Unreadable) as caught:
+        read(text, **parse)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- numbers, words
+
+WHOLE = [
+    "7", "7.", "7.\n", "7. All is right", "7!", "7)", "7]", '7"', "7**", "7*", "7</score>", "7...", "7…", "7, because",
+    "7; two errors", "7 points", "7 (of what was asked)", "7\n1. It is short", "7\n- 1 error", "7 — good", "7 - good",
+    "7 of the claims", "7分", "7 12 words", "7/10", "7 / 10", "7/10.", "7 out of 10", "7 of 10", "7 out of 10.",
+]  # fmt: skip
+LONGER = [
+    "7.5", "7,5", "7.0", "7٫5", "7 .5", "7\n.5", "7..9", "7…9", "7:30", "7'000", "7_000", "7 000", "7\u202f000",
+    "7,000", "7e1", "7E1", "7e-1", "7k", "7th", "7x", "7%", "7 %", "70%", "7 percent", "7/5", "7/100", "7 / 5",
+    "7/10.5", "7/10/2026", "7 out of 5", "7 of 12", "7-8", "7–8", "7 - 8", "7~8", "7 to 8", "7 or 8", "7+1",
+    "7 + 1", "7 ± 1", "7×10", "7*10", "7**2", "7^2", "7½", "7²", "7万", "7 1/2", "7 and a half", "7 point five",
+    "7 hundred", "7 million", "7٧",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("score", WHOLE)
+def test_a_whole_number_is_read(score: str) -> None:
+    assert read(f"Well done. Score: {score}", **TEN) == 7
+
+
+@pytest.mark.parametrize("score", LONGER)
+def test_a_number_that_goes_on_is_never_read_in_part(score: str) -> None:
+    """Also if an answer has a whole one before."""
+    why = refusal(f"Perhaps a Score: 3. No, Score: {score}", **TEN)
+    assert "is a part of more" in why or "is no number" in why, why
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-7", "−7", " -7", "Score:-7", ".5", "7.5", "7,5", "1e1", "1e-1", "6-7", "6 - 7", "3+7", "½7", "x_7", "1 000",
+     "1'000", "2**7", "7/10", "7 out of 10", "7 of 10", "6 or 7", "6 to 7", "12:07"],
+)  # fmt: skip
+def test_a_number_that_has_begun_before_is_never_read_in_part(text: str) -> None:
+    assert "is a part of more" in refusal(text, **BARE)
+    assert "is a part of more" in refusal(f"All right: {text}.", **BARE)
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "#7", "(7)", "$7", "Score-7", "No.7", "Score...7", "=7", "+7", "<b>7</b>", "*7*", "Q: 7"]
+)
+def test_a_number_may_stand_behind_signs(text: str) -> None:
+    assert read(text, **BARE) == 7
+
+
+def test_a_sign_between_numbers_is_no_minus() -> None:
+    signed = {"regex": r"(-?\d+)"}
+    assert [read(text, **signed) for text in ("-7", "Score: -7")] == [-7, -7]
+    assert all("is a part of more" in refusal(text, **signed) for text in ("4-7", "4 -7", "1e-7", "Score-7"))
+
+
+def test_a_scale_is_read_only_if_it_is_the_settings() -> None:
+    percent = {"regex": r"^(\d+)", "highest": 100}
+    assert [read(text, **percent) for text in ("70%", "70 %", "70/100", "70")] == [70] * 4
+    assert all("is a part of more" in refusal(text, **percent) for text in ("7/10", "70‰"))
+    assert "is a part of more" in refusal("Score: 7/10", regex=r"Score: (\d+)")
+
+
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [
+        (r"Verdict: (good|bad)", "Verdict: badly argued"),
+        (r"Verdict: (\w+)", "Verdict: good-ish"),
+        (r"Verdict: (\w+)", "Verdict: good/bad"),
+        (r"(good|bad)", "Verdict: good/bad"),
+        (r"(good|bad)", "It is not good."),
+        (r"(good|bad)", "ungood"),
+    ],
+)
+def test_a_word_is_whole(regex: str, text: str) -> None:
+    values = {"good": 1.0, "bad": 0.0}
+    assert "is a part of more" in refusal(text, regex=regex, values=values)
+    for said in ("good", "good.", "**good**", "_good_", '"good"', "Good, I would say"):
+        assert read(f"Verdict: {said}", regex=r"(?i)(good|bad)", values=values) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (json.dumps({"reason": LONG, "parts": [{"score": 1}], "score": 9}), 9),
+        ('{"score": 9, "reason": "' + LONG + '", "parts": [{"score": 1}]}', 9),
+        (LONG + '{"score": 9}' + LONG, 9),
+        ('```json\n{"parts": [{"score": 1}], "score": 9}\n```', 9),
+        ('I answer with {"score": N}. {"score": 9}', 9),
+        ('{"score": 3}\n{"score": 9}', 9),
+        ('{"score": 9}\n{"note": "as you asked"}', 9),
+        ('{"reason": "it says } and { and [", "score": 9}', 9),
+        ('{"reason": "two\nlines", "score": 9}', 9),
+        ('Of the set {a, b} and of \\frac{1}{2}: {"score": 9}', 9),
+        ('See [1] and [the note {"score": 9}]', 9),
+        ('{"score": 9.5}', 9.5),
+        ('{"score": " 9 "}', 9),
+    ],
+)
+def test_the_outer_object_has_the_verdict(text: str, value: float) -> None:
+    assert read(text, **JSON) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"reason": "he said "no"", "parts": [{"score": 1}], "score": 9}', "malformed JSON"),
+        ('{"reason": "a } b "c" d", "parts": [{"score": 1}], "score": 9}', "braces do not match"),
+        ('{"reason": "' + LONG + '", "parts": [{"score": 1}]', "malformed JSON"),
+        ('{"parts": [{"score": 1}], "score": 9,}', "malformed JSON"),
+        ('{"score": 3}\n{"score": 9, "reason": "he said "no""}', "malformed JSON"),
+        ('{"score": 3}\n{"final": {"score": 9}}', "inner object"),
+        ('{"final": {"score": 9}}', "inner object"),
+        ('[{"score": 3}, {"score": 9}]', "in a list"),
+        ('[{"score": 3}, {"score": 9}', "malformed JSON"),
+        ("{'score': 9}", "malformed JSON"),
+        ('{"score": 3, "score": 9}', "'score' twice"),
+        ('{"a" {"score": 4}', "malformed JSON"),
+        ('{"score": 9}}', "braces do not match"),
+        ('{"a":' * 200_000, "nested too deep"),
+        ('{"score": 9, "a": ' + '{"score":' * 200_000 + "1" + "}" * 200_001, "nested too deep"),
+        ('{"Score": 9}', "no JSON object with the key"),
+        ('{"scores": 9}', "no JSON object with the key"),
+        ('{"score": "9/10"}', "no number"),
+        ('{"score": "nine"}', "no number"),
+        ('{"score": [9]}', "is a list"),
+        ('{"score": Infinity}', "no finite number"),
+        ('{"score": "NaN"}', "no number"),
+        ('{"score": 1e999}', "no finite number"),
+        ('{"score": ' + "9" * 5000 + "}", "malformed JSON"),
+    ],
+)
+def test_an_object_that_cannot_be_told_has_no_verdict(text: str, why: str) -> None:
+    assert why in refusal(text, **JSON)
+
+
+def test_formulas_and_code_are_no_json() -> None:
+    assert read("\\frac{1}{2} if (a) { b } " * 1000 + '{"score": 9}', **JSON) == 9
+
+
+@pytest.mark.parametrize("part", ['{"a":"}', '{"', "{", "{}{", '[{"a": 1}, '])
+def test_the_time_of_reading_grows_as_the_answer_does(part: str) -> None:
+    """A megabyte that is read again from each of its brackets takes minutes."""
+    started = time.monotonic()
+    refusal(part * (1_000_000 // len(part)), **JSON)
+    assert time.monotonic() - started < 30
+
+
+# ------------------------------------------------------------------------------------------------------- thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("9", "9"),
+        ("<think>Score: 1</think>9", "\n9"),
+        ("<think>\n\n</think>\n\n9", "\n\n\n9"),
+        ("Score: 1</think>9", "9"),
+        ("<think>a <think>1</think> 2</think> 9", "\n 9"),
+        ("<think>1</think> 5 <think>2</think> 9", "\n 5 \n 9"),
+        ("<thinking>1</thinking>9", "\n9"),
+        ("<THINK>1</THINK>9", "\n9"),
+        ("<reasoning>1</reasoning>9", "\n9"),
+        ("<seed:think>1</seed:think>9", "\n9"),
+        ("[THINK]1[/THINK]9", "\n9"),
+        ("<|START_THINKING|>1<|END_THINKING|>9", "\n9"),
+        ("<|channel|>analysis<|message|>1<|end|><|start|>assistant<|channel|>final<|message|>9", "9"),
+        ("It opens `<think>` and does not close it: 9", "It opens `<think>` and does not close it: 9"),
+        ("<think>1", None),
+        ("9 <think>1", None),
+        ("<think>1 <think>2</think> 9", None),
+        ("<think>1</think> 9 <think>2", None),
+        ("<|channel|>analysis<|message|>1", None),
+    ],
+)
+def test_thinking_is_no_part_of_the_answer(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+def test_a_verdict_in_the_thinking_is_none() -> None:
+    assert read("<think>Score: 3? No.</think>Score: 9", **TEN) == 9
+    assert read("Score: 9 <think>or Score: 3?</think>", **TEN) == 9
+    assert read('<think>{"score": 3}</think>{"score": 9}', **JSON) == 9
+    assert read("<think>3</think>9") == 9
+    for text in ("<think>Score: 9", "Score: 9<think>", "<thinking>I see. Score: 9"):
+        assert "thinking is not closed" in refusal(text, **TEN)
+    assert "matches nothing" in refusal("<think>Score: 9</think> I cannot tell.", **TEN)
+    assert "matches nothing" in refusal("Score: 9</think>", **TEN)
+    assert read('{"reason": "it opens <think> and never closes it", "score": 9}', **JSON) == 9
+
+
+# -------------------------------------------------------------------------------------------------- over the wire
+
+
+def completion(message: dict[str, Any], finish: str | None = "stop", num_choices: int = 1) -> ChatAnswer:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    answer = read_answer(json.dumps({"choices": [choice] * num_choices, "usage": usage}).encode())
+    assert (answer.prompt_tokens, answer.completion_tokens) == (7, 3), "whatever it says, it is paid for"
+    return answer
+
+
+THOUGHTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Score: 9"},
+        {"content": [{"type": "text", "text": "Score: 9"}]},
+        {"content": [*THOUGHTS, {"type": "text", "text": "Score: 9"}]},
+        {"content": [{"type": "text", "text": "I see."}, *THOUGHTS, {"type": "text", "text": "Score: 9"}]},
+        {"content": [{"type": "redacted_thinking", "data": "x"}, {"type": "output_text", "text": "Score: 9"}]},
+        {"content": [{"type": "reasoning", "text": "Score: 3"}, {"text": "Score: 9"}]},
+        {"content": ["Score: 9"]},
+        {"content": "Score: 9", "reasoning_content": "Score: 3"},
+        {"content": "Score: 9", "reasoning": "Score: 3", "reasoning_details": [{"type": "reasoning.text"}]},
+        {"content": "Score: 9", "tool_calls": [], "refusal": None, "annotations": []},
+    ],
+)
+@pytest.mark.parametrize("finish", ["stop", None, "STOP", "end_turn", "eos_token"])
+def test_the_text_of_an_answer_is_read(message: dict[str, Any], finish: str | None) -> None:
+    answer = completion(message, finish)
+    assert answer.outcome == "answered" and AnswerParser(ParseConfig(**TEN)).read(answer) == 9
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "outcome", "why"),
+    [
+        ({"content": ""}, "stop", "unusable", "it is empty"),
+        ({"content": " \n"}, "stop", "unusable", "it is empty"),
+        ({"content": None}, "stop", "unusable", "it is empty"),
+        ({"content": []}, "stop", "unusable", "it is empty"),
+        ({}, "stop", "unusable", "it is empty"),
+        ({"content": None, "reasoning_content": "Score: 9"}, "stop", "unusable", "it is all thinking"),
+        ({"content": None, "reasoning": "Score: 9"}, "stop", "unusable", "it is all thinking"),
+        ({"content": THOUGHTS}, "stop", "unusable", "it is all thinking"),
+        ({"content": None, "tool_calls": [{"id": "a"}]}, "tool_calls", "unusable", "it calls a tool"),
+        ({"content": "Score: 9"}, "tool_calls", "unusable", "did not end by itself (finish_reason tool_calls)"),
+        ({"content": "Score: 9"}, "error", "unusable", "did not end by itself (finish_reason error)"),
+        ({"content": "Score: 9"}, "abort", "unusable", "did not end by itself (finish_reason abort)"),
+        ({"content": "Score: 9"}, "length", "cut", "cut at its longest length"),
+        ({"content": "Score: 9"}, "MAX_TOKENS", "cut", "cut at its longest length"),
+        ({"content": None, "reasoning_content": "Score: 9"}, "length", "cut", "cut at its longest length"),
+        ({"content": "Score: 9"}, "content_filter", "refused", "finish_reason content_filter"),
+        ({"content": "Score: 9"}, "SAFETY", "refused", "finish_reason SAFETY"),
+        ({"content": "Score: 9", "refusal": "I will not."}, "stop", "refused", "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "stop", "refused", "I will not."),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, "stop", "unusable", "of the type image_url"),
+        ({"content": [{"type": "text", "text": 9}]}, "stop", "unusable", "part 0 of its content is no text"),
+    ],
+)
+def test_an_answer_without_a_whole_text_has_no_verdict(
+    message: dict[str, Any], finish: str, outcome: str, why: str
+) -> None:
+    answer = completion(message, finish)
+    assert answer.outcome == outcome
+    with pytest.raises(Unreadable) as caught:
+        AnswerParser(ParseConfig(**TEN)).read(answer)
+    assert why in str(caught.value)
+
+
+def test_of_several_choices_none_is_read() -> None:
+    answer = completion({"content": "Score: 9"}, num_choices=2)
+    assert answer.outcome == "unusable" and "it has 2 choices" in answer.fault
