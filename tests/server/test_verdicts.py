@@ -37,11 +37,13 @@ WHOLE = [
     "7", "7.", "7.\n", "7. All is right", "7!", "7)", "7]", '7"', "7**", "7*", "7</score>", "7...", "7…", "7, because",
     "7; two errors", "7 points", "7 (of what was asked)", "7\n1. It is short", "7\n- 1 error", "7 — good", "7 - good",
     "7 of the claims", "7分", "7 12 words", "7/10", "7 / 10", "7/10.", "7 out of 10", "7 of 10", "7 out of 10.",
+    "7**/10", "7 (out of 10)", "7) / 10",
 ]  # fmt: skip
 LONGER = [
     "7.5", "7,5", "7.0", "7٫5", "7 .5", "7\n.5", "7..9", "7…9", "7:30", "7'000", "7_000", "7 000", "7\u202f000",
     "7,000", "7e1", "7E1", "7e-1", "7k", "7th", "7x", "7%", "7 %", "70%", "7 percent", "7/5", "7/100", "7 / 5",
-    "7/10.5", "7/10/2026", "7 out of 5", "7 of 12", "7-8", "7–8", "7 - 8", "7~8", "7 to 8", "7 or 8", "7+1",
+    "7/10.5", "7/10/2026", "7 out of 5", "7 of 12", "7**/5", "7 (out of 5)",
+    "7-8", "7–8", "7 - 8", "7~8", "7 to 8", "7 or 8", "7+1",
     "7 + 1", "7 ± 1", "7×10", "7*10", "7**2", "7^2", "7½", "7²", "7万", "7 1/2", "7 and a half", "7 point five",
     "7 hundred", "7 million", "7٧",
 ]  # fmt: skip
@@ -62,7 +64,7 @@ def test_a_number_that_goes_on_is_never_read_in_part(score: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["-7", "−7", " -7", "Score:-7", ".5", "7.5", "7,5", "1e1", "1e-1", "6-7", "6 - 7", "3+7", "½7", "x_7", "1 000",
-     "1'000", "2**7", "7/10", "7 out of 10", "7 of 10", "6 or 7", "6 to 7", "12:07"],
+     "1'000", "2**7", "7/10", "7 out of 10", "7 of 10", "6 or 7", "6 to 7", "12:07", "<7", "≥ 7"],
 )  # fmt: skip
 def test_a_number_that_has_begun_before_is_never_read_in_part(text: str) -> None:
     assert "is a part of more" in refusal(text, **BARE)

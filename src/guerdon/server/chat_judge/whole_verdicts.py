@@ -10,7 +10,7 @@ _BEFORE_NUMBER = re.compile(
        | \d {_GAP}? [/⁄{_DASH}{_TIMES}] {_GAP}?               # 7/10, 4 - 7
        | \d {_GAP}+ (?:or|to|(?:out{_GAP})?of) {_GAP}+        # 7 out of 10
        | (?<![\w.]) \.                                        # .5
-       | (?<![^\W\d_]) [{_DASH}]                              # -7, and not Score-7
+       | (?<![^\W\d_]) [{_DASH}] | [<≤≥≈] {_GAP}?              # -7, and not Score-7; < 7
     )$""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -24,9 +24,10 @@ _AFTER_NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _SCALE = re.compile(
-    rf"{_GAP}*(?:[%％٪]|(?:[/⁄]|{_GAP}(?:out{_GAP})?of{_GAP}(?:a{_GAP}possible{_GAP})?){_GAP}*(\d+(?:\.\d+)?))",
+    rf"[*`)\]}}\"'$]{{,3}}{_GAP}*\(?(?:[%％٪]|(?:[/⁄]|(?:out{_GAP})?of{_GAP}(?:a{_GAP}possible{_GAP})?){_GAP}*(\d+(?:\.\d+)?))",
     re.IGNORECASE,
 )
+"""What may follow a number of a scale; marks around the number may end before it."""
 _BEFORE_WORD = re.compile(r"(?:[^\W_]|[^\W_][-_'’/]|\bnot\s+)$", re.IGNORECASE)
 _AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]")
 _CONTEXT = 24
