@@ -58,7 +58,7 @@ def ask(
         first = sigmoid([gap + bias, -gap + bias])
         answer = np.log((1 - mass) * np.stack([first, 1 - first], -1))
         answers.append(InvalidRequest("too long") if fails({pair.a.response, pair.b.response}) else answer)
-    return made.judge(answers, verdict, bound)
+    return made.judge(answers, verdict, bound, lambda number, criterion: f"question {number}.{criterion}")
 
 
 def rewards(judged: Judgement) -> list[float]:

@@ -72,7 +72,7 @@ def test_a_failed_sample_is_masked(server: RunningServer) -> None:
     assert (told["reward"], told["mask_sample"], told["failure_kind"]) == (0, True, "InvalidRequest")
     assert told["failure_reason"].startswith("words: ") and "label" in told["failure_reason"]
     told = verify(server, row("4"), "?model=strict")
-    assert told["mask_sample"] and told["failure_kind"] == "SampleFailed" and "no labels" in told["failure_reason"]
+    assert told["mask_sample"] and told["failure_kind"] == "NoVerdict" and "no labels" in told["failure_reason"]
     told = verify(server, {**row("4"), "response": {"output": []}})
     assert told["mask_sample"] and "nothing to score" in told["failure_reason"]
 

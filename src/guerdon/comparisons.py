@@ -14,7 +14,7 @@ import numpy as np
 
 from guerdon.core import Score
 from guerdon.errors import GuerdonError, InvalidRequest, named
-from guerdon.judge_core import Comparisons, Judgement, Pair, Rubric, Sample, Schedule, Verdict, stacked
+from guerdon.judge_core import Comparisons, Explain, Judgement, Pair, Rubric, Sample, Schedule, Verdict, stacked
 
 PRIOR = 0.01
 """Virtual wins of each side of a comparison, so that strengths stay finite if a response wins all of its own."""
@@ -140,12 +140,15 @@ class PlanOfPairs:
         self._check_characters(asked)
         self.subjects: list[Sample | Pair] = [*asked]
 
-    def judge(self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float) -> Judgement:
+    def judge(
+        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
+    ) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
         answered = [place for place, answer in zip(self._asked, answers, strict=True) if isinstance(answer, np.ndarray)]
         failed = {c: a for (c, _), a in zip(self._asked, answers, strict=True) if isinstance(a, GuerdonError)}
         reading = self._rubric.read(stacked(self._rubric, answers))
-        failed |= {answered[i][0]: e for i, e in self._rubric.find_faults(reading, max_other_mass).items()}
+        faults = self._rubric.find_faults(reading, answers, max_other_mass, explain)
+        failed |= {answered[i][0]: e for i, e in faults.items()}
         verdicts, disagreed = combine_orders(
             self._by_order(answered, reading.values(verdict)), self._by_order(answered, reading.likeliest)
         )

@@ -9,7 +9,8 @@ GuerdonError
 ├── MethodNotAllowed        405 UNIMPLEMENTED
 ├── PayloadTooLarge         413 RESOURCE_EXHAUSTED   larger than the server accepts; never read to its end
 ├── Cancelled               499 CANCELLED            the client disconnected
-├── SampleFailed            500 INTERNAL             the model gave no finite score for this sample
+├── SampleFailed            500 INTERNAL             the model gave no score for this sample
+│   ├── NoVerdict           500 INTERNAL             a judge said no label, or nothing from which a number can be read
 │   └── ChildEnded          500 INTERNAL             the child process that computed it was ended; `reason` says why
 ├── ServerFault             500 INTERNAL             a bug or a failed device, not the request
 │   └── TrainFailed         500 INTERNAL             a train request broke off; the text says what stands
@@ -139,7 +140,11 @@ class Cancelled(GuerdonError):
 
 
 class SampleFailed(GuerdonError):
-    """The model gave no finite score for this sample."""
+    """The model gave no score for this sample; its error says why."""
+
+
+class NoVerdict(SampleFailed):
+    """The judge said no label, or nothing from which a number can be read; the sample's error shows what it said."""
 
 
 class ChildEnded(SampleFailed):

@@ -5,14 +5,16 @@ Legend: N samples, K criteria, L labels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from string import Formatter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from guerdon.core import Score, ScoreReply, ScoreRequest
-from guerdon.errors import GuerdonError, InvalidRequest, SampleFailed
+from guerdon.errors import GuerdonError, InvalidRequest, NoVerdict
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 
 FIELDS = ("prompt", "response", "reference", "criterion")
 """What a template may have in braces."""
@@ -26,6 +28,13 @@ DISAGREED = "disagreed"
 Verdict = Literal["expected", "likeliest"]
 Schedule = Literal["round_robin", "circular", "reference"]
 GroupScores = Literal["bradley_terry", "wins"]
+Spellings = Literal["exact", "any"]
+
+Explain = Callable[[int, int], str]
+"""Returns what the model would say in place of a label, for an answer's number and a criterion's."""
+
+NUM_LIKELIEST = 5
+"""How many of the likeliest tokens a question asks for, to explain a sample without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,8 @@ class Rubric:
 
     The `template` has FIELDS in braces, or COMPARED_FIELDS if it compares; `system` is the system message of a chat, if
     any. Each of the `labels` is an answer that has the value at the same place in `values`, which is the first
-    response's if there are two. `path` is the file that it was read from.
+    response's if there are two. With the `spellings` any, all tokens count that are the label but for case and blanks.
+    `chat_template_kwargs` are variables of the chat template. `path` is the file that it was read from.
     """
 
     template: str
@@ -96,6 +106,8 @@ class Rubric:
     system: str = ""
     path: str = ""
     compare: Comparing | None = None
+    spellings: Spellings = "exact"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fields(self) -> set[str]:
@@ -146,18 +158,42 @@ class Rubric:
         """Returns the weighted sums of the criteria's values `[N,K]`."""
         return values @ np.array([criterion.weight for criterion in self.criteria])
 
-    def find_faults(self, reading: Reading, max_other_mass: float) -> dict[int, SampleFailed]:
-        """Returns an error for each row in which a criterion leaves more than `max_other_mass` to other tokens."""
-        is_bad = (reading.other > max_other_mass).any(-1) | ~np.isfinite(reading.expected).all(-1)
-        return {int(i): self._fault(reading.other[i], max_other_mass) for i in np.flatnonzero(is_bad)}
+    def find_faults(
+        self, reading: Reading, answers: list[np.ndarray | GuerdonError], max_other_mass: float, explain: Explain
+    ) -> dict[int, NoVerdict]:
+        """Returns an error for each row of the reading that leaves more than `max_other_mass` to other tokens.
 
-    def _fault(self, other: np.ndarray, max_other_mass: float) -> SampleFailed:
-        worst = int(other.argmax())
-        return SampleFailed(
-            f"{self.names[worst]}: {other[worst]:.3g} of the probability is on tokens that are no labels, and at most "
-            f"{max_other_mass:g} may be (max_other_mass); the likeliest cause is a template that does not ask for a "
-            "label alone"
-        )
+        The rows are those of the `answers` that are no errors.
+        """
+        is_bad = (reading.other > max_other_mass).any(-1) | ~np.isfinite(reading.expected).all(-1)
+        numbers = [i for i, answer in enumerate(answers) if isinstance(answer, np.ndarray)]
+        found = {}
+        for row in np.flatnonzero(is_bad).tolist():
+            worst = int(reading.other[row].argmax())
+            found[row] = NoVerdict(
+                f"{self.names[worst]}: {reading.other[row, worst]:.3g} of the probability is on tokens that are no "
+                f"labels, and at most {max_other_mass:g} may be (max_other_mass); {explain(numbers[row], worst)}"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelTokens:
+    """The tokens that the labels are: `ids`, int64, those of one label after the other; `starts`, int64 `[L]`, where
+    each label's begin. The first of a label's tokens is the label as it is written, the others its other spellings."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+
+    def query(self, num_tokens: int) -> LogprobQuery:
+        """Returns what is asked about a question of so many tokens, of which the last is in a label's place."""
+        start = max(1, num_tokens - 1)
+        return LogprobQuery(start=start, top_k=NUM_LIKELIEST, given=self.ids, with_logprobs=False)
+
+    def read(self, answer: TokenLogprobs) -> np.ndarray:
+        """Returns the labels' log-probs, float64 `[L]`: each label has the probability of all its tokens."""
+        assert answer.given_logprobs is not None
+        return np.logaddexp.reduceat(answer.given_logprobs[0].astype(np.float64), self.starts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +244,9 @@ class Plan(Protocol):
     subjects: list[Sample | Pair]
     owners: list[int]
 
-    def judge(self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float) -> Judgement:
+    def judge(
+        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
+    ) -> Judgement:
         """Returns the samples' scores; an answer is a subject's log-probs of the labels, `[K,L]`, or an error."""
         ...
 
@@ -227,7 +265,9 @@ class PlanOfSingles:
         self.owners = [i for i, sample in enumerate(samples) if isinstance(sample, Sample)]
         self.subjects: list[Sample | Pair] = [sample for sample in samples if isinstance(sample, Sample)]
 
-    def judge(self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float) -> Judgement:
+    def judge(
+        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
+    ) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
         rubric = self._rubric
         results: dict[int, Score | GuerdonError] = {
@@ -239,7 +279,7 @@ class PlanOfSingles:
         values = reading.values(verdict)
         attributes = np.concatenate([values, reading.other.max(-1, keepdims=True)], -1).astype(np.float32)
         scores: list[Score | GuerdonError] = list(map(Score, rubric.rewards(values).tolist(), attributes))
-        for i, error in rubric.find_faults(reading, max_other_mass).items():
+        for i, error in rubric.find_faults(reading, answers, max_other_mass, explain).items():
             scores[i] = error
         results |= zip(answered, scores, strict=True)
         return Judgement([results[i] for i in range(len(self._samples))], reading.other)

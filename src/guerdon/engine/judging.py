@@ -1,25 +1,26 @@
-"""A frozen language model as a judge: a rubric's criteria as texts, and labels that are one token each behind them."""
+"""A frozen language model as a judge: answers a rubric's questions by one token each."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable
 
-import numpy as np
-
-from guerdon.core import Message, Score, Sequence
+from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.text import Steps, TextEncoder
+from guerdon.engine.rubric_labels import check_variables, find_label_tokens, render
+from guerdon.engine.rubric_trial import Adviser, try_rubric
 from guerdon.engine.teacher import TeacherEngine
-from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
+from guerdon.errors import CheckpointError, InvalidRequest, SampleFailed
 from guerdon.judge_core import Pair, Rubric, Sample
 from guerdon.settings.config import JudgeConfig, TeacherConfig
 from guerdon.settings.rubrics import read_rubric
+from guerdon.teacher_core import TokenLogprobs
 
-_PROBE = Sample("A response.", "A prompt.", "A reference.")
-_OTHER = Sample("Another response.", "A prompt.", "A reference.")
+log = logging.getLogger(__name__)
 
 
 def build_judge(config: JudgeConfig, ranks: Ranks) -> JudgeEngine:
@@ -34,14 +35,17 @@ class JudgeEngine:
     """Renders and tokenises what the model is asked, and answers as a teacher does.
 
     A question is the rendered template with the first label behind it, so that every sample shows whether a label is a
-    token of its own there; the log-probs asked for are those of `label_ids`, int64 `[L]`, in that label's place.
+    token of its own there; the log-probs asked for are those of `labels` in that label's place.
     """
 
     takes_all = False
     encoder = None  # to a client it reads texts, as a function does
 
     def __init__(self, teacher: TeacherEngine, config: JudgeConfig, rubric: Rubric) -> None:
-        """Raises CheckpointError if there is no tokenizer, ConfigError if a label is not one token."""
+        """Collective; tries the rubric, and warns if labels have little of the probability.
+
+        Raises CheckpointError if there is no tokenizer, ConfigError if the rubric does not suit it.
+        """
         if teacher.encoder is None:
             raise CheckpointError(
                 f"{config.model} has no tokenizer, and a judge reads text",
@@ -49,7 +53,12 @@ class JudgeEngine:
             )
         self._teacher, self._text = teacher, teacher.encoder
         self.config, self.rubric = config, rubric
-        self.label_ids = find_label_ids(self._text, rubric)
+        check_variables(self._text, rubric)
+        self.labels = find_label_tokens(self._text, rubric, teacher.info.vocab_size or 0)
+        self._adviser = Adviser(self._text, rubric)
+        trial = try_rubric(self._text, rubric, self.labels, teacher.score, teacher.info.max_length)
+        if trial.is_poor and teacher.ranks.is_leader:
+            log.warning("%s with %s: %s", config.name, rubric.path, trial.text)
         self.max_batch_tokens = teacher.max_batch_tokens
         self.info = dataclasses.replace(
             teacher.info,
@@ -63,7 +72,8 @@ class JudgeEngine:
             takes_tokens=False,
             takes_prompts=True,
             takes_labels=rubric.needs_reference,
-            max_top_k=max(len(rubric.labels), teacher.info.max_top_k),
+            max_top_k=max(len(self.labels.ids), teacher.info.max_top_k),
+            why=f"{teacher.info.why}; rubric: {trial.text}",
             hidden_size=0,
             vocabulary="",
             tokenizer="",
@@ -98,6 +108,10 @@ class JudgeEngine:
         """Returns the question of each criterion, with the first label behind it."""
         return render(self._text, self.rubric, subject, self.rubric.labels[0])
 
+    def explain(self, said: TokenLogprobs) -> str:
+        """Returns the likeliest tokens of an answer to a question, and what to do if they are no labels."""
+        return self._adviser.explain(said)
+
     def encode_in_steps(self, texts: list[str]) -> Steps:
         """Returns each text's token ids, as `TextEncoder.encode_in_steps`."""
         return self._text.encode_in_steps(texts, not self._text.takes_messages, None, self.info.max_length)
@@ -108,57 +122,3 @@ def _version(weights: str, rubric: Rubric, config: JudgeConfig) -> str:
     about = {name: value for name, value in dataclasses.asdict(rubric).items() if name != "path"}
     made_of = repr((weights, about, config.verdict, config.max_other_mass))
     return hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
-
-
-def render(text: TextEncoder, rubric: Rubric, subject: Sample | Pair, label: str = "") -> list[str | InvalidRequest]:
-    """Returns the question of each criterion, by the chat template if there is one, with a label behind it."""
-    questions = rubric.render(subject)
-    if not text.takes_messages:
-        before = f"{rubric.system}\n\n" if rubric.system else ""
-        return [before + question + label for question in questions]
-    system: list[Message] = [{"role": "system", "content": rubric.system}] if rubric.system else []
-    rendered = text.render_prompts([[*system, {"role": "user", "content": question}] for question in questions])
-    return [one + label if isinstance(one, str) else one for one in rendered]
-
-
-def find_label_ids(text: TextEncoder, rubric: Rubric) -> np.ndarray:
-    """Returns the token of each label, int64 `[L]`.
-
-    Raises ConfigError unless each is one token of its own behind every criterion, and changes no token before it.
-    """
-
-    probe = _PROBE if rubric.compare is None else Pair(_PROBE, _OTHER)
-
-    def encode(label: str) -> list[np.ndarray]:
-        made = []
-        for row in render(text, rubric, probe, label):
-            ids = row if isinstance(row, InvalidRequest) else text.encode([row], not text.takes_messages)[0]
-            if isinstance(ids, InvalidRequest):
-                raise ConfigError(f"{rubric.path}: the tokenizer refuses the template: {ids}", "correct it, or system")
-            made.append(ids)
-        return made
-
-    alone = encode("")
-    found: dict[str, int] = {}
-    for label in rubric.labels:
-        for name, before, row in zip(rubric.names, alone, encode(label), strict=True):
-            added = row[len(before) :]
-            if len(added) != 1 or not np.array_equal(row[:-1], before):
-                what = f"{len(added)} tokens" if np.array_equal(row[: len(before)], before) else "no token of its own"
-                raise ConfigError(
-                    f"{rubric.path}: behind the criterion {name} the label {label!r} is {what}, and must be one",
-                    "choose a label that is one token, with a leading space if the template ends with a word, or "
-                    "another end of the template",
-                )
-            if found.setdefault(label, int(added[0])) != added[0]:
-                raise ConfigError(
-                    f"{rubric.path}: the label {label!r} is another token behind the criterion {name}",
-                    "end the template with words of its own",
-                )
-    ids = [*found.values()]
-    same = next((label for label, i in found.items() if ids.count(i) > 1), None)
-    if same is not None:
-        raise ConfigError(
-            f"{rubric.path}: the label {same!r} and another are the same token ({found[same]})", "choose others"
-        )
-    return np.array(ids, np.int64)

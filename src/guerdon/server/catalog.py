@@ -11,12 +11,12 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Truncation
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
-from guerdon.judge_core import Pair, Rubric, Sample
+from guerdon.judge_core import LabelTokens, Pair, Rubric, Sample
 from guerdon.next_tokens import NEXT_TOKENS
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
 from guerdon.settings.config import JudgeConfig, RewardConfig, ServedModelConfig
-from guerdon.teacher_core import HeadFile
+from guerdon.teacher_core import HeadFile, TokenLogprobs
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Tokenises in short steps; returns rows of ids, or what is wrong with them."""
@@ -80,15 +80,17 @@ class Asked(Served, Protocol):
 
 @runtime_checkable
 class Judge(Asked, Protocol):
-    """A language model that answers every sample's criteria, each by one of `label_ids`."""
+    """A language model that answers every sample's criteria, each by one of the `labels`."""
 
     config: JudgeConfig
-    label_ids: np.ndarray
+    labels: LabelTokens
 
     @property
     def text(self) -> Tokenizer: ...
 
     def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
+
+    def explain(self, said: TokenLogprobs) -> str: ...
 
     def encode_in_steps(self, texts: list[str]) -> Steps: ...
 

@@ -11,11 +11,20 @@ import numpy as np
 from guerdon.comparisons import PlanOfPairs
 from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.judge_core import ComparedReply, Comparisons, GroupRequest, Pair, Plan, PlanOfSingles, Sample
+from guerdon.judge_core import (
+    ComparedReply,
+    Comparisons,
+    GroupRequest,
+    LabelTokens,
+    Pair,
+    Plan,
+    PlanOfSingles,
+    Sample,
+)
 from guerdon.messages import before_response, response, transcript
 from guerdon.server.catalog import Asked, Judge, Served
 from guerdon.server.metrics import Metrics
-from guerdon.teacher_core import LogprobQuery
+from guerdon.teacher_core import TokenLogprobs
 
 _SHOWN = 40
 _INLINE_QUESTIONS = 512
@@ -86,13 +95,13 @@ def _read(judge: Asked, request: ScoreRequest, i: int) -> Sample:
 
 def question(judge: Judge, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
     """Returns the sequence of a question about sample `i`; its last token is the first label's."""
-    query = LogprobQuery(start=max(1, len(row) - 1), given=judge.label_ids, with_logprobs=False)
-    return Sequence(row, group=None if request.groups is None else int(request.groups[i]), query=query)
+    group = None if request.groups is None else int(request.groups[i])
+    return Sequence(row, group=group, query=judge.labels.query(len(row)))
 
 
 def find_fault(judge: Judge, row: np.ndarray) -> InvalidRequest | None:
     """Returns an error if the question's tokens do not end with the first label's."""
-    if len(row) > 1 and row[-1] == judge.label_ids[0]:
+    if len(row) > 1 and row[-1] == judge.labels.ids[0]:
         return None
     return InvalidRequest(
         f"behind this sample's question the label {judge.rubric.labels[0]!r} is no token of its own; end the template "
@@ -116,8 +125,12 @@ async def reduced(served: Served, plan: Plan | None, reply: ScoreReply, metrics:
 def _reduce(served: Judge, plan: Plan, reply: ScoreReply, metrics: Metrics) -> ScoreReply:
     name, config, criteria = served.info.name, served.config, served.rubric.names
     questions = range(0, len(reply.results), len(criteria))
-    answers = [_answer(reply.results[i : i + len(criteria)]) for i in questions]
-    made = plan.judge(answers, config.verdict, config.max_other_mass)
+    answers = [_answer(reply.results[i : i + len(criteria)], served.labels) for i in questions]
+
+    def explain(number: int, criterion: int) -> str:
+        return served.explain(_said(reply.results[number * len(criteria) + criterion]))
+
+    made = plan.judge(answers, config.verdict, config.max_other_mass, explain)
     lengths = [0] * len(made.results)
     for owner, i in zip(plan.owners, questions, strict=True):
         lengths[owner] += sum(reply.lengths[i : i + len(criteria)])
@@ -136,15 +149,15 @@ def _count(comparisons: Comparisons, name: str, criteria: tuple[str, ...], metri
         metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion)
 
 
-def _answer(results: list[Score | GuerdonError]) -> np.ndarray | GuerdonError:
+def _answer(results: list[Score | GuerdonError], labels: LabelTokens) -> np.ndarray | GuerdonError:
     """Returns the labels' log-probs for each criterion, `[K,L]`, or the first question's error."""
     error = next((one for one in results if isinstance(one, GuerdonError)), None)
-    return error or np.stack([_given(one) for one in results])
+    return error or np.stack([labels.read(_said(one)) for one in results])
 
 
-def _given(answer: Score | GuerdonError) -> np.ndarray:
-    assert isinstance(answer, Score) and answer.logprobs is not None and answer.logprobs.given_logprobs is not None
-    return answer.logprobs.given_logprobs[0]
+def _said(answer: Score | GuerdonError) -> TokenLogprobs:
+    assert isinstance(answer, Score) and answer.logprobs is not None
+    return answer.logprobs
 
 
 def _shown(text: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from guerdon.errors import Cancelled, DeadlineExceeded, Overloaded, SampleFailed, ServerFault, TrainFailed
+from guerdon.errors import Cancelled, DeadlineExceeded, NoVerdict, Overloaded, SampleFailed, ServerFault, TrainFailed
 from guerdon.server.metrics import UNKNOWN, Metrics
 from guerdon.wire.signature import MODEL_VERSION, Duration, ModelStatistics
 
@@ -19,6 +19,7 @@ _REASON = {
     DeadlineExceeded.__name__: "REJECTED",
     Cancelled.__name__: "CANCELED",
     SampleFailed.__name__: "BACKEND",
+    NoVerdict.__name__: "BACKEND",
     ServerFault.__name__: "BACKEND",
     TrainFailed.__name__: "BACKEND",
 }

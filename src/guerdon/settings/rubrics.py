@@ -20,12 +20,15 @@ from guerdon.judge_core import (
     GroupScores,
     Rubric,
     Schedule,
+    Spellings,
 )
 from guerdon.settings.fields import nearest
 
-_KEYS = ("template", "system", "labels", "criteria", "compare")
+_KEYS = ("template", "system", "labels", "criteria", "compare", "spellings", "chat_template_kwargs")
 _CRITERION = ("name", "text", "weight")
 _COMPARE = {"schedule": get_args(Schedule), "scores": get_args(GroupScores)}
+_SET = ("messages", "add_generation_prompt")
+"""Variables of a chat template that guerdon sets."""
 _TAKEN = (OTHER_MASS, DISAGREED, "score")
 """Names that stand beside the criteria's in replies, or in trainers' logs."""
 
@@ -43,7 +46,8 @@ class _Loader(yaml.BaseLoader):
 def read_rubric(path: str) -> Rubric:
     """Returns the rubric of a YAML file; raises ConfigError for the first thing that is wrong with it."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # nosec B506: BaseLoader makes only texts
+        text = Path(path).read_text(encoding="utf-8")
+        data = yaml.load(text, _Loader)  # nosec B506: BaseLoader makes only texts
     except OSError as e:
         raise ConfigError(f"cannot read the rubric {path}: {e.strerror}", "check its path") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
@@ -52,7 +56,14 @@ def read_rubric(path: str) -> Rubric:
     template, system = _text(data, "template", path), _text(data, "system", path, default="")
     labels, criteria = _labels(data.get("labels"), path), _criteria(data.get("criteria"), path)
     compare = _compare(data["compare"], path) if "compare" in data else None
-    rubric = Rubric(template, tuple(labels), tuple(labels.values()), criteria, system, path, compare)
+    spellings, variables = data.get("spellings", "exact"), {}
+    if spellings not in get_args(Spellings):
+        raise ConfigError(f"{path}: spellings is {spellings!r}", f"give one of {', '.join(get_args(Spellings))}")
+    if "chat_template_kwargs" in data:
+        variables = _variables(text, path)
+    rubric = Rubric(
+        template, tuple(labels), tuple(labels.values()), criteria, system, path, compare, spellings, variables
+    )
     check_template(template, f"{path}: template", FIELDS if compare is None else COMPARED_FIELDS)
     _check_criteria(rubric)
     if compare is not None:
@@ -97,6 +108,24 @@ def _compare(data: Any, path: str) -> Comparing:
         if value not in _COMPARE[name]:
             raise ConfigError(f"{where}.{name} is {value!r}", f"give one of {', '.join(_COMPARE[name])}")
     return Comparing(**data)
+
+
+def _variables(text: str, path: str) -> dict[str, Any]:
+    """Returns `chat_template_kwargs`, with the types that YAML gives its values."""
+    where = f"{path}: chat_template_kwargs"
+    root = yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode), "it was read as a mapping"
+    (node,) = (value for key, value in root.value if key.value == "chat_template_kwargs")
+    try:
+        found = yaml.constructor.SafeConstructor().construct_document(node)
+    except (yaml.YAMLError, ValueError) as e:
+        raise ConfigError(f"{where}: {e}", "correct it") from e
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is no mapping", "write variables of the chat template, as {enable_thinking: false}")
+    for name in found:
+        if not isinstance(name, str) or not name.isidentifier() or name in _SET:
+            raise ConfigError(f"{where} has {name!r}", "leave it out: it is no variable, or guerdon sets it")
+    return found
 
 
 def _check_compared(rubric: Rubric) -> None:

@@ -90,12 +90,11 @@ def read_answer(body: bytes) -> ChatAnswer:
     if not read.choices:
         raise ValueError("it has no choices")
     (choice, *others), usage = read.choices, read.usage or _Usage()
-    spent = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens or 0}
-    finish = choice.finish_reason or ""
-    if others:
-        return ChatAnswer("", finish, fault=f"it has {1 + len(others)} choices, and one was asked for", **spent)
     text, refusal, fault = _read_content(choice.message)
-    return ChatAnswer(text, finish, refusal, fault=fault, **spent)
+    if others:
+        text, refusal, fault = "", "", f"it has {1 + len(others)} choices, and one was asked for"
+    finish, num_completion = choice.finish_reason or "", usage.completion_tokens or 0
+    return ChatAnswer(text, finish, refusal, usage.prompt_tokens, num_completion, fault)
 
 
 def _read_content(message: _Message) -> tuple[str, str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -42,6 +43,8 @@ _RENDERING = 1024
 """Cost of rendering a conversation, in characters to tokenise."""
 _TRIMMED = 16 * cuts.PIECE
 """After longer texts, in characters, free memory is returned to the kernel, which blocks concurrent allocations."""
+
+_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 _UNFINISHED = "\ufffd"
 """What a decoder writes for a character with missing bytes."""
@@ -105,6 +108,11 @@ class TextEncoder:
     def takes_messages(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, empty if there is none."""
+        return self._tokenizer.get_chat_template() if self.takes_messages else ""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -182,13 +190,15 @@ class TextEncoder:
             made[i] = ids
         return made
 
-    def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]:
+    def render_prompts(
+        self, conversations: list[list[Message]], variables: Mapping[str, Any] = _NO_VARIABLES
+    ) -> list[str | InvalidRequest]:
         """Returns each conversation as a prompt for the assistant's answer, rendered by the chat template.
 
-        If the last message is the assistant's, the prompt asks to continue it. A conversation gets an error in its
-        place if it is malformed or the template refuses it.
+        If the last message is the assistant's, the prompt asks to continue it. `variables` are the template's. A
+        conversation gets an error in its place if it is malformed or the template refuses it.
         """
-        return [self._render(conversation, is_prompt=True) for conversation in conversations]
+        return [self._render(conversation, is_prompt=True, variables=variables) for conversation in conversations]
 
     def render(self, conversation: list[Message]) -> str | InvalidRequest:
         """Returns the whole conversation rendered by the chat template, or the error if the template refuses it."""
@@ -221,6 +231,10 @@ class TextEncoder:
         for i in {*ids.tolist()} - known.keys():
             known[i] = self._text([i])
         return [known[i] for i in ids.tolist()]
+
+    def all_texts(self) -> list[str]:
+        """Returns the text of each id of the vocabulary by itself, special tokens included."""
+        return [self._text([i]) for i in range(len(self._tokenizer))]
 
     def _text(self, ids: list[int]) -> str:
         if self._fast is not None:
@@ -343,7 +357,9 @@ class TextEncoder:
         encoding.truncate(room, direction=side)
         return self._fast.post_process(encoding, add_special_tokens=True).ids
 
-    def _render(self, conversation: list[Message], is_prompt: bool = False) -> str | InvalidRequest:
+    def _render(
+        self, conversation: list[Message], is_prompt: bool = False, variables: Mapping[str, Any] = _NO_VARIABLES
+    ) -> str | InvalidRequest:
         import jinja2
 
         try:
@@ -356,6 +372,7 @@ class TextEncoder:
                 tokenize=False,
                 add_generation_prompt=is_prompt and not continues,
                 continue_final_message=continues,
+                **variables,
             )
         except InvalidRequest as e:
             return e

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import orjson
 
 from guerdon.core import ModelInfo, Score
-from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.errors import InvalidRequest, NoVerdict, SampleFailed
 from guerdon.judge_core import Criterion, Rubric, Sample
 from guerdon.server.chat_judge.answer_cache import AnswerCache, Flight, Spent
 from guerdon.server.chat_judge.calling import Caller, read_key
@@ -104,7 +104,7 @@ class Asker:
             except Unreadable as e:
                 why = str(e)
                 self._metrics.add("guerdon_judge_parse_failures", 1, self._name)
-        raise SampleFailed(f"{self._name}: none of {num_tries} answers can be read; of the last, {why}")
+        raise NoVerdict(f"{self._name}: none of {num_tries} answers can be read; of the last, {why}")
 
     async def _answer(self, body: bytes, number: str) -> ChatAnswer:
         """Returns the answer of that number to the question, kept or asked for."""
