@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import chats
 import judged
 import served
 import zoo
+from guerdon.cli.doctor import examine_server
 from guerdon.client import RewardClient
 from guerdon.errors import GuerdonError
 from guerdon.server.runtime import RunningServer
@@ -143,6 +146,25 @@ def test_the_mass_of_no_label_is_told_and_fails_a_sample_above_the_bound(server:
     found = re.search(r'guerdon_judge_other_mass_sum\{criterion="right",model="strict"\} (\S+)', text)
     assert found is not None
     np.testing.assert_allclose(float(found[1]), worst[:, 0].sum(), atol=1e-4)
+
+
+def test_a_batch_without_a_score_is_logged_once_and_counted_by_doctor(folder: Path) -> None:
+    judge = JudgeConfig(model=str(folder / "llama"), rubric=judged.write(folder), max_other_mass=0.0)
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("guerdon.server.failure_log").addHandler(handler)
+    try:
+        with served.running(ServerConfig(port=0, grpc_port=None, models=[judge])) as running:
+            with RewardClient(running.http_url, "judge") as client:
+                for _ in range(3):
+                    assert np.isnan(client.score(texts=TEXTS, prompts=PROMPTS).rewards).all()
+            (found,) = (one for one in examine_server(running.http_url) if "without a score" in one.text)
+    finally:
+        logging.getLogger("guerdon.server.failure_log").removeHandler(handler)
+    assert logged.getvalue().startswith("judge: 3 of 3 samples have no score (NoVerdict 3)")
+    assert logged.getvalue().count("\n") == 1 and "colour" not in logged.getvalue()
+    assert (found.level, found.help != "") == ("problem", True)
+    assert found.text == ("model judge since the start: 9 of 9 samples without a score, 0 of 3 requests failed")
 
 
 def test_a_failed_sample_leaves_the_others_their_scores(server: RunningServer, folder: Path) -> None:

@@ -74,6 +74,8 @@ _TIMEOUT_S = 5.0
 _READY = "wait until its models are loaded; its log shows the progress"
 _KEY = "set GUERDON_API_KEY to a key that the server knows"
 _INFO = re.compile(r"guerdon_model_info\{(.*)\} 1(?:\.0)?")
+_COUNT = re.compile(r"(guerdon_(?:requests|sequences)_total)\{(.*)\} (\d\S*)")
+_COUNTED = ("guerdon_requests_total", "guerdon_sequences_total")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -111,10 +113,12 @@ def _examine_http(address: Address) -> Iterator[Finding]:
     about = fetch_json(address, "/v2", dict)
     yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
     index = fetch_json(address, "/v2/repository/index", list, method="POST")
-    more = _infos(address)
+    text = _metrics(address)
+    more = _infos(text)
     for model in (entry for entry in index if isinstance(entry, dict)):
         name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
         yield _model(subject, name, state, reason, more.get(name, ""))
+        yield from _failures(subject, name, text)
 
 
 def _examine_grpc(address: Address) -> Iterator[Finding]:
@@ -171,12 +175,45 @@ def _model(subject: str, name: str, state: str, reason: str, more: str) -> Findi
     return note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
 
 
-def _infos(address: Address) -> dict[str, str]:
-    """Reads descriptions of the models from the server's metrics, by name."""
+def _metrics(address: Address) -> str:
+    """Returns the server's metrics; an empty text if it has none, or does not show them."""
     try:
-        text = fetch(address, "/metrics").text
+        return fetch(address, "/metrics").text
     except GuerdonError:
-        return {}
+        return ""
+
+
+def _failures(subject: str, name: str, metrics: str) -> Iterator[Finding]:
+    """Reports how many requests and samples of a model failed since the server's start, if it had any."""
+    requests, samples = (_outcomes(metrics, metric, name) for metric in _COUNTED)
+    if not requests and not samples:
+        return
+    refused = {kind: count for kind, count in requests.items() if kind not in ("ok", "Cancelled")}
+    lost, num_samples = samples.get("failed", 0), sum(samples.values())
+    kinds = f" ({', '.join(f'{kind} {count:,}' for kind, count in refused.items())})" if refused else ""
+    text = (
+        f"model {name} since the start: {lost:,} of {num_samples:,} samples without a score, "
+        f"{sum(refused.values()):,} of {sum(requests.values()):,} requests failed{kinds}"
+    )
+    if not lost and not refused:
+        yield ok(subject, text)
+        return
+    level = problem if lost and lost == num_samples else note
+    yield level(subject, text, f"look at {subject}/#errors for their kinds; the answer to each says why")
+
+
+def _outcomes(metrics: str, metric: str, model: str) -> dict[str, int]:
+    """Returns a counter's numbers for the model by outcome, without zeros."""
+    found = {}
+    for match in filter(None, map(_COUNT.fullmatch, metrics.splitlines())):
+        labels = dict(_LABEL.findall(match[2]))
+        if match[1] == metric and labels["model"] == model and (count := round(float(match[3]))):
+            found[labels["outcome"]] = count
+    return found
+
+
+def _infos(text: str) -> dict[str, str]:
+    """Reads descriptions of the models from the server's metrics, by name."""
     infos = {}
     for match in filter(None, map(_INFO.fullmatch, text.splitlines())):
         labels = dict(_LABEL.findall(match[1]))

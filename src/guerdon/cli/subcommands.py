@@ -216,7 +216,10 @@ def _serve(config: ServerConfig) -> int:
     for service in started:
         requests = service.metrics.totals("guerdon_requests", "_total")
         num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
-        console.say(f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}")
+        told = f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}"
+        sequences = service.metrics.totals("guerdon_sequences", "_total")
+        num_lost = int(sum(sequences.get((name, "failed"), 0) for name in service.catalog.entries))
+        console.say(told + (f"; samples without a score: {num_lost}" if num_lost else ""))
         if critic and service.critic is not None:
             console.say(console.describe_stopped(critic, service.critic.state()))
     return Exit.DONE

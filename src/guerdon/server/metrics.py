@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import Cancelled, ChildEnded, GuerdonError, ServerFault
+from guerdon.server.failure_log import FailureLog
 
 UNKNOWN = "unknown"
 """The label of every model that is not served, because clients may send any number of names."""
@@ -158,6 +159,7 @@ class Metrics:
             self._metrics[name] = made.kind(name, made.text, made.labels, registry=self._registry, **extra)
         ProcessCollector(registry=self._registry)
         self._calls = _Calls(self._metrics)
+        self._failures = FailureLog()
         self._others: Callable[[], str] | None = None
         self.answered_s: dict[str, float] = {}
         """Latencies of successful requests, by model."""
@@ -190,11 +192,12 @@ class Metrics:
             self.add("guerdon_client_requests", 1, client, _outcome(error))
 
     def reply(self, model: str, reply: ScoreReply) -> int:
-        """Counts one request's samples and times; returns how many of the samples failed."""
+        """Counts one request's samples and times, and logs failed samples; returns how many of them failed."""
         num_failed = sum(isinstance(result, GuerdonError) for result in reply.results)
         self.add("guerdon_sequences", len(reply.results) - num_failed, model, "ok")
         if num_failed:
             self.add("guerdon_sequences", num_failed, model, "failed")
+        self._failures.note(model, reply.results)
         for result in reply.results:
             if isinstance(result, ChildEnded):
                 self.add("guerdon_isolated_ends", 1, model, result.reason)
