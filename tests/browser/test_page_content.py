@@ -202,14 +202,14 @@ def test_a_reward_that_grows_with_length_is_told(url: str, visit: Visit) -> None
 def test_a_reward_in_order_is_called_healthy(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=fair")
     until(page, "document.querySelector('#verdict h1').innerText === 'Healthy'")
-    assert "Errors 0%" in " ".join(page.locator(".checks").inner_text().split())
+    assert "Failed requests 0%" in " ".join(page.locator(".checks").inner_text().split())
 
 
 def test_samples_without_a_score_are_told(url: str, visit: Visit) -> None:
     with RewardClient(url, model="broken") as client:
         client.score(texts=[f"{BREAKS} {i}" for i in range(3)])
     page = visit(f"{url}/?model=broken")
-    page.wait_for_selector("text=3 samples without a score")
+    page.wait_for_selector("text=No sample gets a score")
 
 
 def test_another_model_is_chosen_and_kept_in_the_address(url: str, visit: Visit) -> None:

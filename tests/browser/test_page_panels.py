@@ -178,10 +178,10 @@ def test_recent_errors_are_shown_by_kind(server: RunningServer, visit: Visit) ->
     httpx.post(f"{server.http_url}/v2/models/broken/infer", content=b"{nonsense")
     comes(page, lambda: ask_again(page) or page.locator("#errors tbody tr").count() == 2)
     rows = [" ".join(row.inner_text().split()) for row in page.locator("#errors tbody tr").all()]
-    assert re.fullmatch(r"SampleFailed a sample 3 .+ ago in the answer The model gave .*", rows[0])
+    assert re.fullmatch(r"SampleFailed a sample 3 .+ ago in the answer The model gave no score .*", rows[0])
     assert re.fullmatch(r"InvalidRequest a whole request 1 .+ ago 400 The request is wrong.*", rows[1])
     assert BREAKS not in page.locator("#errors").inner_text()
-    assert "Failed samples 3" in page.locator("#verdict p").inner_text()
+    assert "Failed samples 3 (75%)" in page.locator("#verdict p").inner_text()
     assert "Latency" in page.locator("#verdict p").inner_text()
     page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
     last = page.locator("#errors thead th", has_text="Last")

@@ -32,6 +32,6 @@ export function show(snapshot, name) {
     ...(isNumber(own.budget_used) ? [["budget used", percent(own.budget_used)]] : []),
   ];
   panel.body.replaceChildren(el("div", { class: "pair" },
-    shares("Calls by outcome", own.outcomes, ["answered"]),
+    shares("Calls by outcome", { "": own.outcomes }, ["answered"]),
     el("dl", { class: "facts" }, ...facts.flatMap(([word, figure]) => [el("dt", {}, word), el("dd", {}, figure)]))));
 }

@@ -98,9 +98,21 @@ export function last(values) {
  * Returns the findings about the model, worst first: { level: bad or warn, text, detail, href }.
  */
 export function findings(snapshot, name) {
-  const found = [...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofLatency(snapshot, name), ...ofRewards(snapshot, name)];
+  const found = [
+    ...ofServer(snapshot, name), ...ofTraffic(snapshot, name), ...ofOthers(snapshot, name), ...ofLatency(snapshot, name),
+    ...ofRewards(snapshot, name),
+  ];
   if (snapshot.critic) found.push(...ofCritic(snapshot.critic));
   return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
+}
+
+/**
+ * Returns the samples of the window: how many there were, how many of them have no score, and their share, null without
+ * samples.
+ */
+export function lostOf({ totals }, name) {
+  const { sequences: all = 0, failed_sequences: lost = 0 } = totals[name]?.window ?? {};
+  return { all, lost, share: all ? lost / all : null };
 }
 
 /** Whether the model gives rewards; a critic without a reward model does not. */
@@ -130,9 +142,10 @@ export function checks(snapshot, name) {
   const all = total(lines.requests_per_s, snapshot.series.step_s);
   const { drift, length } = snapshot.rewards[name] ?? {};
   const told = [];
-  if (all) told.push(["Errors", percent(total(lines.errors_per_s, snapshot.series.step_s) / all)]);
-  const { latency_s: times, window: sums } = snapshot.totals[name] ?? {};
-  if (sums?.sequences || sums?.failed_sequences) told.push(["Failed samples", count(sums.failed_sequences)]);
+  if (all) told.push(["Failed requests", percent(total(lines.errors_per_s, snapshot.series.step_s) / all)]);
+  const { latency_s: times } = snapshot.totals[name] ?? {};
+  const { lost, share } = lostOf(snapshot, name);
+  if (isNumber(share)) told.push(["Failed samples", lost ? `${count(lost)} (${percent(share)})` : "0"]);
   if (isNumber(times?.p50)) told.push(["Latency", `${latency(times.p50)}, p99 ${latency(times.p99)}`]);
   if (isNumber(last(lines.queue_sequences))) told.push(["Queue", number(last(lines.queue_sequences))]);
   if (driftOf(drift).level === "same") told.push(["Drift", `${difference(drift.shift)} σ`]);
@@ -170,10 +183,11 @@ function ofTraffic({ series, totals }, name) {
     found.push({ level: "warn", text: "The queue is stuck", detail: `${plural(waiting, "sequence")} waiting, and nothing answered for ${span(stuck)}`, href: "#traffic" });
   }
   const sums = totals[name]?.window ?? {};
-  const lost = sums.failed_sequences ?? 0;
-  const lostShare = lost / Math.max(total(lines.sequences_per_s, series.step_s), lost, 1);
+  const { all: samples, lost, share: lostShare } = lostOf({ totals }, name);
   if (lostShare > LOSING) {
-    found.push({ level: "warn", text: `${plural(lost, "sample")} without a score`, detail: `${percent(lostShare)} in this window`, href: "#traffic" });
+    const level = lostShare > FAILING_BADLY ? "bad" : "warn";
+    const text = lost === samples ? "No sample gets a score" : `${plural(lost, "sample")} without a score`;
+    found.push({ level, text, detail: `${percent(lostShare)} of ${count(samples)} in this window; their kinds are below`, href: "#errors" });
   }
   if (sums.rechecked_differs) {
     const detail = `${plural(sums.rechecked_differs, "sequence")} of those scored again in this window`;
@@ -184,6 +198,16 @@ function ofTraffic({ series, totals }, name) {
     found.push({ level: "warn", text: "Out of memory", detail, href: "#traffic" });
   }
   return found;
+}
+
+/** Finds other models whose samples mostly fail: the page shows one model. */
+function ofOthers(snapshot, name) {
+  const found = snapshot.models.map((m) => [m.name, lostOf(snapshot, m.name)]).filter(([other, { share }]) => other !== name && share > FAILING_BADLY);
+  if (!found.length) return [];
+  const [[worst]] = found.sort(([, a], [, b]) => b.share - a.share);
+  const text = found.length > 1 ? `${found.length} other models lose samples` : `${worst} loses samples`;
+  const detail = `without a score in this window: ${found.map(([other, { all, share }]) => `${percent(share)} of ${count(all)} by ${other}`).join(", ")}`;
+  return [{ level: "warn", text, detail, href: `?model=${encodeURIComponent(worst)}` }];
 }
 
 /** Returns for how many seconds the queue has stood still at the window's end; a single step does not count. */

@@ -2,7 +2,7 @@
 
 import { byId, el, putText } from "./dom.js";
 import { count, isNumber, latency, number, percent, plural, span } from "./format.js";
-import { checks, driftOf, findings, givesLogprobs, givesRewards, isRemote, isTrained, last, total } from "./health.js";
+import { checks, driftOf, findings, givesLogprobs, givesRewards, isRemote, isTrained, last, lostOf, total } from "./health.js";
 import { sparkline } from "./lines.js";
 import { lately, meanLately, since } from "./panels.js";
 
@@ -42,7 +42,7 @@ export function showVerdict(snapshot, name, windowS) {
     bad: "Something is wrong",
   }[level];
   const text = {
-    ok: `Fewer than 1% errors ${snapshot.period}${beside(snapshot, name, trained)}.`,
+    ok: `Fewer than 1% of requests fail ${snapshot.period}${beside(snapshot, name, trained)}.`,
     idle: waiting ? `${plural(waiting, "sequence")} waiting for ${name}; nothing was answered ${snapshot.period}.`
       : `No requests for ${name} ${snapshot.period}.`,
   }[level] ?? figures(snapshot, name);
@@ -66,7 +66,7 @@ export function showVerdict(snapshot, name, windowS) {
 
 /** Returns latency and failures in a line, for a verdict that has findings. */
 function figures(snapshot, name) {
-  return checks(snapshot, name).filter(([what]) => ["Errors", "Failed samples", "Latency"].includes(what))
+  return checks(snapshot, name).filter(([what]) => ["Failed requests", "Failed samples", "Latency"].includes(what))
     .map(([what, figure]) => `${what} ${figure}`).join(" · ");
 }
 
@@ -139,7 +139,9 @@ export function showTiles(snapshot, name, windowS) {
   const requests = Object.values(totals.requests ?? {}).reduce((sum, n) => sum + n, 0);
   const when = lately(snapshot);
   const whole = snapshot.isZoomed ? "whole range" : `last ${span(windowS)}`;
-  put("requests", when, number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", `${count(requests)} since the start`), lines.requests_per_s);
+  const { all, lost } = lostOf(snapshot, name);
+  const also = lost ? `${count(lost)} of ${count(all)} samples failed` : `${count(requests)} since the start`;
+  put("requests", when, number(now.requests_per_s), both(now.sequences_per_s, "sequences/s", also), lines.requests_per_s);
   put("tokens", when, number(now.received_tokens_per_s), both(now.computed_tokens_per_s, "computed", `${number(totals.received_tokens)} since the start`), lines.received_tokens_per_s);
   put("queue", snapshot.isZoomed ? "at its end" : "now", number(lines.queue_sequences.findLast(isNumber)), `${number(lines.queue_tokens.findLast(isNumber))} tokens wait`, lines.queue_sequences);
   put("latency", whole, latency(p50), `p90 ${latency(p90)} · p99 ${latency(p99)}`, lines.latency_p50_s);
@@ -149,7 +151,9 @@ export function showTiles(snapshot, name, windowS) {
   const received = total(own.received_tokens_per_s, snapshot.series.step_s);
   const computed = total(own.computed_tokens_per_s, snapshot.series.step_s);
   const saved = lines.received_tokens_per_s.map((got, i) => (got > 0 ? 1 - lines.computed_tokens_per_s[i] / got : null));
-  put("saved", whole, received ? percent(1 - computed / received) : "–", savedText(received, computed, givesLogprobs(snapshot, name)), saved);
+  const isVain = lost > 0 && lost === all;
+  put("saved", whole, received && !isVain ? percent(1 - computed / received) : "–",
+    isVain ? "no sample got a score" : savedText(received, computed, givesLogprobs(snapshot, name)), isVain ? [] : saved);
 }
 
 function both(value, word, other) {

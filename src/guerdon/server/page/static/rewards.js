@@ -1,8 +1,8 @@
 /** The rewards' section: over time, against a reference, and against length. */
 
 import { byId } from "./dom.js";
-import { clock, count, isNumber, reward } from "./format.js";
-import { absence, driftOf, givesRewards, lengthOf } from "./health.js";
+import { clock, count, isNumber, plural, reward } from "./format.js";
+import { absence, driftOf, givesRewards, lengthOf, lostOf } from "./health.js";
 import { Heat } from "./heat.js";
 import { Histogram } from "./histogram.js";
 import { Lines } from "./lines.js";
@@ -49,7 +49,9 @@ export function show(snapshot, name, windowS, asked, other) {
   if (!gives) return;
   const own = snapshot.rewards[name];
   const n = own ? own.count.reduce((sum, c) => sum + (c ?? 0), 0) : 0;
-  const none = n ? null : `No rewards from ${name} ${snapshot.period}. They appear here with the first request.`;
+  const { lost } = lostOf(snapshot, name);
+  const why = lost ? `${plural(lost, "sample")} got no score: Recent errors has their kinds.` : "They appear here with the first request.";
+  const none = n ? null : `No rewards from ${name} ${snapshot.period}. ${why}`;
   for (const panel of [over, against, length]) panel.empty(none);
   showBeside(snapshot, name, other);
   if (none) {
@@ -57,7 +59,8 @@ export function show(snapshot, name, windowS, asked, other) {
     return;
   }
   const { window: now, reference } = own.drift;
-  over.say(`${count(now?.count ?? n)} rewards, mean ${reward(now?.mean)}, standard deviation ${reward(now?.std)}`);
+  const without = lost ? `; ${plural(lost, "sample")} without one` : "";
+  over.say(`${count(now?.count ?? n)} rewards, mean ${reward(now?.mean)}, standard deviation ${reward(now?.std)}${without}`);
   const ends = axis(snapshot);
   const swaps = (own.versions ?? []).filter(({ time }) => time > ends.from && time < ends.to);
   over.legend([...LEGEND, ...(swaps.length ? [["swap", "weights changed"]] : [])]);

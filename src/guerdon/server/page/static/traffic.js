@@ -33,7 +33,7 @@ export function make() {
     made.offer(chart);
     return { ...panel, card: made, chart };
   });
-  errors = card({ title: "Outcomes", unit: "requests since the start" });
+  errors = card({ title: "Outcomes", unit: "since the start" });
   byId("traffic-grid").replaceChildren(...panels.map((panel) => panel.card.node), errors.node);
 }
 
@@ -70,10 +70,9 @@ export function show(snapshot, name, windowS, other) {
 }
 
 function showOutcomes(name, { requests = {}, sequences = {}, out_of_memory: memory, rechecked = {} }, unknown) {
-  const table = shares("Requests by outcome", requests, FINE);
+  const table = shares("Requests and samples by outcome", { Requests: requests, Samples: sequences }, FINE);
   errors.empty(table ? null : `No request for ${name} yet`);
   const facts = [
-    ["samples without a score", sequences.failed ?? 0],
     ["forwards out of memory", memory ?? 0],
     ["scored again: the same", rechecked.same],
     ["scored again: differs", rechecked.differs],
