@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
+import pandas as pd
 import pytest
 import tritonclient.grpc
 import tritonclient.http
@@ -143,6 +144,17 @@ def test_without_prompts_and_labels_a_function_is_told_none(url: str, helpful: l
     with RewardClient(url) as client:
         np.testing.assert_array_equal(client.score(texts=TEXTS).rewards, summed(helpful, [0, 0, 0]))
     assert rewarding.told == [(None, None)] * 3
+
+
+def test_labels_of_a_data_frame_arrive_as_plain_values_of_any_size(url: str) -> None:
+    frame = pd.DataFrame({"label": [np.array([{"n": 1}], object), np.float32(0.1), 2**70, float("nan")]}, dtype=object)
+    with RewardClient(url, model="answer") as client:
+        client.score(texts=["a"] * 4, prompts=["a"] * 4, labels=frame["label"]).raise_for_failed()
+        with pytest.raises(InvalidRequest, match=r"labels\[1\] cannot be written as JSON"):
+            client.score(texts=["a"] * 2, labels=["a", {1, 2}])
+    labels = [label for _, label in rewarding.told]
+    assert labels == [[{"n": 1}], 0.1, 2**70, None]
+    assert [type(label) for label in labels[:3]] == [list, float, int]
 
 
 def test_a_model_that_reads_no_labels_is_sent_none(url: str) -> None:
@@ -554,9 +566,11 @@ def test_a_function_of_responses_needs_the_prompt_that_its_text_begins_with(url:
 
 def test_what_a_function_needs_and_was_not_told_fails_its_sample_alone(url: str) -> None:
     with RewardClient(url, "words") as client:
-        scores = client.score(texts=["a b", "a b"], prompts=["a", "a"], labels=["b", None])
-        assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1])
-        assert "words reads labels, and this sample's label was not sent: send `labels`" in str(scores.errors[1])
+        labels = ["b", None, float("nan"), pd.NA]
+        scores = client.score(texts=["a b"] * 4, prompts=["a"] * 4, labels=labels)
+        assert next(iter(scores)) == 1.0 and np.isnan(scores.rewards[1:]).all()
+        for error in scores.errors[1:]:
+            assert "this sample's label was not sent, or is null or NaN: send `labels`" in str(error)
         assert "label was not sent" in str(client.score(texts=["a b"], prompts=["a"]).errors[0])
     with RewardClient(url, "pairs") as client:
         assert "pairs reads prompts" in str(client.score(tokens=[[5, 6]]).errors[0])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import replace
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
 
 from guerdon import errors
 from guerdon.client.calls import ModelSignature, build, estimate_cost, make_request, parse
@@ -31,6 +37,10 @@ FULL = ModelSignature(
     },
     dict.fromkeys(("rewards", "attributes", "values", "step_rewards", "exceeded"), "FP32") | {"errors": "BYTES"},
 )
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 def reply(**outputs: np.ndarray | list[bytes]) -> InferReply:
@@ -76,6 +86,70 @@ def test_prompts_and_labels_go_to_functions_that_read_them() -> None:
         build(make_request(texts=["a", "b"], prompts=["a", "\ud800"]), told)
 
 
+LABELLED = replace(FULL, inputs={**FULL.inputs, "labels": "BYTES"})
+
+
+class Word(str, enum.Enum):  # noqa: UP042 - whose str() is 'Word.A'
+    """A string that prints as something else."""
+
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        (np.array([{"stdin": "1", "n": np.array([1, 2])}], dtype=object), '[{"stdin":"1","n":[1,2]}]'),
+        (np.array(["ü", None], dtype=object), '["ü",null]'),
+        (np.array([["a"], ["b"]]), '[["a"],["b"]]'),
+        ({"x": np.array([0.1, 2], np.float32)}, '{"x":[0.1,2.0]}'),
+        (np.array(3.5), "3.5"),
+        (np.float32(0.1), "0.1"),
+        (np.float16(0.1), "0.1"),
+        (np.uint64(2**64 - 1), "18446744073709551615"),
+        (np.bool_(True), "true"),
+        ({np.str_("k"): (1, [np.int8(2)])}, '{"k":[1,[2]]}'),
+        (Word.A, '"a"'),
+        (2**70, "1180591620717411303424"),
+        (torch.tensor([1.5, 2.0]), "[1.5,2.0]"),
+        (pd.Series(["a", "b"]), '["a","b"]'),
+        (pa.scalar([{"a": 1}]), '[{"a":1}]'),
+        (None, "null"),
+        (float("nan"), "null"),
+        (np.float32("nan"), "null"),
+        (torch.tensor(float("nan")), "null"),
+        (pd.NA, "null"),
+        (pd.NaT, "null"),
+        ("null", '"null"'),
+    ],
+)
+def test_a_label_is_written_whatever_type_a_data_frame_gives_it(label: object, text: str) -> None:
+    sent = build(make_request(texts=["a", "b"], labels=[label, "b"]), LABELLED).inputs["labels"]
+    assert sent.data == [text.encode(), b'"b"']
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ({"a": [1, float("nan")]}, r"\['a'\]\[1\] .*: it is nan"),
+        (np.array([np.nan, 1.0]), r"\[0\] .*: it is nan"),
+        ([pd.NA], r"\[0\] .*NAType"),
+        (float("inf"), ".*: it is inf"),
+        ({1: 2}, ".*: its key 1 is no string"),
+        ({"a": {2}}, r"\['a'\] .*builtins.set; send a string or a number"),
+        (b"x", ".*builtins.bytes"),
+        (Decimal("0.1"), ".*decimal.Decimal"),
+        (pd.Timestamp("2020-01-01"), ".*Timestamp"),
+        (np.timedelta64(3, "s"), ".*numpy.timedelta64"),
+        (1j, ".*builtins.complex"),
+        ({"a": "\ud800"}, ".*not valid UTF-8"),
+        (ENDLESS, ".*nested too deep"),
+    ],
+)
+def test_a_label_that_is_no_json_is_refused_by_row_and_part(label: object, why: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=rf"^labels\[1\]{why}"):
+        build(make_request(texts=["a", "b"], labels=["a", label]), LABELLED)
+
+
 def test_inputs_that_matter_are_never_left_out() -> None:
     chat = make_request(messages=[[{"role": "user", "content": "hi"}]])
     assert build(chat, FULL).inputs["messages"].data == [b'[{"role":"user","content":"hi"}]']
@@ -113,7 +187,7 @@ def test_time_and_priority_are_sent_as_triton_counts_them() -> None:
         ({"texts": ["a", "b"], "groups": 1}, "groups is an int for 2 samples"),
         ({"texts": ["a", "b"], "groups": ["a", "b"]}, "groups must be a flat list of integers"),
         ({"tokens": [[1, 2]], "prompt_lengths": [1.5]}, "prompt_lengths must be a flat list of integers"),
-        ({"messages": [[{"role": "user", "content": object()}]]}, r"messages\[0\] cannot be written"),
+        ({"messages": [[{"role": "user", "content": object()}]]}, r"messages\[0\]\[0\]\['content'\] cannot be written"),
         ({"tokens": [[1], [2.5]]}, r"tokens\[1\] must be a flat list of integers"),
         ({"tokens": [[1], [[2]]]}, r"tokens\[1\] must be a flat list of integers"),
         ({"tokens": [[1], [[2], [3, 4]]]}, r"tokens\[1\] cannot be read as numbers"),

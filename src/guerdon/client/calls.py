@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import orjson
 
+from guerdon.client import plain_json
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest, SampleFailed, ServerFault
 from guerdon.wire.score_tensors import DEFAULT_PRIORITY_LEVEL
@@ -335,12 +335,7 @@ def _texts(name: str, argument: str, texts: list[str]) -> Tensor:
 
 
 def _json(name: str, values: Sequence[Any]) -> Tensor:
-    written = []
-    for row, value in enumerate(values):
-        try:
-            written.append(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
-        except TypeError as e:
-            raise InvalidRequest(f"{name}[{row}] cannot be written as JSON: {e}") from e
+    written = [plain_json.write(value, f"{name}[{row}]") for row, value in enumerate(values)]
     return Tensor(name, "BYTES", (len(written), 1), written)
 
 

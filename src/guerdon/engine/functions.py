@@ -84,8 +84,8 @@ class FunctionForm:
         for required in self.required:
             if getattr(sequence, _EXTRA[required]) is None:
                 return InvalidRequest(
-                    f"{name} reads {required}, and this sample's {_EXTRA[required]} was not sent: send `{required}` "
-                    "beside the samples, as the page of the trainer or the protocol says"
+                    f"{name} reads {required}, and this sample's {_EXTRA[required]} was not sent, or is null or NaN: "
+                    f"send `{required}` beside the samples, as the page of the trainer or the protocol says"
                 )
         if self.takes == "tokens":
             return sequence.tokens

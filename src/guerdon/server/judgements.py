@@ -71,8 +71,8 @@ def _read(judge: Asked, request: ScoreRequest, i: int) -> Sample:
     elif reference is None:
         what = "the template of {} has a reference" if "reference" in fields else "{} compares with a reference"
         raise InvalidRequest(
-            f"{what.format(name)}, and this sample's label was not sent: send `labels` beside the samples, as the page "
-            "of the trainer or the protocol says"
+            f"{what.format(name)}, and this sample's label was not sent, or is null or NaN: send `labels` beside the "
+            "samples, as the page of the trainer or the protocol says"
         )
     reference = reference if isinstance(reference, str) else json.dumps(reference, ensure_ascii=False)
     if request.messages is not None:

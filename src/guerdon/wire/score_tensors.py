@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
@@ -177,8 +177,8 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
     values = []
     for row, text in enumerate(texts):
         try:
-            values.append(orjson.loads(text))
-        except orjson.JSONDecodeError as e:
+            values.append(msgspec.json.decode(text))  # orjson would make floats of integers beyond 64 bits
+        except (msgspec.MsgspecError, RecursionError) as e:
             hint = "; write text in quotes, and null if there is none" if tensor.name == "labels" else ""
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
