@@ -28,6 +28,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import JudgeConfig, ModelConfig, ServerConfig, TeacherConfig
 from processes import environment
 from server.helpers import wait_until
+from troubles import RAISED
 
 TEXTS = ["the answer", "größer", "x" * 60, "the the the"]
 CHAT = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "the reason"}]
@@ -268,3 +269,13 @@ def test_a_local_judge_gives_a_served_judges_scores(tmp_path: Path) -> None:
             assert (ours.attribute_names, ours.weights_version) == (served.attribute_names, served.weights_version)
     with pytest.raises(ConfigError, match="unknown setting"):
         LocalJudge(path, rubric, pooling="last")
+
+
+def test_an_exception_of_a_function_keeps_its_class_and_the_beginning_of_its_text() -> None:
+    with LocalRewardModel("troubles:raising") as model:
+        scores = model.score(texts=["fine", *RAISED, "number", "good"])
+        assert "ValueError: setting an array element" in str(model.score(texts=["hostile"]).errors[0])
+    assert scores.errors[0] is scores.errors[-1] is None
+    assert scores.rewards[0] == scores.rewards[-1] == 4.0 and np.isnan(scores.rewards[1:-1]).all()
+    for error, (_, what) in zip(scores.errors[1:], RAISED.values(), strict=False):
+        assert what in str(error)

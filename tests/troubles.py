@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from guerdon.errors import SampleFailed
+
 FORKS = 6
 """How often each process of the fork bomb forks: at most 2 to the power of it, if nobody stops it."""
 
@@ -117,6 +119,120 @@ def _kill_keeper() -> None:
     time.sleep(60)
 
 
+def _stop_keeper() -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
+def _stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stop_all() -> None:
+    os.killpg(os.getpgid(os.getppid()), signal.SIGSTOP)
+
+
+def _stop_template() -> None:
+    os.kill(os.getpgid(os.getppid()), signal.SIGSTOP)
+    _kill_keeper()
+
+
+def _close_stdout() -> None:
+    print("to be flushed", end="")
+    sys.stdout.close()
+
+
+def _replace_stderr() -> None:
+    sys.stderr = None  # type: ignore[assignment]
+
+
+class _Odd(Exception):
+    """What is raised by its name in `RAISED`."""
+
+
+class _Unreadable(_Odd):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class _Endless(_Odd):
+    def __str__(self) -> str:
+        return str(self)
+
+
+class _NoText(_Odd):
+    def __str__(self) -> str:
+        return 3  # type: ignore[return-value] # noqa: PLE0307
+
+
+class _Word(str):
+    def __getitem__(self, key: object) -> str:
+        raise KeyError(key)
+
+    def __format__(self, spec: str) -> str:
+        raise KeyError(spec)
+
+
+class _Rebel(_Odd):
+    def __str__(self) -> str:
+        return _Word("a word of its own class")
+
+
+def _noted() -> BaseException:
+    error = ValueError("noted")
+    for _ in range(20):
+        error.add_note("x" * 1_000_000)
+    return error
+
+
+class _Hostile:
+    """Answers nothing that an array asks."""
+
+    def __len__(self) -> int:
+        raise _Odd("no length")
+
+    def __getitem__(self, key: object) -> Any:
+        raise _Odd("no item")
+
+    def __float__(self) -> float:
+        raise _Odd("no number")
+
+
+def _local_class() -> BaseException:
+    class Local(BaseException):
+        pass
+
+    return Local("cannot be imported")
+
+
+RAISED: dict[str, tuple[Callable[[], BaseException], str]] = {
+    "surrogate": (lambda: ValueError("half \ud83d of a pair"), r"ValueError: half \ud83d of a pair"),
+    "long": (lambda: ValueError("x" * 100_000_000), "ValueError: " + "x" * 1_988),
+    "unreadable": (_Unreadable, "_Unreadable: (its text cannot be read: SystemExit)"),
+    "endless": (_Endless, "_Endless: (its text cannot be read: RecursionError)"),
+    "no text": (_NoText, "_NoText: (its text cannot be read: TypeError)"),
+    "rebel": (_Rebel, "_Rebel: a word of its own class"),
+    "notes": (_noted, "ValueError: noted"),
+    "local": (_local_class, "Local: cannot be imported"),
+    "exit": (lambda: SystemExit("half \ud83d"), r"SystemExit: half \ud83d"),
+    "interrupt": (lambda: KeyboardInterrupt("now"), "KeyboardInterrupt: now"),
+    "generator": (lambda: GeneratorExit("gone"), "GeneratorExit: gone"),
+    "group": (lambda: BaseExceptionGroup("many", [ValueError("x" * 1_000_000)]), "ExceptionGroup: many (1 sub-"),
+    "ours": (lambda: SampleFailed("half \ud83d"), r"half \ud83d"),
+}
+"""What to raise, and what the sample's error has to say."""
+
+
+def raising(texts: list[str]) -> Any:
+    """Raises what the text names in `RAISED`; else returns its length, or an object that answers nothing."""
+    for text in texts:
+        if text in RAISED:
+            raise RAISED[text][0]()
+    if "hostile" in texts:
+        return _Hostile()
+    return [_Hostile() if text == "number" else float(len(text)) for text in texts]
+
+
 TROUBLES: dict[str, Callable[[], None]] = {
     "HANG": _hang,
     "HANG_IN_C": _hang_in_c,
@@ -138,6 +254,12 @@ TROUBLES: dict[str, Callable[[], None]] = {
     "CLOSE": _close_all,
     "FILE": _write_file,
     "KILL_KEEPER": _kill_keeper,
+    "STOP_KEEPER": _stop_keeper,
+    "STOP_SELF": _stop_self,
+    "STOP_ALL": _stop_all,
+    "STOP_TEMPLATE": _stop_template,
+    "CLOSE_STDOUT": _close_stdout,
+    "NO_STDERR": _replace_stderr,
     "PRINT": _print_much,
     "LEAVE": _leave_behind,
 }

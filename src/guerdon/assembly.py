@@ -22,7 +22,7 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, is_agreed, start
 from guerdon.distributed.stopping import asking
 from guerdon.engine.host import divide_cores, end_pool
-from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError
+from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError, describe
 from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
@@ -277,7 +277,7 @@ def _lead(
             if service is not None and service.is_computing:
                 log.critical("this server ends during a command", exc_info=e)
                 _end_now()
-            group.end(e if isinstance(e, GuerdonError) else ServerFault(f"{type(e).__name__}: {e}"))
+            group.end(e if isinstance(e, GuerdonError) else ServerFault(describe(e)))
             raise
         if not group.has_ended:
             log.error(_AMID, grace_s)

@@ -40,6 +40,8 @@ from typing import Any
 _INSTALL = "pip install '.{extra}' in a clone of guerdon"
 """guerdon is not on a package index yet; then this becomes "pip install 'guerdon{extra}'"."""
 
+_MAX_CHARACTERS = 2_000
+
 
 def install_command(extra: str = "") -> str:
     """Returns the command that installs guerdon with an extra of pyproject.toml."""
@@ -75,6 +77,10 @@ class GuerdonError(Exception):
     retryable: bool = False
     retry_after_s: float | None = None
 
+    def __str__(self) -> str:
+        """Returns the text with lone surrogates escaped, because JSON and protobuf cannot carry them."""
+        return super().__str__().encode("utf-8", "backslashreplace").decode()
+
     def __reduce__(self) -> Any:
         """Pickles errors whose constructor takes more than the text; trainers send them between processes."""
         return _unpickled, (type(self), *self.args), vars(self)
@@ -85,6 +91,16 @@ def named(what: str, error: GuerdonError) -> GuerdonError:
     renamed = copy.copy(error)
     renamed.args = (f"{what}: {error}",)
     return renamed
+
+
+def describe(error: BaseException) -> str:
+    """Returns the error's class and text, at most 2,000 characters of valid UTF-8, even if its `__str__` raises."""
+    try:
+        text = str.__getitem__(str(error), slice(_MAX_CHARACTERS))
+    except BaseException as e:
+        text = f"(its text cannot be read: {type(e).__name__})"
+    described = f"{type(error).__name__}: {text}"
+    return described[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:

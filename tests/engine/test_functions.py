@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from guerdon.engine.functions import FunctionScorer
-from guerdon.errors import ConfigError
+from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
 OF_CHECKPOINTS: dict[str, Any] = {
@@ -44,3 +44,8 @@ def test_settings_that_apply_to_functions_are_accepted() -> None:
     assert FunctionScorer(ModelConfig(model="rewarding:brevity", name="short", **settings)).max_batch_tokens == 100
     info = FunctionScorer(ModelConfig(model="scorers:score", max_length=10, truncation="right")).info
     assert info.max_length == 10
+
+
+def test_a_module_that_exits_when_it_is_imported_refuses_the_start() -> None:
+    with pytest.raises(CheckpointError, match="cannot import leaving_import:f: SystemExit: this is a script"):
+        FunctionScorer(ModelConfig(model="leaving_import:f"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from guerdon.engine.isolation.isolated import IsolatedScorer
 from guerdon.errors import CheckpointError, ChildEnded, ConfigError, InvalidRequest, SampleFailed, StartError
 from guerdon.settings.config import ModelConfig, check_settings
 from server.helpers import wait_until
+from troubles import RAISED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")
 
@@ -105,6 +107,9 @@ def patient() -> Iterator[Asked]:
         ("2GB_SHARED", "memory", "more than 512 MiB of memory"),
         ("GARBAGE", "garbage", "something else than an answer"),
         ("KILL_KEEPER", "keeper", "ended the process that watches it"),
+        ("STOP_KEEPER", "keeper", r"or stopped it, after \d\.\d s"),
+        ("STOP_SELF", "signal", "stopped its child process by SIGSTOP"),
+        ("STOP_TEMPLATE", "keeper", r"after \d\.\d s"),
     ],
 )
 def test_a_sample_that_ends_its_child_fails_alone(patient: Asked, text: str, reason: str, why: str) -> None:
@@ -133,6 +138,32 @@ def test_a_sample_that_raises_fails_in_a_child_that_goes_on(patient: Asked, text
     with pytest.raises(SampleFailed, match=why):
         raise result
     assert patient.processes() == before
+
+
+def test_an_exception_keeps_its_class_and_the_beginning_of_its_text() -> None:
+    with isolated("troubles:raising", sample_deadline_s=PATIENT_S) as ask:
+        ask("fine")
+        before = ask.processes()
+        for text, (_, what) in RAISED.items():
+            result = ask(text)
+            assert type(result) is SampleFailed and what in str(result)
+            assert re.search(r" \(troubles.py, line \d+\)$", str(result))
+        for text in ("hostile", "number"):
+            assert "the function raised ValueError: setting an array element" in str(ask(text))
+        assert ask("fine").reward == 4.0 and ask.processes() == before
+
+
+def test_a_sample_that_closes_its_output_is_scored_and_its_child_replaced(patient: Asked) -> None:
+    for text in ("CLOSE_STDOUT", "NO_STDERR"):
+        before = patient.processes()
+        assert patient(text).reward == len(text)
+        assert patient.processes() != before
+        assert patient("PRINT").reward == 5.0
+
+
+def test_a_stopped_template_is_resumed_with_its_keepers(patient: Asked) -> None:
+    assert patient("STOP_ALL").reward == 8.0
+    assert patient("fine").reward == 4.0
 
 
 def test_what_a_sample_prints_is_logged_in_part(patient: Asked, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,6 +265,7 @@ def test_an_ended_template_and_its_keepers_are_replaced() -> None:
         ("hanging_import:f", StartError, "hanging_import:f is not imported within 0.5 s"),
         ("crashing_import:f", CheckpointError, "importing crashing_import:f ended its process"),
         ("nowhere:f", CheckpointError, "cannot import nowhere:f: ModuleNotFoundError"),
+        ("leaving_import:f", CheckpointError, "cannot import leaving_import:f: SystemExit: this is a script"),
         ("rewarding:deferred", CheckpointError, "rewarding:deferred is asynchronous"),
     ],
 )

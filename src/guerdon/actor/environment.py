@@ -7,7 +7,7 @@ from typing import Any
 from guerdon.actor.rollouts import Prompt
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import import_function
-from guerdon.errors import ConfigError, RunFailed
+from guerdon.errors import ConfigError, RunFailed, describe
 from guerdon.settings.actors import RolloutConfig
 
 
@@ -29,7 +29,7 @@ class Environment:
         try:
             answer = self._function(*texts)
         except Exception as e:
-            raise RunFailed(f"{self._name} failed on the response {texts[1]!r}: {type(e).__name__}: {e}") from e
+            raise RunFailed(f"{self._name} failed on the response {texts[1]!r}: {describe(e)}") from e
         if answer is None:
             return None
         if not isinstance(answer, str):

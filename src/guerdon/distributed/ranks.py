@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, named
+from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, describe, named
 from guerdon.settings.config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Ranks:
         me = f"rank {self.rank} on {self.members[self.rank].host}"
         if isinstance(error, GuerdonError):
             return named(me, error)
-        return ServerFault(f"{me}: {type(error).__name__}: {error}")
+        return ServerFault(f"{me}: {describe(error)}")
 
 
 ALONE = Ranks()

@@ -17,7 +17,7 @@ import numpy as np
 
 from guerdon.core import ModelInfo, Score, Sequence, Truncation
 from guerdon.distributed.parts import WHOLE, BatchParts
-from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed, StartError
+from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed, StartError, describe
 from guerdon.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -373,12 +373,12 @@ def import_function(name: str) -> Callable[..., Any]:
     sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except StartError:  # of guerdon's own functions, with better advice
+    except (StartError, KeyboardInterrupt):  # StartErrors are those of guerdon's own functions, with better advice
         raise
     # The user's module may raise anything when it is imported.
-    except Exception as e:
+    except BaseException as e:
         raise CheckpointError(
-            f"cannot import {name}: {type(e).__name__}: {e}",
+            f"cannot import {name}: {describe(e)}",
             f"give {module.removesuffix('.py')}:{attribute}"
             if module.endswith(".py")
             else "give module:function, importable from here",

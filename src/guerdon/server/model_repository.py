@@ -29,6 +29,7 @@ from guerdon.errors import (
     StartError,
     TooLarge,
     Unsupported,
+    describe,
 )
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
@@ -208,7 +209,7 @@ class Repository:
         # Errors of files, libraries and memory leave the old model intact.
         except Exception as e:
             failure(log, logging.ERROR, "%s: loading %r failed", name, folder, error=e)
-            return ServerFault(f"{still}: {type(e).__name__}: {e}")
+            return ServerFault(f"{still}: {describe(e)}")
         if differences := _differences(entry.info, made.info):
             return InvalidRequest(f"{still}: clients would find another model, whose {'; '.join(differences)}")
         made.info = dataclasses.replace(made.info, source=entry.info.source)  # clients may use it as a name
@@ -270,7 +271,7 @@ async def _on_a_thread(work: Callable[[], Any]) -> Any:
         except Exception as e:
             outcome.set_exception(e)
         except BaseException as e:  # SystemExit, for instance, would end the server
-            outcome.set_exception(ServerFault(f"{type(e).__name__}: {e}"))
+            outcome.set_exception(ServerFault(describe(e)))
 
     outcome.set_running_or_notify_cancel()
     threading.Thread(target=run, name="guerdon-load", daemon=True).start()

@@ -15,7 +15,7 @@ from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import frames
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed
+from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed, describe
 from guerdon.training import collectives
 from guerdon.training.critic_trainer import CriticTrainer
 
@@ -225,7 +225,7 @@ class CriticWithReward:
             with self._ranks.waiting():
                 engine.offload()  # the part that was moved
             which = "critic" if engine is self._critic.engine else "reward model"
-            raise _SwapFailed(f"the {which} cannot be moved to the device ({type(e).__name__}: {e})") from e
+            raise _SwapFailed(f"the {which} cannot be moved to the device ({describe(e)})") from e
         self._on_device = engine
 
     def _swap_out(self) -> None:

@@ -25,7 +25,7 @@ from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.checkpoint.stored import find_folder
 from guerdon.engine.engine import Engine
 from guerdon.engine.layers import recompute_activations
-from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed
+from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed, describe
 from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
@@ -175,7 +175,7 @@ class CriticTrainer:
         # Devices and models raise anything, out of memory included.
         except Exception as e:
             log.exception("train request %s broke off", request.id)
-            failure = str(e) if self._ranks.size > 1 and isinstance(e, GuerdonError) else f"{type(e).__name__}: {e}"
+            failure = str(e) if self._ranks.size > 1 and isinstance(e, GuerdonError) else describe(e)
             self.engine.reset_after_error()
         finally:
             self._optimiser.free()

@@ -21,7 +21,16 @@ from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.parts import WHOLE
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionEncoder, pad_batch
-from guerdon.errors import GuerdonError, InvalidRequest, RanksLost, SampleFailed, ServerFault, TrainFailed, Unsupported
+from guerdon.errors import (
+    GuerdonError,
+    InvalidRequest,
+    RanksLost,
+    SampleFailed,
+    ServerFault,
+    TrainFailed,
+    Unsupported,
+    describe,
+)
 from guerdon.training.estimates import read_rows, with_estimates
 from guerdon.trees import flatten
 
@@ -150,7 +159,7 @@ class UserCritic:
             if self._is_stepping:
                 kept = f"the optimiser failed within step {self.step + 1}, which may be applied in part"
                 self.restart_at(self.step)
-            raise TrainFailed(f"training failed: {type(e).__name__}: {e}; {kept}", num_kept) from e
+            raise TrainFailed(f"training failed: {describe(e)}; {kept}", num_kept) from e
         finally:
             self._optimizer.zero_grad()
         return self._report(request.id, done, request.updates)

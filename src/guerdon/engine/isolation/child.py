@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -28,9 +29,9 @@ from guerdon.engine.isolation.channel import (
     receive,
     send,
 )
+from guerdon.errors import SampleFailed, describe
 
 _MAX_FILES = 1024
-_MAX_ERROR_CHARACTERS = 2_000
 
 
 def run(
@@ -51,9 +52,8 @@ def run(
     while (request := receive(channel)) is not None:
         nonce, sample = request[:NONCE_BYTES], request[NONCE_BYTES:]
         answer = _call(function, form, decode_sample(sample))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        send(channel, nonce + (LEAVES if answer.is_out_of_memory else STAYS) + encode(answer))
+        is_spent = not _flush() or answer.is_out_of_memory
+        send(channel, nonce + (LEAVES if is_spent else STAYS) + encode(answer))
 
 
 def _lower_limits(limits: Limits) -> None:
@@ -75,12 +75,23 @@ def _call(function: Callable[..., Any], form: FunctionForm, arguments: dict[str,
     except MemoryError:
         return Answer(is_out_of_memory=True)
     except BaseException as e:  # SystemExit as well: only its sample fails
-        traceback.print_exc()
-        return Answer(error=_describe(e))
+        result = SampleFailed(f"the function raised {describe(e)}{_place(e)}")
+        with contextlib.suppress(BaseException):  # stderr may be closed
+            traceback.print_tb(e.__traceback__ and e.__traceback__.tb_next)
+            print(describe(e), file=sys.stderr)  # noqa: T201 - for the log; the whole text may have any size
     return Answer(reward=result.reward) if isinstance(result, Score) else Answer(error=str(result))
 
 
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"the function raised {type(error).__name__}: {str(error)[:_MAX_ERROR_CHARACTERS]}{where}"
+def _place(error: BaseException) -> str:
+    *callers, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f" ({os.path.basename(frame.f_code.co_filename)}, line {line})" if callers else ""
+
+
+def _flush() -> bool:
+    """Returns whether stdout and stderr still work; the function may have closed or replaced them."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        return False
+    return True

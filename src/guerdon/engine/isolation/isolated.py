@@ -7,6 +7,8 @@ import dataclasses
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess  # nosec B404
 import sys
@@ -57,6 +59,8 @@ _SETTINGS = {
 """The setting behind each limit, by the reason that it gives."""
 _PATIENCE_S = 5.0
 """How much later than its deadline and the end of its child a keeper may answer."""
+_LOOK_S = 0.5
+"""How often a waiting thread looks whether the template is stopped."""
 _MAX_LOGGED_CHARACTERS = 1_000
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -228,6 +232,7 @@ class _Pool:
         try:
             channel.settimeout(self._limits.deadline_s + END_S + _PATIENCE_S)
             send(channel, sample)
+            self._wait_for(channel)
             body = receive(channel, MAX_REPORT_BYTES)
             report = None if body is None else msgspec.json.decode(body, type=Report)
         except (OSError, ValueError):
@@ -244,6 +249,23 @@ class _Pool:
             if not self._is_closed:
                 self._idle.append(channel)
         return report
+
+    def _wait_for(self, channel: socket.socket) -> None:
+        """Waits until the keeper answers or has ended; resumes the template and keepers if a sample has stopped them.
+
+        The template ends keepers that are stopped alone.
+        """
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        ends = time.monotonic() + (channel.gettimeout() or 0.0)
+        while not poll.poll(_LOOK_S * 1000):
+            if time.monotonic() > ends:
+                raise TimeoutError
+            assert self._process is not None
+            with contextlib.suppress(OSError):  # it has ended, and another one may have started
+                if os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG):
+                    log.warning("%s: a sample has stopped the template process, which is resumed", self._wanted.name)
+                    os.killpg(self._process.pid, signal.SIGCONT)
 
     def _take(self) -> socket.socket:
         """Returns a channel to an idle keeper, a new one if there is none; starts an ended template again."""
@@ -271,6 +293,8 @@ class _Pool:
     def _end_template(self) -> None:
         assert self._template is not None and self._process is not None
         self._template.close()
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGCONT)
         try:
             self._process.wait(2 * END_S)  # it ends all that is below it before
         except subprocess.TimeoutExpired:

@@ -171,12 +171,13 @@ class Keeper:
         self._reap()
         if self._status is None:
             return
+        if os.WIFSTOPPED(self._status):
+            raise _Ended("signal", f"stopped its child process by {_name(os.WSTOPSIG(self._status))}")
         code = os.waitstatus_to_exitcode(self._status)
         if code >= 0:
             raise _Ended("exit", f"ended its child process with exit status {code}")
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         hint = ", as by the kernel when memory runs out" if -code == signal.SIGKILL else ""
-        raise _Ended("signal", f"ended its child process by {name}{hint}")
+        raise _Ended("signal", f"ended its child process by {_name(-code)}{hint}")
 
     def _check_usage(self, used_before_s: float | None) -> float:
         """Returns the CPU seconds used so far; raises _Ended beyond a limit."""
@@ -192,9 +193,9 @@ class Keeper:
         return used_s
 
     def _reap(self) -> None:
-        """Reaps what has ended, orphans included; keeps the child's status."""
+        """Reaps what has ended, orphans included; keeps the child's status, also if it was stopped."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            while (found := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if found[0] == self._child:
                     self._status = found[1]
 
@@ -245,6 +246,10 @@ def _whole_answer(received: bytearray, nonce: bytes) -> bytes | None:
     if not body.startswith(nonce):
         raise garbage
     return body[NONCE_BYTES:]
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
 
 
 def _text(some: bytes | bytearray) -> str:

@@ -130,14 +130,16 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def reap_all() -> bool:
-    """Reaps all children that have ended; returns whether any are left."""
+    """Reaps all children that have ended, and kills those that were stopped; returns whether any are left."""
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:
             return False
         if not pid:
             return True
+        if os.WIFSTOPPED(status):
+            kill([pid])
 
 
 def limit(what: int, value: int) -> None:

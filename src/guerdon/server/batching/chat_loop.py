@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from guerdon.core import Score
-from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable
+from guerdon.errors import GuerdonError, RanksLost, ServerFault, Unavailable, describe
 from guerdon.server.batching.jobs import Job
 from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Scheduler
@@ -242,7 +242,7 @@ class ChatLoop:
         # One sample's bug is not the others'.
         except Exception as e:
             failure(log, logging.ERROR, "%s failed on a sample", name, error=e)
-            result = ServerFault(f"{name} failed on this sample: {type(e).__name__}: {e}")
+            result = ServerFault(f"{name} failed on this sample: {describe(e)}")
         with self._lock:
             if job.cancelled:
                 return

@@ -7,7 +7,7 @@ import re
 from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal
-from guerdon.errors import GuerdonError, ServerFault, Unavailable
+from guerdon.errors import GuerdonError, ServerFault, Unavailable, describe
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
 
@@ -70,7 +70,7 @@ class Halving:
             check_device(error)
         if isinstance(error, GuerdonError):
             return without_frames(error)  # frames may hold a forward's tensors
-        answer = ServerFault(f"the model failed on this sample{cause}: {type(error).__name__}: {error}")
+        answer = ServerFault(f"the model failed on this sample{cause}: {describe(error)}")
         if is_alone:
             failure(log, logging.ERROR, "%s failed on a sample", self._model, error=error)
         without_frames(error)  # for whoever else holds it
@@ -108,7 +108,7 @@ def check_count(scored: Any, batch: Batch) -> Scored:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error reports a lack of memory; torch has a class of its own only for GPUs."""
-    return isinstance(error, MemoryError) or any(text in f"{type(error).__name__}: {error}" for text in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or any(text in describe(error) for text in _OUT_OF_MEMORY)
 
 
 def check_device(error: BaseException) -> None:
@@ -116,7 +116,7 @@ def check_device(error: BaseException) -> None:
 
     Only the start of the text counts: what follows may be a client's.
     """
-    for known in (error, error.__cause__):
-        dead = _DEAD.match(str(known) if isinstance(known, GuerdonError) else f"{type(known).__name__}: {known}")
+    for known in filter(None, (error, error.__cause__)):
+        dead = _DEAD.match(str(known) if isinstance(known, GuerdonError) else describe(known))
         if dead is not None:
             raise ServerFault(f"the device computes nothing any more, and the server ends ({dead[1]})") from error

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from guerdon.errors import GuerdonError, RanksLost, ServerFault
+from guerdon.errors import GuerdonError, RanksLost, ServerFault, describe
 from guerdon.server import tracing
 from guerdon.server.batching.halving import Executor, check_device
 from guerdon.server.batching.jobs import Job
@@ -66,7 +66,7 @@ class Order:
             check_device(e)
         except BaseException as e:
             failure(log, logging.ERROR, "an order failed", error=e)
-            self.fail(ServerFault(f"{type(e).__name__}: {e}"))
+            self.fail(ServerFault(describe(e)))
             check_device(e)
         else:
             with contextlib.suppress(InvalidStateError):

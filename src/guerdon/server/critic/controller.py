@@ -40,6 +40,7 @@ from guerdon.errors import (
     ServerFault,
     StorageFailed,
     TrainFailed,
+    describe,
 )
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
@@ -416,7 +417,7 @@ class Critic:
     def _broken_by(self, error: BaseException) -> ServerFault:
         """Marks the critic as broken: after any error but a GuerdonError nobody knows how far the trainer came."""
         back = "; it comes back as it was before this" if self.store.is_durable else ""
-        self._fault = f"{self.name} has broken down: {type(error).__name__}: {error}; restart it{back}"
+        self._fault = f"{self.name} has broken down: {describe(error)}; restart it{back}"
         log.critical("%s", self._fault, exc_info=error)
         self._show()
         return ServerFault(self._fault)
