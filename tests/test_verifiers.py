@@ -102,6 +102,18 @@ def test_the_last_python_block_counts_and_no_block_is_no_answer(server: RunningS
     ]
 
 
+def test_the_program_is_that_of_the_markdown(server: RunningServer) -> None:
+    right = "print(2 * int(input()))"
+    responses = [
+        f"1. So:\n   ~~~py\n   {right}\n   ~~~\n\n   It prints:\n   ```\n   4\n   ```\n",
+        f"> ```python\n> {right}",
+        f"<think>\n```python\nprint(4)\n```\n</think>\n```\n{right}\n```",
+        f"```python\n{right}```\nThat is it.",
+        f"<think>\n{block(right)}",
+    ]
+    assert ask(server, "programs", [(response, DOUBLES) for response in responses]) == [1.0, 1.0, 1.0, 1.0, 0.0]
+
+
 def test_a_label_without_tests_fails_its_sample(server: RunningServer) -> None:
     labels = [{}, {"cases": [{"stdin": "1"}]}, "assert True", {"assert": ["assert True"]}]
     answers = ask(server, "programs", [(block("pass"), label) for label in labels])

@@ -7,7 +7,6 @@ program can read files, use the network and look for the tests.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess  # nosec B404
@@ -19,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-_BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_PYTHON = {"", "python", "python3", "py"}
+from guerdon.verifiers.responses import answer_of, find_program
+
 _MAX_OUTPUT_BYTES = 1_048_576
 
 
@@ -40,7 +39,7 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def verify(responses: list[str], labels: list[Any]) -> list[float]:
-    """Returns 1.0 if the response's last Python block passes all tests of its label, else 0.0.
+    """Returns 1.0 if the response's program, by `find_program`, passes all tests of its label, else 0.0.
 
     A label is `{"cases": [{"stdin": ..., "stdout": ...}]}` or `{"asserts": ["assert f(1) == 2"]}`, with `seconds` for
     all tests together, 5 by default. Outputs are compared without whitespace at the ends of lines. A response without a
@@ -62,13 +61,8 @@ def _read_tests(label: Any) -> Tests:
     return tests
 
 
-def _find_program(response: str) -> str | None:
-    blocks = [text for language, text in _BLOCK.findall(response) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
-
-
 def _passes_all(tests: Tests, response: str) -> bool:
-    program = _find_program(response)
+    program = find_program(answer_of(response))
     if program is None:
         return False
     ends = time.monotonic() + tests.seconds
