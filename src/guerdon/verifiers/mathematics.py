@@ -6,20 +6,24 @@ that is off.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from guerdon.errors import StartError, install_command
+from guerdon.verifiers.notation import read_answer, read_label
+from guerdon.verifiers.responses import answer_of
 
 try:
     import math_verify
+    import sympy
 except ImportError as e:
     raise StartError(f"math-verify cannot be imported: {e}", install_command("math")) from e
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time is not limited
-
-_ENVIRONMENTS = ("$", "\\boxed", "\\(", "\\[", "\\begin")
 
 
 def verify(responses: list[str], labels: list[Any]) -> list[float]:
@@ -35,31 +39,60 @@ verify.needs_isolation = True  # type: ignore[attr-defined]
 
 
 def _read_label(label: Any) -> list[Any]:
-    if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise ValueError(f"the label is {type(label).__name__}; send a number, or text with the right answer")
-    text = str(label)
-    if not any(mark in text for mark in _ENVIRONMENTS):
-        text = f"\\boxed{{{text}}}"  # without an environment LaTeX would be read only in part
-    expected = math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+    expected = _parse(read_label(label))
     if not expected:
         raise ValueError(f"math-verify finds no answer in the label {label!r}")
     return expected
 
 
 def _is_equal(expected: list[Any], response: str) -> bool:
+    texts = read_answer(answer_of(response))
+    return any(_is_same(one, other) for text in texts for one, other in itertools.product(expected, _parse(text)))
+
+
+def _parse(text: str) -> list[Any]:
     try:
-        found = math_verify.parse(response, parsing_timeout=None, raise_on_error=True)
+        return math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:  # of sympy and its parsers, any kind
-        return False
-    return any(_is_same(one, other) for one, other in itertools.product(expected, found))
+        return []
 
 
 def _is_same(expected: Any, found: Any) -> bool:
     try:
-        return bool(math_verify.verify(expected, found, timeout_seconds=None, raise_on_error=True))
+        pairs = [(expected, found)]
+        if expected.atoms(sympy.Float) or found.atoms(sympy.Float):
+            pairs.append((_exact(expected), _exact(found)))
+        more = _extra_decimals(expected, found)
+        limits = {"float_rounding": 6 + more, "numeric_precision": 15 + more, "timeout_seconds": None}
+        return any(math_verify.verify(one, other, **limits, raise_on_error=True) for one, other in pairs)
     except MemoryError:
         raise
     except Exception:  # as above
         return False
+
+
+def _exact(value: Any) -> Any:
+    """Returns the value with fractions for decimals, of which products with powers of ten are exact."""
+    return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
+
+
+def _extra_decimals(*values: Any) -> int:
+    """Returns how many decimals beside math-verify's six tell small numbers apart by five digits."""
+    smallest = 1.0
+    for number in itertools.chain.from_iterable(map(_numbers, values)):
+        with contextlib.suppress(TypeError, OverflowError):  # a percentage, or nan
+            smallest = min(smallest, float(abs(number.evalf(5))) or 1.0)
+    return max(0, -2 - math.floor(math.log10(smallest))) if smallest < 1e-3 else 0
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yields the numbers that a value, such as a set or a matrix, is made of."""
+    if isinstance(value, sympy.MatrixBase):
+        value = sympy.Tuple(*value)
+    if isinstance(value, sympy.Expr) and value.is_number:
+        yield value
+    elif isinstance(value, sympy.Basic):
+        for part in value.args:
+            yield from _numbers(part)

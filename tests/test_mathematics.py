@@ -1,0 +1,139 @@
+"""Mathematical answers against labels: each row has labels of one value, answers of that value, and of others.
+
+The values are known by hand; nothing here asks math-verify what it thinks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guerdon.verifiers.mathematics import verify
+
+TABLE: dict[str, tuple[list[Any], list[str], list[str]]] = {
+    "small": (
+        [0.00005, "0.00005", "5e-5", "5E-05", "1/20000", "5 \\cdot 10^{-5}", "$5\\times10^{-5}$", "5×10^-5", "5·10⁻⁵"],
+        ["\\boxed{0.00005}", "\\boxed{5e-05}", "It is 5e-5.", "\\boxed{5 \\times 10^{-5}}", "It is 5×10^-5."],
+        ["\\boxed{0.00004}", "\\boxed{0.000051}", "\\boxed{5e}", "\\boxed{0}", "\\boxed{-0.00005}", "5e5"],
+    ),
+    "tiny": (
+        [1e-07, "1e-07", "0.0000001", "10^{-7}", "$1e-7$"],
+        ["\\boxed{0.0000001}", "$10^{-7}$", "\\boxed{1e-7}", "\\boxed{\\frac{1}{10^7}}"],
+        ["\\boxed{0}", "\\boxed{0.0000002}", "\\boxed{e-7}", "\\boxed{10^{-8}}"],
+    ),
+    "smallest": ([1e-300, "1e-300"], ["\\boxed{1e-300}", "\\boxed{10^{-300}}"], ["\\boxed{0}", "\\boxed{2e-300}"]),
+    "large": (
+        [1e16, 10**16, "1e16", "1E+16", "10^{16}", "10,000,000,000,000,000"],
+        ["\\boxed{10^{16}}", "\\boxed{1e16}", "\\boxed{10000000000000000}", "\\boxed{1 \\times 10^{16}}"],
+        ["\\boxed{16e}", "\\boxed{10^{15}}", "\\boxed{1}"],
+    ),
+    "whole": ([2**64 + 1, str(2**64 + 1)], ["\\boxed{18446744073709551617}"], ["\\boxed{18446744073709551616}"]),
+    "Avogadro": (
+        [6.02e23, "6.02e23", "6.02 \\times 10^{23}"],
+        ["\\boxed{6.02 \\times 10^{23}}", "$6.02e23$", "\\boxed{602000000000000000000000}"],
+        ["\\boxed{6.03 \\times 10^{23}}", "\\boxed{6.02 \\times 10^{22}}"],
+    ),
+    "thousands": (
+        ["1.5e3", 1500, 1500.0, "1,500", "1 500", "1\\,500", "1{,}500", "\\$1,500", "$1500", "€1500", "1500 dollars"],
+        ["\\boxed{1500}", "\\boxed{1.5e3}", "\\boxed{1\\,500}", "It costs \\$1,500.", "\\boxed{1 500}", "$1500"],
+        ["\\boxed{1.5}", "\\boxed{500}", "\\boxed{4.5e}", "\\boxed{15}", "\\boxed{501}"],
+    ),
+    "money": (
+        ["\\$18", "$18", "18", "\\$18.00", 18, "18 dollars", "USD 18", "\\text{\\$}18", "a = <<9+9=18>>18\n#### 18"],
+        ["\\boxed{\\$18}", "She makes \\$18 every day.", "#### 18", "$\\$18$", "\\boxed{\\text{18} eggs}"],
+        ["\\boxed{8}", "\\boxed{1.8}", "#### 81", "\\boxed{19}"],
+    ),
+    "matrix": (
+        ["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "$\\begin{bmatrix} 1 \\\\ 2 \\end{bmatrix}$"],
+        ["\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "$$\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}$$"],
+        ["\\boxed{\\begin{pmatrix}2\\\\1\\end{pmatrix}}", "\\boxed{\\begin{pmatrix}1&2\\end{pmatrix}}", "\\boxed{1}"],
+    ),
+    "small in a matrix": (
+        ["\\begin{pmatrix}0.0000001\\\\1\\end{pmatrix}"],
+        ["\\boxed{\\begin{pmatrix}10^{-7}\\\\1\\end{pmatrix}}"],
+        ["\\boxed{\\begin{pmatrix}0.0000002\\\\1\\end{pmatrix}}"],
+    ),
+    "negative": (
+        [-3, -3.0, "-3", "−3", "- 3", "$-3$"],
+        ["\\boxed{-3}", "\\boxed{−3}", "So $x=-3$."],
+        ["\\boxed{3}", "It is 3."],
+    ),
+    "mixed": (
+        ["2\\frac{1}{2}", "2 1/2", "2½", "5/2", 2.5],
+        ["\\boxed{2\\frac{1}{2}}", "\\boxed{2 1/2}", "It takes 2 1/2 hours", "\\boxed{2.5}"],
+        ["\\boxed{1}", "\\boxed{21/2}", "\\boxed{2\\frac{1}{3}}", "\\boxed{\\frac{2}{5}}"],
+    ),
+    "third": (
+        [1 / 3, "1/3", "0.333333", "0.\\overline{3}"],
+        ["\\boxed{\\frac13}", "\\boxed{0.\\overline{3}}", "\\boxed{0.333333}"],
+        ["\\boxed{0.33}", "\\boxed{3}"],
+    ),
+    "percent": (["50\\%", "50%", "50 percent"], ["\\boxed{50\\%}", "\\boxed{0.5}", "It is 50%."], ["\\boxed{5\\%}"]),
+    "unit": (
+        [5, "5 cm", "5 cm^2", "5 cm²", "5\\text{ cm}", "5 km/h", "5°C", "5 apples"],
+        ["\\boxed{5 cm}", "\\boxed{5 \\text{ cm}^2}", "\\boxed{5 m/s}", "\\boxed{5°}"],
+        ["\\boxed{6 cm}", "\\boxed{25}"],
+    ),
+    "no unit": (["3x/y"], ["\\boxed{\\frac{3x}{y}}"], ["\\boxed{3}"]),
+    "function": (["5\\sin x"], ["\\boxed{5\\sin x}"], ["\\boxed{5}", "\\boxed{5\\cos x}"]),
+    "Euler": (["$2e-1$", "2e - 1"], ["\\boxed{2e-1}", "$-1+2e$"], ["\\boxed{2}", "\\boxed{e}"]),
+    "exponential": (["e^{-2}", "e^-2", "\\frac{1}{e^2}"], ["\\boxed{e^{-2}}"], ["\\boxed{e^2}", "\\boxed{-2}"]),
+    "root": (["\\sqrt{2}", "√2"], ["\\boxed{√2}", "\\sqrt{2}", "$2^{1/2}$"], ["\\boxed{2}", "\\boxed{1.41}"]),
+    "set": (["\\{1,2,3\\}", "$\\{3,2,1\\}$"], ["\\boxed{\\{3, 1, 2\\}}"], ["\\boxed{\\{1,2\\}}", "\\boxed{1}"]),
+    "pair": (["(1,2)", "$\\left(1,2\\right)$"], ["\\boxed{(1, 2)}"], ["\\boxed{(2,1)}", "\\boxed{12}"]),
+    "interval": (["[0,\\infty)", "[0,∞)"], ["\\boxed{[0,\\infty)}"], ["\\boxed{(0,\\infty)}", "\\boxed{0}"]),
+    "infinity": (["-\\infty", "-∞", "-infinity"], ["\\boxed{-\\infty}", "\\boxed{-∞}"], ["\\boxed{∞}", "\\boxed{-1}"]),
+    "line": (["y=2x+1", "y = 1 + 2x"], ["\\boxed{y=2x+1}"], ["\\boxed{y=2x}"]),
+    "zero": ([0, 0.0, "0", "-0"], ["\\boxed{0}", "\\boxed{0.0}"], ["\\boxed{1e-9}", "\\boxed{}", "", "I do not know."]),
+    "sum of floats": ([0.1 + 0.2, float(np.float32(0.3))], ["\\boxed{0.3}"], ["\\boxed{0.30001}"]),
+    "several boxes": (
+        [6],
+        ["\\boxed{5}. Wait, the sum is wrong, so \\boxed{6}.", "\\boxed{\\boxed{6}}", "$\\boxed{5}$, no: $\\boxed{6}$"],
+        ["\\boxed{6}. Wait, the sum is wrong, so \\boxed{5}.", "\\boxed{5} or \\boxed{6}"],
+    ),
+    "boxes of one answer": (["1,2"], ["\\boxed{1} and \\boxed{2}", "$\\boxed{2}$, $\\boxed{1}$"], ["\\boxed{1}"]),
+    "thinking": (
+        [4],
+        ["<think>\\boxed{7}</think>\nThe answer is $4$.", "7, no </think> \\boxed{4}"],
+        ["<think>\\boxed{4}", "<think>\\boxed{4}</think>7"],
+    ),
+    "text": (["\\text{Evelyn}"], ["\\boxed{\\text{Evelyn}}"], ["\\boxed{\\text{Bob}}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_answer_is_right_if_it_has_the_value_of_the_label(name: str) -> None:
+    labels, right, wrong = TABLE[name]
+    asked = [*itertools.product(labels, right), *itertools.product(labels, wrong)]
+    rewards = verify([answer for _, answer in asked], [label for label, _ in asked])
+    wanted = [1.0] * len(labels) * len(right) + [0.0] * len(labels) * len(wrong)
+    assert [x for x in zip(asked, rewards, strict=True) if x not in zip(asked, wanted, strict=True)] == []
+
+
+def test_numbers_of_all_sizes_are_what_they_are_written_as() -> None:
+    random = np.random.default_rng(0)
+    for exponent in range(-14, 16, 3):
+        mantissa = Decimal(int(random.integers(1001, 10_000))) / 1000
+        for factor, reward in ((1, 1.0), (Decimal("1.01"), 0.0), (-1, 0.0), (10, 0.0)):
+            number = mantissa.scaleb(exponent)
+            answered = number * factor
+            answers = [
+                f"\\boxed{{{answered:f}}}",
+                f"$ {mantissa * factor} \\times 10^{{{exponent}}} $",
+                f"It is {answered:e}.",
+            ]
+            for label in (float(number), f"{number:e}", f"{number:f}", f"{mantissa} \\cdot 10^{{{exponent}}}"):
+                assert verify(answers[:1], [label]) == [reward], (label, answers)
+            assert verify(answers, [float(number)] * 3) == [reward] * 3, (number, answers)
+
+
+@pytest.mark.parametrize(
+    "label", ["", "  ", "nan", "None", "???", float("nan"), True, None, [1], {"a": 1}, Decimal("0.5")]
+)
+def test_a_label_that_is_no_answer_is_an_error(label: Any) -> None:
+    with pytest.raises(ValueError, match=r"the label (is|'\?\?\?')|in the label"):
+        verify(["\\boxed{1}"], [label])
