@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from guerdon.client import RewardClient
@@ -114,8 +117,19 @@ def test_the_program_is_that_of_the_markdown(server: RunningServer) -> None:
     assert ask(server, "programs", [(response, DOUBLES) for response in responses]) == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
+def test_labels_come_from_parquet(server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "problems.parquet"
+    pd.DataFrame({"label": [DOUBLES, ASSERTS | {"seconds": 9.5}]}).to_parquet(path)
+    labels = pd.read_parquet(path)["label"].tolist()
+    assert isinstance(labels[1]["asserts"], np.ndarray) and labels[1]["cases"] is None
+    right = "def double(x):\n    return 2 * x"
+    asked = [(block("print(2 * int(input()))"), labels[0]), (block(right), labels[1]), (block(right), labels[0])]
+    assert ask(server, "programs", asked) == [1.0, 1.0, 0.0]
+
+
 def test_a_label_without_tests_fails_its_sample(server: RunningServer) -> None:
-    labels = [{}, {"cases": [{"stdin": "1"}]}, "assert True", {"assert": ["assert True"]}]
+    labels = [{"cases": None}, {"cases": [{"stdin": "1"}]}, "assert True", {"assert": ["assert True"]}]
+    labels += [ASSERTS | {"seconds": 0}]
     answers = ask(server, "programs", [(block("pass"), label) for label in labels])
     assert "give cases or asserts" in str(answers[0])
     for answer in answers[1:]:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True):
 
     cases: list[Case] = []
     asserts: list[str] = []
-    seconds: float = 5.0
+    seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
 def verify(responses: list[str], labels: list[Any]) -> list[float]:
@@ -52,6 +52,8 @@ verify.needs_isolation = True  # type: ignore[attr-defined]
 
 
 def _read_tests(label: Any) -> Tests:
+    if isinstance(label, dict):  # a table has null for what one of its rows lacks
+        label = {key: value for key, value in label.items() if value is not None}
     try:
         tests = msgspec.convert(label, Tests)
     except msgspec.ValidationError as e:
