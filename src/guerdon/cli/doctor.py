@@ -278,10 +278,10 @@ def _check_extra(extra: str, requirements: list[Requirement]) -> Finding:
     own = [part for part in requirements if part.extra == extra]  # contained extras have their own lines
     if outside:  # pip would refuse it
         return problem(subject, ", ".join(outside), line)
-    if not requirements:
+    if not own:
         return note(subject, f"not available for this platform or Python{what}", "nothing; the rest works without it")
     if missing:
-        return note(subject, f"{', '.join(missing)}{what}", f"{line}, if you need it")
+        return note(subject, f"{', '.join(find_lacking(own)[0] or missing)}{what}", f"{line}, if you need it")
     return ok(subject, describe_versions(own) + what)
 
 
