@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import zoo
 from guerdon.cli.doctor_model import examine_model, is_model
@@ -41,6 +42,27 @@ def test_a_reward_model(tmp_path: Path) -> None:
     assert found["path"].text.startswith("packed+shared")
     assert found["tokenizer"].text == f"with a chat template; EOS {zoo.EOS}, pad {zoo.PAD}"
     assert f"last_non_pad (pad {zoo.PAD})" in found["reward"].text
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+def test_an_adapter_is_told_with_its_base(tmp_path: Path, task: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = zoo.tokenizer(zoo.language_model("llama", tmp_path / "base"))
+    classes = {"SEQ_CLS": AutoModelForSequenceClassification, "CAUSAL_LM": AutoModelForCausalLM}
+    model = peft.get_peft_model(classes[task].from_pretrained(base), peft.LoraConfig(task_type=task, r=4))
+    model.save_pretrained(tmp_path / "model")
+    found = findings(tmp_path / "model")
+    assert ("reward" if task == "SEQ_CLS" else "language model") in found[""].text
+    assert found["adapter"].text.startswith(f"LORA, rank 4 of {base}, merged when it is loaded")
+    base.rename(tmp_path / "moved")
+    lacking = findings(tmp_path / "model")[""]
+    assert lacking.level == "problem" and f"there is no folder {base}" in lacking.text and "--base" in lacking.help
+
+
+def test_files_of_another_program_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model_world_size_2_rank_0.pt").write_bytes(b"a part")
+    found = findings(tmp_path)[""]
+    assert found.level == "problem" and "verl's FSDP ranks" in found.text and "verl.model_merger" in found.help
 
 
 def test_a_reward_model_whose_pad_is_its_eos(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
         _infer_config(config),
         model=config.reward_model,
         revision=config.reward_revision,
+        base=None,
         attribute_weights=config.reward_attribute_weights,
         pooling=config.reward_pooling,
         mean=config.reward_mean,

@@ -11,7 +11,8 @@ from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
 OF_CHECKPOINTS: dict[str, Any] = {
-    "revision": "main", "dtype": "bfloat16", "require_packed": True, "deterministic": True, "attribute_weights": [1.0],
+    "revision": "main", "base": "other", "dtype": "bfloat16", "require_packed": True, "deterministic": True,
+    "attribute_weights": [1.0],
     "mean": 1.5, "std": 2.0, "recheck_share": 0.5, "pooling": "mean", "step_separator": "##", "step_reduction": "mean",
 }  # fmt: skip
 OF_TOKENS: dict[str, Any] = {"max_length": 10, "truncation": "left"}

@@ -85,28 +85,6 @@ def test_no_weights(llama: Path) -> None:
     assert "no weights" in refused(llama)
 
 
-@pytest.mark.parametrize("size", [4, 1000, -1000])
-def test_truncated_safetensors(llama: Path, size: int) -> None:
-    data = (llama / "model.safetensors").read_bytes()
-    (llama / "model.safetensors").write_bytes(data[:size])
-    assert "model.safetensors cannot be read" in refused(llama)
-
-
-def test_a_missing_shard(llama: Path) -> None:
-    (llama / "model.safetensors").rename(llama / "model-00001-of-00002.safetensors")
-    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert "lacks 1 of 2 weight files: model-00002-of-00002.safetensors" in refused(llama)
-
-
-@pytest.mark.parametrize("keep", [3, 500, -500])
-def test_a_truncated_bin_file(tmp_path: Path, keep: int) -> None:
-    folder = zoo.checkpoint("gpt2", tmp_path, "trlx")
-    data = (folder / "pytorch_model.bin").read_bytes()
-    (folder / "pytorch_model.bin").write_bytes(data[:keep])
-    assert "not a plain file of tensors" in refused(folder)
-
-
 class Trap:
     """Unpickling this would run code."""
 
@@ -122,14 +100,9 @@ def test_pickled_objects_are_never_built(tmp_path: Path, monkeypatch: pytest.Mon
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"v_head.weight": Trap()}, protocol=2))
     else:
         torch.save({"v_head.weight": Trap()}, folder / "pytorch_model.bin")
-    assert "not a plain file of tensors" in refused(folder)
+    message = refused(folder)
+    assert "holds a Python object (getattr), and objects are never loaded" in message
     assert not (tmp_path / "trapped").exists()
-
-
-def test_a_bin_file_that_is_no_state_dict(tmp_path: Path) -> None:
-    folder = zoo.checkpoint("gpt2", tmp_path, "trlx")
-    torch.save({"epoch": 3}, folder / "pytorch_model.bin")
-    assert "not a state dict" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "roberta", "modernbert"])
@@ -193,21 +166,6 @@ def test_a_sequence_to_sequence_model(llama: Path) -> None:
     assert "sequence-to-sequence" in refused(llama)
 
 
-def test_a_diffusion_pipeline(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{}")
-    assert "diffusion" in refused(tmp_path)
-
-
-def test_an_adapter(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "only an adapter" in refused(tmp_path)
-
-
-def test_an_adapter_beside_a_model_is_not_left_out(llama: Path) -> None:
-    (llama / "adapter_config.json").write_text("{}")
-    assert "an adapter beside a model" in refused(llama)
-
-
 @pytest.mark.parametrize("model_type", ["vit", "big_bird", "clip"])
 def test_other_kinds_of_model(llama: Path, model_type: str) -> None:
     AutoConfig.for_model(model_type).save_pretrained(llama)
@@ -233,10 +191,6 @@ def test_an_unknown_model_type(llama: Path) -> None:
     assert "model_type 'own'" in refused(edit_config(llama, model_type="own"))
 
 
-def test_quantised_weights(llama: Path) -> None:
-    assert "quantised" in refused(edit_config(llama, quantization_config={"quant_method": "gptq"}))
-
-
 def claim(folder: Path, dtype: str, itemsize: int, num_bytes: int) -> None:
     """A sparse file: its header claims so many bytes, the disk holds none of them."""
     shape = [num_bytes // itemsize // 1024, 1024]
@@ -253,7 +207,7 @@ def claim(folder: Path, dtype: str, itemsize: int, num_bytes: int) -> None:
 
 def test_too_little_memory_for_the_weights_in_their_dtype(llama: Path) -> None:
     # Bytes that can be mapped, but would be four times as many in float32.
-    claim(llama, "I8", 1, psutil.virtual_memory().total // 2)
+    claim(llama, "F8_E4M3", 1, psutil.virtual_memory().total // 2)
     message = refused(llama, dtype="float32")
     (llama / "model.safetensors").unlink()
     assert re.search(r"needs about \d+\.\d GiB in float32, \d+\.\d GiB are free on this machine", message)

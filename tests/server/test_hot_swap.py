@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 import zoo
 from guerdon.assembly import Parts, build_scorer
@@ -259,6 +260,31 @@ async def test_a_checkpoint_that_cannot_replace_the_model_changes_nothing(
         assert not service.loops.of["reward_model"]._group._beside  # type: ignore[attr-defined]
         with pytest.raises(UnknownModel):
             await service.repository.load("../reward_model", None)
+
+
+async def test_adapters_are_loaded_with_a_base_in_the_repository_or_the_given_one(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    root, outside = tmp_path / "repository", tmp_path / "outside"
+    checkpoints(root)
+    checkpoints(outside)
+    wanted = {}
+    for name, base in {"inside": root / "old", "leads-out": outside / "old", "on-it": root / "leads-out"}.items():
+        model = AutoModelForSequenceClassification.from_pretrained(root / "old", attn_implementation="eager")
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)).eval()
+        model.peft_config["default"].base_model_name_or_path = str(base)
+        model.save_pretrained(root / name)
+        with torch.no_grad():
+            wanted[name] = [model(input_ids=torch.from_numpy(row)[None]).logits.item() for row in ROWS]
+    async with serving(root) as service:
+        await service.repository.load("reward_model", "inside")
+        assert rewards(await score(service)) == pytest.approx(wanted["inside"], abs=1e-5)
+        for name in ("leads-out", "on-it"):
+            with pytest.raises(Forbidden, match=f"'{name}' is an adapter whose base model is not in .* --base"):
+                await service.repository.load("reward_model", name)
+        assert rewards(await score(service)) == pytest.approx(wanted["inside"], abs=1e-5)
+    async with serving(root, model=str(root / "inside"), base=str(outside / "old")) as service:
+        await service.repository.load("reward_model", "leads-out")
+        assert rewards(await score(service)) == pytest.approx(wanted["leads-out"], abs=1e-5)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA")])

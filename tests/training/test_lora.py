@@ -16,10 +16,17 @@ from plain import PlainCritic, difference, request
 from safetensors.torch import load_file
 
 import zoo
+from guerdon import cli
+from guerdon.core import Sequence
+from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_reward_model
-from guerdon.errors import CheckpointError, ConfigError
-from guerdon.settings.config import ModelConfig
+from guerdon.engine.engine import Engine
+from guerdon.engine.teacher import TeacherEngine
+from guerdon.errors import ConfigError, Exit
+from guerdon.settings.actors import PolicyConfig
+from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherConfig
 from guerdon.training.lora import is_adapter
+from guerdon.training.policy_trainer import PolicyTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 peft = pytest.importorskip("peft")
@@ -122,8 +129,51 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
         plain.head.weight.copy_(load_file(kept / "value_head.safetensors")["score.weight"])
         want = np.concatenate([plain.values(row).numpy() for row in ROWS])
     np.testing.assert_allclose(values(trainer, ROWS), want, atol=1e-4 * want.std())
-    with pytest.raises(CheckpointError, match="only an adapter"):
-        load_reward_model(ModelConfig(model=str(kept)))
+
+
+@pytest.mark.parametrize("kind", ["seqcls", "openrlhf-critic", "trlx-critic", "trl"])
+def test_a_critic_that_learnt_by_adapters_is_served_and_learns_on(kind: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint("gpt2" if kind == "trlx-critic" else "llama", tmp_path / "base", kind)
+    trainer = build(folder, lora=4, mean=0.5, std=2.0)
+    trainer.train(request(ROWS))
+    (tmp_path / "kept").mkdir()
+    trainer.save(tmp_path / "kept")
+    want = values(trainer, ROWS)
+    served = Engine(load_reward_model(ModelConfig(model=str(tmp_path / "kept"))))
+    got = np.concatenate([score.values for score in served.score([Sequence(row) for row in ROWS])])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert served.info.weights_version != load_reward_model(ModelConfig(model=str(folder))).info.weights_version
+    assert cli.main(["convert", str(tmp_path / "kept"), str(tmp_path / "whole")]) == Exit.DONE
+    for again in (tmp_path / "kept", tmp_path / "whole"):  # as a critic of full weights
+        critic = build(again)
+        np.testing.assert_allclose(values(critic, ROWS), want, atol=1e-5)
+        (again / "next").mkdir()
+        critic.train(request(ROWS))
+        critic.save(again / "next")
+        np.testing.assert_allclose(values(build(again / "next"), ROWS), values(critic, ROWS), atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_policy_that_learnt_by_adapters_is_served_as_a_teacher(tied: bool, tmp_path: Path) -> None:
+    base = zoo.tokenizer(zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied))
+    policy = PolicyTrainer(load_policy(PolicyConfig(model=str(base))), PolicyConfig(lora=4))
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1 * is_adapter(name))
+    (tmp_path / "kept").mkdir()
+    policy.save(tmp_path / "kept")
+    settings = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["base_model_name_or_path"]) == ("CAUSAL_LM", str(base))
+    plain = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "kept").eval()
+    teacher = TeacherEngine(load_policy(TeacherConfig(model=str(tmp_path / "kept"))))
+    for row, score in zip(ROWS, teacher.score([Sequence(row) for row in ROWS]), strict=True):
+        with torch.no_grad():
+            logits = plain(input_ids=torch.from_numpy(row)[None]).logits[0]
+        want = torch.log_softmax(logits, -1)[range(len(row) - 1), row[1:]]
+        np.testing.assert_allclose(score.logprobs.logprobs, want.numpy(), rtol=1e-5, atol=1e-5)
+    settings["task_type"] = None  # as guerdon 0.2 wrote it
+    (tmp_path / "kept" / "adapter_config.json").write_text(json.dumps(settings))
+    assert load_policy(LanguageModelConfig(model=str(tmp_path / "kept"))).origin.adapter.startswith("LORA, rank 4")
 
 
 @pytest.mark.parametrize(("name", "model"), [("mamba", "MambaModel"), ("llama4", "Llama4TextModel")])

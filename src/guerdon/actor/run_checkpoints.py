@@ -65,7 +65,7 @@ _ENDING = "the ending of answers that the reward model gets"
 _NAME = re.compile(r"step-(\d{6,})")
 
 _NOT_DECISIVE = {
-    "policy.model", "policy.revision", "policy.dtype",  # their weights and dtype are decisive instead
+    "policy.model", "policy.revision", "policy.base", "policy.dtype",  # their weights and dtype are decisive instead
     "policy.device", "policy.max_batch_tokens", "policy.max_length", "policy.require_packed",
     "policy.activation_checkpointing", "policy.offload_optimizer", "rollouts.max_batch_rollouts",
     "reinforce.max_failed_fraction", "ppo.max_failed_fraction", "distill.max_failed_fraction",

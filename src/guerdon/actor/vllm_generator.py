@@ -40,6 +40,11 @@ class VllmGenerator:
                 "top_k, top_p and repetition_penalty",
                 "set rollouts.temperature to 1, or remove these, or set rollouts.engine to transformers",
             )
+        if policy.origin.adapter:
+            raise ConfigError(
+                f"{policy.origin.folder} is an adapter, and vLLM loads whole models only",
+                "merge it first: `guerdon convert ADAPTER FOLDER`, or set rollouts.engine to transformers",
+            )
         # Runs the engine in this process, so that weights are loaded without a copy through another.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -51,7 +56,7 @@ class VllmGenerator:
             ) from e
         self._policy = policy
         self._engine = LLM(
-            model=str(policy.folder),
+            model=str(policy.origin.folder),
             dtype=dtype_name(policy.model.dtype),
             max_model_len=policy.max_length,
             max_num_seqs=config.max_batch_rollouts or MAX_BATCH_ROLLOUTS,

@@ -42,6 +42,7 @@ def _examine(model: str) -> Iterator[Finding]:
     except CheckpointError as no_reward_model:
         policy = _load_policy(model, no_reward_model)
         yield ok(model, f"a causal language model ({policy.trunk.config.model_type}): a policy or a reference")
+        yield from _examine_adapter(model, policy.origin.adapter)
         yield note(f"{model}, reward", str(no_reward_model), no_reward_model.help or "train a reward head for it")
         yield from _examine_policy(model, policy)
         return
@@ -49,12 +50,18 @@ def _examine(model: str) -> Iterator[Finding]:
     info = engine.info
     kind = "decoder" if engine.causal else "encoder"
     yield ok(model, f"a {info.kind}, {kind} ({engine.trunk.config.model_type}), outputs {', '.join(info.outputs)}")
+    yield from _examine_adapter(model, loaded.origin.adapter)
     if info.path == "packed+shared" or (info.path == "packed" and not engine.causal):
         yield ok(f"{model}, path", f"{info.path}: {info.why}")
     else:
         yield note(f"{model}, path", f"{info.path}: {info.why}", "it is exact but slower")
     yield from _examine_text(model, engine)
     yield from _examine_memory(model, engine.trunk, engine.causal)
+
+
+def _examine_adapter(model: str, adapter: str) -> Iterator[Finding]:
+    if adapter:
+        yield ok(f"{model}, adapter", f"{adapter}, merged when it is loaded; `guerdon convert` writes it merged")
 
 
 def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:

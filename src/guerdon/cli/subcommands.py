@@ -439,10 +439,17 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def _add_convert(commands: Any) -> None:
-    parser = _add_command(commands, "convert", "Convert a GGUF file to a folder that can be served.", run_convert)
-    parser.usage = "guerdon convert FILE.gguf FOLDER [--dtype DTYPE]"
-    parser.add_argument("FILE", metavar="FILE.gguf", help="GGUF file of a causal language model.")
+    parser = _add_command(
+        commands, "convert", "Convert a GGUF file, or merge an adapter, to a folder that can be served.", run_convert
+    )
+    parser.usage = "guerdon convert FILE.gguf|ADAPTER FOLDER [--base MODEL] [--dtype DTYPE]"
+    parser.add_argument(
+        "FILE",
+        metavar="FILE.gguf|ADAPTER",
+        help="GGUF file of a causal language model, or an adapter's folder or hub id.",
+    )
     parser.add_argument("FOLDER", help="Folder to write: weights, config, tokenizer. It must be new or empty.")
+    parser.add_argument("--base", help="Base model of an adapter; by default the one that adapter_config.json names.")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="Type of the written weights (default: %(default)s).",
@@ -450,12 +457,22 @@ def _add_convert(commands: Any) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Converts a GGUF file to a folder that transformers and guerdon load."""
+    """Converts a GGUF file, or merges an adapter, to a folder that transformers and guerdon load."""
     console.check_single_process("convert")
     console.require_modules("torch")
     console.say(f"reading {args.FILE}")
-    from guerdon.engine.checkpoint.gguf_files import convert_gguf, read_gguf
+    from guerdon.engine.checkpoint.converting import convert_adapter, convert_gguf
+    from guerdon.engine.checkpoint.gguf_files import read_gguf
+    from guerdon.engine.checkpoint.stored import open_checkpoint
 
+    if Path(args.FILE).is_dir() or not (args.FILE.endswith(".gguf") or Path(args.FILE).is_file()):
+        checkpoint = open_checkpoint(args.FILE, base=args.base)
+        console.say(f"merging {checkpoint.origin.adapter or 'nothing'} -> {args.dtype}")
+        convert_adapter(checkpoint, Path(args.FOLDER), args.dtype)
+        console.say(f"wrote {args.FOLDER}")
+        return
+    if args.base is not None:
+        raise ConfigError("--base is given, and a GGUF file has no base model", "leave it out")
     file = read_gguf(Path(args.FILE))
     parameters = f"{file.architecture}, {file.num_parameters / 1e6:,.0f} million parameters"
     console.say(f"converting {parameters}, {file.quantised_as or 'not quantised'} -> {args.dtype}")

@@ -40,7 +40,7 @@ _OF_CHECKPOINTS = {
     "attribute_weights": "have the function return one number for each sample, which is the reward",
     "recheck_share": "leave it out there: there is no second way to run a function",
     **dict.fromkeys(
-        ("revision", "dtype", "require_packed", "deterministic", "pooling", "merge_attributes"), _LEAVE_OUT
+        ("revision", "base", "dtype", "require_packed", "deterministic", "pooling", "merge_attributes"), _LEAVE_OUT
     ),
     **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
 }

@@ -222,7 +222,7 @@ class DecoderChoice:
                 return
             reasons.append(f"{self.kind}: differs from the plain forward by {difference:.1e}")
         raise CheckpointError(
-            f"{policy.folder} cannot generate token by token: {'; '.join(reasons)}",
+            f"{policy.origin.folder} cannot generate token by token: {'; '.join(reasons)}",
             "choose a model of another architecture",
         )
 

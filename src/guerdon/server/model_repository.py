@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from guerdon.core import Command, ModelInfo, Signal
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
@@ -94,7 +96,7 @@ class Repository:
         and that `client` asked.
         """
         entry = self._entry(name, "loaded")
-        folder = entry.config.model if source is None else self._folder(source)
+        folder = entry.config.model if source is None else self._folder(source, entry.config)
         return await self._run_alone(name, client, lambda: self._load(name, folder))
 
     async def unload(self, name: str, client: str = "") -> None:
@@ -124,7 +126,7 @@ class Repository:
             raise Unsupported(f"{name} is a critic, and cannot be {what}; use its own operations load and offload")
         return self._catalog.entries[name]
 
-    def _folder(self, source: str) -> str:
+    def _folder(self, source: str, config: Any) -> str:
         """Returns the folder of that name under the root, with links resolved; raises InvalidRequest, Forbidden."""
         if self._root is None:
             raise Forbidden(
@@ -142,6 +144,11 @@ class Repository:
             is_there = False
         if not is_there:
             raise InvalidRequest(f"there is no folder {source!r} in the model repository")
+        if (folder / "adapter_config.json").exists() and config.base is None and not _has_base_in(root, folder):
+            raise Forbidden(
+                f"{source!r} is an adapter whose base model is not in the model repository: start the server with "
+                "--base, which is then the base model of every adapter"
+            )
         return str(folder)
 
     # ------------------------------------------------------------------------------------------------- work
@@ -259,6 +266,19 @@ class Repository:
         order = Order(lambda group: group.execute(command))
         self._loops.computing(name).order(name, order, finds_room=True)
         return await asyncio.wrap_future(order.outcome)
+
+
+def _has_base_in(root: Path, folder: Path) -> bool:
+    """Whether an adapter's own file names a folder under the root as its base model, and so does an adapter there."""
+    try:
+        named = orjson.loads((folder / "adapter_config.json").read_bytes())["base_model_name_or_path"]
+        bases = [path.resolve() for path in (Path(named), folder / named) if path.is_dir()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(bases) and all(
+        base.is_relative_to(root) and (not (base / "adapter_config.json").exists() or _has_base_in(root, base))
+        for base in bases
+    )
 
 
 async def _on_a_thread(work: Callable[[], Any]) -> Any:

@@ -26,6 +26,9 @@ class ForwardConfig:
     """How a checkpoint is loaded and run forward."""
 
     revision: str | None = setting(None, "Hub revision: a branch, tag or commit.")
+    base: str | None = setting(
+        None, "Base model of an adapter: folder or hub id. auto: the one that adapter_config.json names.", auto=True
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Dtype of the weights; the head is always float32. auto: bfloat16 on a GPU, float32 on a CPU."
     )

@@ -22,7 +22,6 @@ from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel
-from guerdon.engine.checkpoint.stored import find_folder
 from guerdon.engine.engine import Engine
 from guerdon.engine.layers import recompute_activations
 from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed, describe
@@ -60,8 +59,7 @@ class CriticTrainer:
         self._loaded = loaded
         self._ranks = ranks
         if config.lora is None:
-            folder = find_folder(loaded.config.model, loaded.config.revision)
-            self._files = trainer_checkpoint.critic_files(loaded, folder)
+            self._files = trainer_checkpoint.critic_files(loaded)
             if config.trainable is not None or config.frozen is not None:
                 freeze(trainer_checkpoint.model_parameters(loaded), config.trainable, config.frozen)
         else:
@@ -72,7 +70,7 @@ class CriticTrainer:
                 config.lora_targets,
                 no_gradients=loaded.fsdp.no_gradients,
             )
-            note = lora.describe_adapters(loaded.trunk, loaded.config.model)
+            note = lora.describe_adapters(loaded.trunk, loaded.config.model, loaded.config.revision)
             self._files = {"adapter_config.json": trainer_checkpoint.to_json(note)}
         if config.activation_checkpointing:
             recompute_activations(loaded.trunk)

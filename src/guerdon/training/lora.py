@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,10 +95,15 @@ def peft_name(name: str) -> str:
     return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def describe_adapters(trunk: Any, base: str) -> dict[str, Any]:
-    """Returns peft's `adapter_config.json`, with which `PeftModel.from_pretrained` reads the adapters, too."""
+def describe_adapters(trunk: Any, base: str, revision: str | None = None, task: str | None = None) -> dict[str, Any]:
+    """Returns peft's `adapter_config.json`, with which `PeftModel.from_pretrained` reads the adapters, too.
+
+    `base` is the folder or hub id that the model was loaded from, `task` peft's name of what it is for.
+    """
     settings = trunk.peft_config[ADAPTER].to_dict()
-    settings |= {"base_model_name_or_path": base, "inference_mode": True}
+    path = Path(base).expanduser()
+    settings |= {"base_model_name_or_path": str(path.resolve()) if path.is_dir() else base, "revision": revision}
+    settings |= {"task_type": task, "inference_mode": True}
     return json.loads(json.dumps(settings, default=_plain))
 
 

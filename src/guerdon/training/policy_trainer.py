@@ -97,14 +97,14 @@ class PolicyTrainer:
         self.tokenizer = loaded.tokenizer
         self.keeps_reference = keeps_reference
         settings = {"architectures": [type(self.model).__name__]}
-        self._files = trainer_checkpoint.model_files(loaded.folder, self.model.dtype, settings)
+        self._files = trainer_checkpoint.model_files(loaded.origin, self.model.dtype, settings)
         if config.lora is not None:
             targets, no_gradients = config.lora_targets, loaded.fsdp.no_gradients
             lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, no_gradients)
-            base = str(loaded.folder.resolve()) if Path(loaded.config.model).is_dir() else loaded.config.model
+            note = lora.describe_adapters(self.model, loaded.config.model, loaded.config.revision, "CAUSAL_LM")
             # With a config.json the folder of an adapter would pass for a whole model's.
             del self._files["config.json"]
-            self._files["adapter_config.json"] = trainer_checkpoint.to_json(lora.describe_adapters(self.model, base))
+            self._files["adapter_config.json"] = trainer_checkpoint.to_json(note)
         if config.activation_checkpointing:
             recompute_activations(loaded.trunk)
         self.engine = LanguageEngine(dataclasses.replace(loaded, trains=True))

@@ -16,7 +16,6 @@ and std in `config.json`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel
-from guerdon.engine.checkpoint.stored import StoredTensor
+from guerdon.engine.checkpoint.stored import Origin, StoredTensor
 from guerdon.engine.checkpoint.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import LearningConfig
@@ -40,7 +39,6 @@ T = TypeVar("T")
 
 HEAD = "score"
 MORE_FILES = (
-    "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -192,8 +190,8 @@ def _named_head(tensors: Mapping[str, T]) -> dict[str, T]:
     return {f"{HEAD}.{name.removeprefix('0.') if alone else name}": tensor for name, tensor in tensors.items()}
 
 
-def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
-    """Returns `config.json` and the tokenizer's files of a critic that was loaded from `folder`, by name."""
+def critic_files(loaded: LoadedModel) -> dict[str, bytes]:
+    """Returns `config.json` and the tokenizer's files of a critic, by name."""
     settings = {
         "architectures": ["CriticModel"],
         "value_head_prefix": HEAD,
@@ -202,22 +200,23 @@ def critic_files(loaded: LoadedModel, folder: Path) -> dict[str, bytes]:
         "mean": loaded.head.mean,
         "std": loaded.head.std,
     }
-    return model_files(folder, next(loaded.trunk.parameters()).dtype, settings, leave_out=("id2label", "label2id"))
+    return model_files(
+        loaded.origin, next(loaded.trunk.parameters()).dtype, settings, leave_out=("id2label", "label2id")
+    )
 
 
 def model_files(
-    folder: Path, dtype: torch.dtype, more_settings: dict[str, Any], leave_out: tuple[str, ...] = ()
+    origin: Origin, dtype: torch.dtype, more_settings: dict[str, Any], leave_out: tuple[str, ...] = ()
 ) -> dict[str, bytes]:
-    """Returns the folder's `config.json`, with other settings, and its small files: tokenizer and generation settings.
+    """Returns the model's `config.json`, with other settings, and its small files: tokenizer and generation settings.
 
     They are kept in memory from the start, because the folder may be gone when the trainer saves, hours or weeks later.
     """
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in ("torch_dtype", *leave_out):
-        settings.pop(key, None)
+    left_out = ("torch_dtype", "quantization_config", *leave_out)
+    settings = {name: value for name, value in origin.settings.items() if name not in left_out}
     settings |= {**more_settings, "dtype": dtype_name(dtype)}
-    names = (*TOKENIZER_FILES, *MORE_FILES)
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    paths = [*(origin.text_folder / name for name in (*TOKENIZER_FILES, *MORE_FILES)), origin.generation_file]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     return files | {"config.json": to_json(settings)}
 
 

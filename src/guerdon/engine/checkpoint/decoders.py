@@ -25,7 +25,7 @@ from transformers import MODEL_MAPPING
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.stored import StoredCheckpoint
-from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token
+from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token, no_architectures
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
@@ -81,6 +81,8 @@ def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
     for prefix in prefixes:
         names = {name.removeprefix(f"{prefix}.") for name in checkpoint.tensors if name.startswith(f"{prefix}.")}
         if names:
+            if not architecture and prefix != "v_head":
+                raise no_architectures(checkpoint, config)
             return _layout(checkpoint, config, architecture, prefix, names)
     raise CheckpointError(
         f"{checkpoint.folder} holds a {architecture or config.model_type} without a reward head "

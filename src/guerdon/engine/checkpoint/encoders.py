@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TO
 
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.stored import StoredCheckpoint
-from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token
+from guerdon.engine.checkpoint.weights import ModelParts, build_model, check_labels_per_token, no_architectures
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
 
@@ -70,6 +70,8 @@ def load_encoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, 
             "leave tensor_parallel at 1 and fsdp off; more ranks share the samples then",
         )
     architecture = (config.architectures or [""])[0]
+    if not architecture:
+        raise no_architectures(checkpoint, config)
     per_token = architecture.endswith("ForTokenClassification")
     if not per_token and not architecture.endswith("ForSequenceClassification"):
         raise CheckpointError(

@@ -1,8 +1,7 @@
-"""Converts a GGUF file, llama.cpp's format, to a folder that transformers and guerdon load."""
+"""Reads a GGUF file, llama.cpp's format."""
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,7 +9,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from guerdon.durable import ASIDE, place, storing
 from guerdon.errors import CheckpointError, StartError, install_command
 
 _PLAIN = ("F32", "F16", "BF16", "F64")
@@ -34,9 +32,8 @@ class GgufFile:
 
 def read_gguf(path: Path) -> GgufFile:
     """Reads the file's header; raises CheckpointError if it is no GGUF file, StartError if a package is missing."""
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise StartError(f"{' and '.join(missing)} is not installed", install_command("gguf"))
+    if find_spec("gguf") is None:
+        raise StartError("gguf is not installed", install_command("gguf"))
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}", "check the path")
     from gguf import GGUFReader
@@ -53,30 +50,8 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, architecture, num_parameters, dict(types.most_common()))
 
 
-def convert_gguf(file: GgufFile, folder: Path, dtype: str = "float32") -> None:
-    """Writes the file's model and tokenizer to `folder`, whole or not at all.
-
-    Quantised weights become what their blocks stand for, in `dtype`: the quantisation's rounding stays in them. Raises
-    CheckpointError if the folder holds files or transformers cannot read the model, StorageFailed if the disk is full.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists already", "give another folder, or remove it")
-    model, tokenizer = _load(file, dtype)
-    aside = folder.with_name(ASIDE + folder.name)
-    with storing(f"cannot write {folder}"):
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        try:
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-            if folder.exists():
-                folder.rmdir()
-            place(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _load(file: GgufFile, dtype: str) -> tuple[Any, Any]:
+def load_gguf(file: GgufFile, dtype: str) -> tuple[Any, Any]:
+    """Returns the file's model in `dtype` and its tokenizer; raises CheckpointError if transformers cannot read it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

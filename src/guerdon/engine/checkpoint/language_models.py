@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationC
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
+from guerdon.engine.checkpoint.merging import merge_adapter
 from guerdon.engine.checkpoint.model_config import find_max_length, find_pad, read_config
 from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
 from guerdon.engine.checkpoint.sharding import loading_on, place
@@ -36,14 +37,13 @@ class LoadedPolicy(LoadedTrunk):
 
     `model` is transformers' own in eval mode, `trunk` the part of it that ends in hidden states (the same modules), and
     `head` turns these into logits. `tokenizer` is transformers' own, None if the checkpoint has none. `eos_token_ids`
-    are all that the checkpoint names, and `folder` is where it is.
+    are all that the checkpoint names.
     """
 
     model: Any
     head: OutputHead
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
-    folder: Path
     config: LanguageModelConfig
 
     @property
@@ -78,7 +78,7 @@ def load_policy(
         dtype = pick_dtype(config.dtype, device)
         if ranks.is_leader:
             warn_if_slow(dtype, device)
-        checkpoint = open_checkpoint(config.model, config.revision)
+        checkpoint = open_checkpoint(config.model, config.revision, config.base)
         model_config = read_config(checkpoint)
         if model_config.model_type in SEQUENCE_HEADS:
             raise CheckpointError(
@@ -88,8 +88,10 @@ def load_policy(
         check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
         # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
         loading.compare(checkpoint, dtype, config)
-        tokenizer = load_tokenizer(checkpoint.folder)
-        generation = _generation_config(checkpoint.folder)
+        checkpoint = merge_adapter(checkpoint, for_text=True)
+        model_config = read_config(checkpoint)
+        tokenizer = load_tokenizer(checkpoint.text_folder)
+        generation = _generation_config(checkpoint.generation_file)
         model = build_model(
             MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks
         )
@@ -125,7 +127,7 @@ def load_policy(
         head=OutputHead(model, trunk, checkpoint.folder, fsdp),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model_config, generation, tokenizer, vocab_size),
-        folder=checkpoint.folder,
+        origin=checkpoint.origin,
         ranks=ranks,
         fsdp=fsdp,
         summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
@@ -152,12 +154,11 @@ def _trunk(model: Any) -> Any:
     )
 
 
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    path = folder / "generation_config.json"
+def _generation_config(path: Path) -> GenerationConfig | None:
     if not path.is_file():
         return None
     try:
-        return GenerationConfig.from_pretrained(folder)
+        return GenerationConfig.from_pretrained(path.parent)
     except (OSError, ValueError, TypeError) as e:
         raise CheckpointError(f"{path} cannot be read: {e}", "copy it again from where the checkpoint came") from e
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, AutoConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+)
 
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
 from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import CheckpointError, ConfigError
 
+QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Keys by which transformers, compressed-tensors and MLX say that weights are quantised."""
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 """Modules and buffers with one row for each position: no position beyond their end exists."""
@@ -18,16 +29,22 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 def read_config(checkpoint: StoredCheckpoint) -> Any:
     """Returns the config; raises CheckpointError unless it is an unquantised decoder's or known encoder's."""
-    settings = checkpoint.settings
-    model_type = settings.get("model_type")
-    if "quantization_config" in settings:
+    folder, settings = checkpoint.model_folder, dict(checkpoint.settings)
+    path = folder / "config.json"
+    if quantised := _find_quantised(settings):
+        by = "; or give another by --base" if checkpoint.base else ""
         raise CheckpointError(
-            f"{checkpoint.folder} is quantised, and only full-precision models can be served",
-            "give the unquantised checkpoint",
+            f"{folder} is quantised ({quantised}), and only full-precision models can be served",
+            f"give the unquantised checkpoint{by}",
         )
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as e:
+    for name in QUANTISED:
+        settings.pop(name, None)  # transformers takes any value, even null, for a quantised model
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{path} has no model_type", "copy the config.json that transformers has saved")
+    if isinstance(settings.get("architectures"), str):
+        settings["architectures"] = [settings["architectures"]]
+    if model_type not in CONFIG_MAPPING:
         if "auto_map" in settings:
             why, remedy = (
                 "brings its own Python code, which is never run",
@@ -36,10 +53,20 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
         else:
             why = "is of a type that the installed transformers does not know"
             remedy = "check config.json, or upgrade transformers"
-        raise CheckpointError(f"{checkpoint.folder} (model_type {model_type!r}) {why}", remedy) from e
+        raise CheckpointError(f"{folder} (model_type {model_type!r}) {why}", remedy)
+    try:
+        with tempfile.TemporaryDirectory() as own:  # AutoConfig reads files alone
+            (Path(own) / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+            config = AutoConfig.from_pretrained(own, trust_remote_code=False)
+    # A config class computes with the file's values, and raises anything for an unexpected one.
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[-1].strip()
+        raise CheckpointError(
+            f"{path} is no config of a {model_type}: {reason}", "copy it again from where the checkpoint came"
+        ) from e
     if config.is_encoder_decoder:
         raise CheckpointError(
-            f"{checkpoint.folder} holds a sequence-to-sequence model ({model_type})",
+            f"{folder} holds a sequence-to-sequence model ({model_type})",
             "only decoders and encoders with a reward head can be served",
         )
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
@@ -47,10 +74,18 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
     if model_type not in SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config, architecture)):
         what = f"{model_type} ({architecture})" if architecture else model_type
         raise CheckpointError(
-            f"{checkpoint.folder} holds a {what}, which is neither a causal decoder nor a known encoder",
+            f"{folder} holds a {what}, which is neither a causal decoder nor a known encoder",
             f"decoders and {', '.join(SEQUENCE_HEADS)} can be served; wrap another in module:function",
         )
     return config
+
+
+def _find_quantised(settings: dict[str, Any]) -> str:
+    """Returns the method by which the config, or a config inside it, says that weights are quantised, else ""."""
+    for name in QUANTISED:
+        if own := settings.get(name):  # null and {} mean none
+            return str(own.get("quant_method", name)) if isinstance(own, dict) else name
+    return next(filter(None, (_find_quantised(part) for part in settings.values() if isinstance(part, dict))), "")
 
 
 def _is_other_encoder(config: Any, architecture: str) -> bool:

@@ -61,14 +61,17 @@ def check_memory(
     parts = ranks.tensor_size * (ranks.data_size if ranks.fsdp else 1)
     hosts = [member.machine or member.host for member in ranks.members]
     neighbours = hosts.count(hosts[ranks.rank]) if hosts else 1
-    num_weights = math.ceil(sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) / parts)
+    num_all = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    num_weights = math.ceil(num_all / parts)
     own_bytes, training_bytes = num_weights * dtype.itemsize, 0
     if moment_bytes is not None:
         master_bytes = 0 if dtype == torch.float32 else 4
         training_bytes = num_weights * (master_bytes + 4 + moment_bytes)
     copy_bytes = own_bytes if with_copy else 0
     on_gpu = device.type == "cuda"
-    host_bytes = own_bytes + (0 if on_gpu else training_bytes + copy_bytes)
+    # An adapter is merged in float32, by each rank.
+    merging_bytes = 0 if checkpoint.adapter is None else 4 * num_all
+    host_bytes = own_bytes + merging_bytes + (0 if on_gpu else training_bytes + copy_bytes)
     free_here = _host_bytes()
     if free_here is not None and host_bytes * neighbours > free_here:
         computing.release()  # memory that malloc keeps for the next batch counts as used
@@ -81,11 +84,14 @@ def check_memory(
         if free_bytes is not None and needed_bytes > free_bytes:
             what = "" if moment_bytes is None else " with its optimiser's state"
             what += " and a frozen copy" if with_copy else ""
+            what += " and to merge its adapter" if merging_bytes else ""
             remedy = "free some, choose another machine or --device, or a smaller --dtype such as bfloat16"
+            if merging_bytes:
+                remedy = "merge it once, by `guerdon convert`, where there is more memory"
             raise TooLarge(
                 f"{checkpoint.folder} needs about {needed_bytes / 2**30:.1f} GiB in {dtype_name(dtype)}{what}, "
                 f"{free_bytes / 2**30:.1f} GiB are free on {place}",
-                remedy if needed_bytes == own_bytes else SMALLER_TRAINING,
+                remedy if moment_bytes is None else SMALLER_TRAINING,
             )
 
 

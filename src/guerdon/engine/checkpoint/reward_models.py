@@ -17,6 +17,7 @@ from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.decoders import load_decoder
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS, load_encoder
+from guerdon.engine.checkpoint.merging import merge_adapter
 from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad, read_config
 from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
 from guerdon.engine.checkpoint.sharding import RankLoading, loading_on, place
@@ -94,12 +95,14 @@ def _load(
     dtype = pick_dtype(config.dtype, device)
     if ranks.is_leader:
         warn_if_slow(dtype, device)
-    checkpoint = open_checkpoint(config.model, config.revision)
+    checkpoint = open_checkpoint(config.model, config.revision, config.base)
     model_config = read_config(checkpoint)
     check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)
     # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
     loading.compare(checkpoint, dtype, config)
-    encoder = TextEncoder.load(checkpoint.folder)
+    checkpoint = merge_adapter(checkpoint, for_text=False)
+    model_config = read_config(checkpoint)
+    encoder = TextEncoder.load(checkpoint.text_folder)
     causal = model_config.model_type not in SEQUENCE_HEADS
     parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
     eos_token_id = find_eos(model_config, encoder)
@@ -116,6 +119,7 @@ def _load(
         encoder=encoder,
         causal=causal,
         info=info,
+        origin=checkpoint.origin,
         pad_token_id=find_pad(model_config, encoder, vocab_size),
         config=config,
         ranks=ranks,

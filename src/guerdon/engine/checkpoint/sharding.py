@@ -21,7 +21,7 @@ from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 NEEDED = "5.23"
 """The version of transformers whose loading code this relies on."""
-OWN = frozenset({"model", "name", "revision", "device", "max_queue_tokens", "max_queue_sequences"})
+OWN = frozenset({"model", "name", "revision", "base", "device", "max_queue_tokens", "max_queue_sequences"})
 """Settings that may differ between ranks: where the files are, and what does not change any result."""
 PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style for parameters that tensor-parallel ranks replicate, each with a part of the gradient."""
@@ -93,7 +93,7 @@ class RankLoading:
             # Agree first: a rank that failed earlier sends its error and not these facts.
             ranks.agree()
             self._compare(facts, config.model)
-            own = f"{ranks.members[ranks.rank].host} {checkpoint.files.stamps}"
+            own = f"{ranks.members[ranks.rank].host} {checkpoint.stamps}"
             self._hashes = ranks.tell_all(own).index(own) == ranks.rank
         if self._hashes:
             checkpoint.start_hashing()

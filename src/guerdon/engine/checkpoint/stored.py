@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import re
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from guerdon.engine.checkpoint import faults
 from guerdon.engine.checkpoint.digests import digest_files
+from guerdon.engine.checkpoint.text import TOKENIZER_FILES
 from guerdon.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|adapter_model|consolidated|tokenizer)")
+NOT_WEIGHTS = re.compile(
+    r"training_args|optimizer|optim_|scheduler|rng_state|extra_state|adapter_model|consolidated|tokenizer"
+    r"|(^|[_-])rank_?\d|model_states|^common\."
+)
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+HEAD_FILE = "value_head.safetensors"
+"""The head of a critic that guerdon has trained with adapters."""
 TEXTS = (
     "tokenizer*",
     "vocab*",
@@ -30,6 +41,8 @@ TEXTS = (
     "additional_chat_templates/*",
 )
 """Files of tokenizers and chat templates."""
+FLOATS = ("F64", "F32", "F16", "BF16", "F8")
+"""Starts of safetensors' dtypes for weights that are not packed."""
 MIB = 1 << 20
 PAGE = 1 << 12
 
@@ -43,6 +56,7 @@ class StoredTensor:
 
     source: Any
     shape: tuple[int, ...]
+    is_float: bool = True
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         tensor: torch.Tensor = self.source[index].clone()
@@ -57,7 +71,9 @@ class StoredTensor:
 class StoredCheckpoint:
     """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
 
-    `sampled_version` is its version by guerdon 0.1: 12 hex digits from samples of the weights' bytes.
+    One of an adapter has the config and the tensors of its base model until `merge_adapter` has merged them.
+    `sampled_version` is its version by guerdon 0.1: 12 hex digits from samples of the weights' bytes. `digested` is the
+    part of the settings that the versions cover.
     """
 
     folder: Path
@@ -65,22 +81,60 @@ class StoredCheckpoint:
     tensors: dict[str, StoredTensor]
     sampled_version: str
     files: Files
+    digested: dict[str, Any]
+    adapter: StoredAdapter | None = None
     _digests: Future[list[str]] | None = field(default=None, repr=False)
+
+    @property
+    def base(self) -> StoredCheckpoint | None:
+        """The model that an adapter belongs to; None for a whole model."""
+        return None if self.adapter is None else self.adapter.base
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the model's `config.json`, for messages: of an adapter that of its base model."""
+        return self.folder if self.base is None else self.base.model_folder
+
+    @property
+    def text_folder(self) -> Path:
+        """The folder of the tokenizer: an adapter without one has its base model's."""
+        has_own = any((self.folder / name).is_file() for name in TOKENIZER_FILES)
+        return self.folder if has_own or self.base is None else self.base.text_folder
+
+    @property
+    def generation_file(self) -> Path:
+        """The path of `generation_config.json`, which may not exist; an adapter without one has its base model's."""
+        path = self.folder / "generation_config.json"
+        return path if path.is_file() or self.base is None else self.base.generation_file
+
+    @property
+    def origin(self) -> Origin:
+        """What a loaded model keeps of its checkpoint."""
+        adapter = "" if self.adapter is None else f"{self.adapter.kind} of {self.adapter.base.folder}"
+        return Origin(self.folder, self.settings, self.text_folder, self.generation_file, adapter)
+
+    @property
+    def stamps(self) -> tuple[tuple[int, ...], ...]:
+        """The stamps of all files, a base model's among them."""
+        return self.files.stamps + (() if self.base is None else self.base.stamps)
 
     def start_hashing(self) -> None:
         """Starts to hash the weight files in the background."""
         if self._digests is None:
             self._digests = digest_files(self.files.weights)
+        if self.base is not None:
+            self.base.start_hashing()
 
     @property
     def version(self) -> str:
-        """16 hex digits that change with the weights, the config and the tokenizer.
+        """16 hex digits that change with the weights, the config and the tokenizer, for an adapter also the base's.
 
         Waits until all bytes are hashed; raises CheckpointError if they cannot be read.
         """
         self.start_hashing()
         assert self._digests is not None
-        return self.files.version(self.settings, self._digests.result())
+        own = self.files.version(self.digested, self._digests.result())
+        return own if self.base is None else _joined(self.base.version, own, digest_size=8)
 
     def read(self, name: str) -> torch.Tensor:
         """Returns one tensor as float32 on the CPU."""
@@ -88,7 +142,11 @@ class StoredCheckpoint:
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a file was written to or replaced since the checkpoint was opened."""
-        is_same = find_files(self.folder) == self.files and self.files.sampled(self.settings) == self.sampled_version
+        sampled = self.files.sampled(self.digested)
+        if self.base is not None:
+            self.base.check_unchanged()
+            sampled = _joined(self.base.sampled_version, sampled, digest_size=6)
+        is_same = find_files(self.folder) == self.files and sampled == self.sampled_version
         if is_same and self._digests is not None:  # files changed within the last seconds are hashed again
             is_same = self._digests.result() == digest_files(self.files.weights).result()
         if not is_same:
@@ -96,6 +154,41 @@ class StoredCheckpoint:
                 f"the files in {self.folder} were written to while they were read",
                 "load it again when the writer is done",
             )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a loaded model comes from, without its tensors; `adapter` describes the one that was merged, if any."""
+
+    folder: Path
+    settings: dict[str, Any]
+    text_folder: Path
+    generation_file: Path
+    adapter: str
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter of peft's format: its parsed `adapter_config.json`, its tensors, and the model that it belongs to.
+
+    A critic that guerdon has trained also has the tensors of its `head`, and `facts`, its `trainer.json`.
+    """
+
+    settings: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    base: StoredCheckpoint
+    head: dict[str, StoredTensor]
+    facts: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Such as "LORA, rank 16"."""
+        kind, rank = self.settings.get("peft_type", "?"), self.settings.get("r")
+        return f"{kind}, rank {rank}" if rank else str(kind)
+
+
+def _joined(base: str, own: str, digest_size: int) -> str:
+    return hashlib.blake2b(f"{base}+{own}".encode(), digest_size=digest_size).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -136,11 +229,20 @@ class Files:
 
 
 def find_files(folder: Path) -> Files:
-    """Returns the folder's files; raises CheckpointError if there are no weights."""
-    weights = tuple(sorted(_weight_files(folder)))
-    texts = tuple(sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()}))
-    found = [path.stat() for path in (folder / "config.json", *texts, *weights)]
-    return Files(weights, texts, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+    """Returns the files of a model or an adapter; raises CheckpointError if one is missing or no whole file."""
+    is_adapter = _is_there(folder / ADAPTER_CONFIG)
+    weights = _adapter_files(folder) if is_adapter else _weight_files(folder)
+    texts = {path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
+    if is_adapter:
+        texts -= set(weights)
+    config = folder / (ADAPTER_CONFIG if is_adapter else "config.json")
+    paths = [config, *sorted(texts), *sorted(weights)]
+    for path in paths:
+        if not path.is_dir():
+            faults.check_file(path, may_be_empty=path in texts)
+    found = [path.stat() for path in paths]
+    stamps = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in found)
+    return Files(tuple(sorted(weights)), tuple(sorted(path for path in texts if path.is_file())), stamps)
 
 
 def digest_of(settings: dict[str, Any]) -> str:
@@ -149,18 +251,85 @@ def digest_of(settings: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> StoredCheckpoint:
-    """Opens a local folder or downloads a hub id; raises CheckpointError if a file is missing or broken."""
+def open_checkpoint(model: str, revision: str | None = None, base: str | None = None) -> StoredCheckpoint:
+    """Opens a local folder or downloads a hub id; raises CheckpointError if a file is missing or broken.
+
+    `base` is the model of an adapter, by default the one that the adapter's own file names.
+    """
     folder = find_folder(model, revision)
-    _check_config(folder)
+    if _is_there(folder / ADAPTER_CONFIG):
+        return _open_adapter(folder, base)
+    if base is not None:
+        raise CheckpointError(f"{model} is no adapter, but a base model is set: {base}", "leave --base out")
+    if not _is_there(folder / "config.json"):
+        faults.raise_lacking(
+            folder, "config.json", "give a checkpoint's folder, or copy the base model's config.json there"
+        )
     # Stat before reading or mapping, so that `check_unchanged` notices files that are replaced from now on.
     files = find_files(folder)
-    settings = _read_settings(folder)
+    settings = read_settings(folder / "config.json")
     sampled = files.sampled(settings)
+    tensors = _open_files(files.weights)
+    faults.check_merged(folder, tensors)
+    return StoredCheckpoint(folder, settings, tensors, sampled, files, settings)
+
+
+_NOT_DIGESTED = ("base_model_name_or_path", "revision", "inference_mode")
+"""Settings of an adapter that do not change what it computes with a given base model."""
+
+
+def _open_adapter(folder: Path, base: str | None) -> StoredCheckpoint:
+    for name in (*WEIGHTS, *(f"{name}.index.json" for name in WEIGHTS)):
+        if _is_there(folder / name):
+            raise CheckpointError(
+                f"{folder} holds an adapter beside a model, {name}: it is unclear which of them is meant",
+                f"move {ADAPTER_CONFIG} away to serve the model, or {name} to serve the adapter",
+            )
+    files = find_files(folder)
+    settings = read_settings(folder / ADAPTER_CONFIG)
+    head = open_safetensors(folder / HEAD_FILE) if (folder / HEAD_FILE).exists() else {}
+    facts = read_settings(folder / "trainer.json") if head else {}
+    tensors = _open_files(path for path in files.weights if path.name != HEAD_FILE)
+    under = _open_base(folder, base, settings)
+    digested = {name: value for name, value in settings.items() if name not in _NOT_DIGESTED}
+    digested |= {name: facts[name] for name in ("mean", "std") if name in facts}
+    sampled = _joined(under.sampled_version, files.sampled(digested), digest_size=6)
+    adapter = StoredAdapter(settings, tensors, under, head, facts)
+    return StoredCheckpoint(folder, under.settings, under.tensors, sampled, files, digested, adapter)
+
+
+def _open_base(folder: Path, base: str | None, settings: dict[str, Any]) -> StoredCheckpoint:
+    """Opens the base model that is given, else the one that the adapter's own file names."""
+    name = base or settings.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} names no base model", "give it: --base FOLDER")
+    beside = folder / Path(name).expanduser()
+    name = str(beside) if not Path(name).expanduser().is_dir() and beside.is_dir() else name
+    try:
+        return open_checkpoint(name, None if base else settings.get("revision"))
+    except CheckpointError as e:
+        raise CheckpointError(
+            f"the base model of the adapter {folder} cannot be loaded: {e}", f"{e.help}; or give another by --base"
+        ) from e
+
+
+def _open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Returns the tensors of all files by their names without wrappers; raises CheckpointError for a strange one."""
     tensors: dict[str, StoredTensor] = {}
-    for file in files.weights:
-        tensors.update(open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file))
-    return StoredCheckpoint(folder, settings, tensors, sampled, files)
+    places: dict[str, str] = {}
+    for path in paths:
+        opened = open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+        for stored_name, tensor in opened.items():
+            faults.check_tensor(path, stored_name, tensor.shape, tensor.is_float)
+            name = faults.without_wrappers(stored_name)
+            place = f"{stored_name} in {path.name}"
+            if name in tensors:
+                raise CheckpointError(
+                    f"{path.parent} has {name} twice: {places[name]}, {place}",
+                    "leave one copy of the model in the folder, and save it unwrapped",
+                )
+            tensors[name], places[name] = tensor, place
+    return tensors
 
 
 def find_folder(model: str, revision: str | None = None) -> Path:
@@ -205,25 +374,9 @@ def _download(model: str, revision: str | None) -> Path:
     return folder
 
 
-def _check_config(folder: Path) -> None:
-    has_config = (folder / "config.json").is_file()
-    # Refused beside weights, too: transformers would apply it to the base model's weights.
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{folder} holds {'an adapter beside a model' if has_config else 'only an adapter'}",
-            "merge it into its base model (merge_and_unload) and save that, without adapter_config.json",
-        )
-    if not has_config:
-        if (folder / "model_index.json").is_file():
-            raise CheckpointError(f"{folder} holds a diffusion pipeline", "give the folder of a reward model")
-        _refuse_gguf(folder, "config.json")
-        raise CheckpointError(
-            f"{folder} has no config.json", "give a checkpoint's own folder, or copy the base model's config.json there"
-        )
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def read_settings(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file; raises CheckpointError if there is none."""
+    faults.check_file(path)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
@@ -233,47 +386,74 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return (folder / name,)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
+def _weight_files(folder: Path) -> list[Path]:
+    if found := _named_files(folder, WEIGHTS):
+        return found
     for pattern in ("*.safetensors", "*.bin", "*.pt"):
-        found = [p for p in sorted(folder.glob(pattern)) if not NOT_WEIGHTS.search(p.name)]
+        found = [path for path in sorted(folder.glob(pattern)) if not NOT_WEIGHTS.search(path.name)]
         if found:
-            return tuple(found)
-    _refuse_gguf(folder, "weights that transformers loads")
-    raise CheckpointError(f"{folder} has no weights", "it needs *.safetensors or *.bin files beside config.json")
+            _check_shards(folder, found)
+            return found
+    return faults.raise_lacking(folder, "weights", "it needs *.safetensors or *.bin files beside config.json")
 
 
-def _refuse_gguf(folder: Path, what: str) -> None:
-    """Raises CheckpointError if the folder, which lacks `what`, holds a GGUF file instead."""
-    if file := next(folder.glob("*.gguf"), None):
-        raise CheckpointError(
-            f"{folder} has a GGUF file, but no {what}", f"`guerdon convert {file} FOLDER` writes a folder that has"
+def _adapter_files(folder: Path) -> list[Path]:
+    found = _named_files(folder, ADAPTER_WEIGHTS)
+    if not found:
+        faults.raise_lacking(
+            folder, " or ".join(ADAPTER_WEIGHTS), "copy it there: adapter_config.json alone is no adapter"
         )
+    return found + [path for path in [folder / HEAD_FILE] if path.is_file()]
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def _named_files(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    """Returns the first of the files that exists, or the shards of its index; a dangling link counts as existing."""
+    for name in names:
+        path, index = folder / name, folder / f"{name}.index.json"
+        if _is_there(path):
+            return [path]
+        if _is_there(index):
+            return _shards(index)
+    return []
+
+
+def _shards(index: Path) -> list[Path]:
+    faults.check_file(index)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came") from e
     # Refuse paths that lead out of the folder.
-    if any(Path(name).name != name for name in names):
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came")
-    absent = [name for name in names if not (index.parent / name).is_file()]
+    _check_all_exist(index.parent, names, f"that {index.name} names")
+    return [index.parent / name for name in names]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, or a link to one that may be missing."""
+    return path.is_file() or path.is_symlink()
+
+
+def _check_shards(folder: Path, found: list[Path]) -> None:
+    """Raises CheckpointError if one of the shards NAME-0000I-of-0000N is missing."""
+    for path in found:
+        if shard := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.\w+)", path.name):
+            start, number, of, count, end = shard.groups()
+            names = [f"{start}{i:0{len(number)}}{of}{count}{end}" for i in range(1, int(count) + 1)]
+            _check_all_exist(folder, names, f"by the name of {path.name}")
+
+
+def _check_all_exist(folder: Path, names: list[str], why: str) -> None:
+    absent = [name for name in names if not _is_there(folder / name)]
     if absent:
-        raise CheckpointError(
-            f"{index.parent} lacks {len(absent)} of {len(names)} weight files: {absent[0]}", "finish the download"
-        )
-    return tuple(index.parent / name for name in names)
+        what = f"{absent[0]}: it lacks {len(absent)} of {len(names)} weight files {why}"
+        faults.raise_lacking(folder, what, "finish the download, or copy the whole folder again")
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Returns the file's tensors by name, not yet read; raises CheckpointError if it cannot be read or mapped."""
+    faults.check_file(path)
     try:
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -284,10 +464,11 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             "use a machine with more memory, or save the checkpoint in smaller shards or in bfloat16",
         ) from e
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(
-            f"{path} cannot be read: {e}", "it is truncated or a git-lfs pointer: copy or download it again"
-        ) from e
-    return {name: StoredTensor(source, tuple(source.get_shape())) for name, source in slices.items()}
+        raise faults.unreadable_safetensors(path, e) from e
+    return {
+        name: StoredTensor(source, tuple(source.get_shape()), source.get_dtype().startswith(FLOATS))
+        for name, source in slices.items()
+    }
 
 
 def _open_torch(path: Path) -> dict[str, StoredTensor]:
@@ -297,10 +478,11 @@ def _open_torch(path: Path) -> dict[str, StoredTensor]:
         # Only the zip format can be mapped; weights_only makes pickle refuse everything but tensors.
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{path} is not a plain file of tensors ({type(e).__name__})",
-            "it is truncated, or holds Python objects, which are never loaded: save it again as safetensors",
-        ) from e
-    if not isinstance(data, dict) or not all(isinstance(v, torch.Tensor) for v in data.values()):
-        raise CheckpointError(f"{path} is not a state dict", "save the model's state_dict() as safetensors")
-    return {name: StoredTensor(tensor, tuple(tensor.shape)) for name, tensor in data.items()}
+        raise faults.unreadable_torch(path, e) from e
+    faults.check_state_dict(path, data)
+    return {name: stored_tensor(tensor) for name, tensor in data.items()}
+
+
+def stored_tensor(tensor: torch.Tensor) -> StoredTensor:
+    """Returns a tensor in memory as if it were in a file."""
+    return StoredTensor(tensor, tuple(tensor.shape), tensor.is_floating_point())

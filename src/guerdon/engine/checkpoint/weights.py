@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from guerdon.core import ModelInfo
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.sharding import named_as, sharded_class
-from guerdon.engine.checkpoint.stored import StoredTensor
+from guerdon.engine.checkpoint.stored import Origin, StoredCheckpoint, StoredTensor
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp
 from guerdon.engine.heads import Pooling
 from guerdon.errors import CheckpointError
@@ -29,10 +30,10 @@ from guerdon.settings.config import ForwardConfig
 
 HARMLESS = re.compile(
     r"(^|\.)(lm_head|embed_out|output_projection|cls|generator_lm_head|generator_predictions|discriminator_predictions"
-    r"|lm_predictions|frozen_head|mtp)\."
+    r"|lm_predictions|frozen_head|mtp|pooler)\."
     r"|(inv_freq|position_ids|\.attn\.bias|\.attention\.bias|masked_bias)$|^(mean|std)$"
 )
-"""Tensors that a file may have besides trunk and head: language-model heads, buffers, trlX's frozen copy."""
+"""Tensors that a file may have besides trunk and head: other heads, buffers, trlX's frozen copy."""
 
 INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save or download the whole model again"
 
@@ -68,6 +69,7 @@ class LoadedTrunk:
     trunk: Any
     causal: bool
     info: ModelInfo
+    origin: Origin
     pad_token_id: int
     config: ForwardConfig
     trains: bool = False
@@ -100,7 +102,7 @@ def build_model(
     if not ranks.is_sharded:  # FSDP may have replaced the class
         model.__class__ = model_class
     if found["missing_keys"]:
-        raise CheckpointError(f"the files lack {_list_names(found['missing_keys'])}", INCOMPLETE)
+        raise CheckpointError(f"the files lack {list_names(found['missing_keys'])}", INCOMPLETE)
     if found["mismatched_keys"]:
         name, stored, wanted = sorted(found["mismatched_keys"])[0]
         raise CheckpointError(
@@ -110,7 +112,7 @@ def build_model(
     strange = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
     if strange:
         raise CheckpointError(
-            f"the files hold {_list_names(strange)}, which {type(model).__name__} does not have",
+            f"the files hold {list_names(strange)}, which {type(model).__name__} does not have",
             "config.json is another model's, or this head is of a kind that cannot be served",
         )
     return model
@@ -139,7 +141,17 @@ def check_labels_per_token(num_outputs: int, folder: Path) -> None:
         )
 
 
-def _list_names(names: Any) -> str:
+def no_architectures(checkpoint: StoredCheckpoint, config: Any) -> CheckpointError:
+    """Returns the error for a reward model whose config does not say which class saved it."""
+    usual = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "...ForSequenceClassification")
+    return CheckpointError(
+        f"{checkpoint.model_folder}/config.json names no architectures, and libraries read rewards in different ways",
+        f'add the class that saved it, such as "architectures": ["{usual}"]',
+    )
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Returns the first three names, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

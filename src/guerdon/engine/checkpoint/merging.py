@@ -1,0 +1,347 @@
+"""Merges an adapter of peft's format into its base model when it is loaded: LoRA, and each kind that peft can merge.
+
+peft does the arithmetic, in float32, on transformers' own model. Nothing of the adapter may be missing or left over,
+and the merged model must compute what the unmerged one does: both are run on a few tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+
+from guerdon.engine.checkpoint.decoders import find_head, load_trunk
+from guerdon.engine.checkpoint.model_config import read_config
+from guerdon.engine.checkpoint.stored import StoredAdapter, StoredCheckpoint, stored_tensor
+from guerdon.engine.checkpoint.text import load_tokenizer
+from guerdon.engine.checkpoint.weights import build_model, list_names
+from guerdon.errors import CheckpointError, install_command
+
+PREFIX = "base_model.model."
+"""What peft's names start with: its own module, then the model."""
+TOLERANCE = 1e-3
+"""Largest accepted difference between the merged and the unmerged model, relative to the outputs' root mean square."""
+CLASSIFIERS = ("score", "classifier")
+"""Modules that peft saves whole for classification, whether asked to or not."""
+LAST_LAYERS = ("score", "classifier", "classifier.out_proj")
+"""Layers of transformers' classification heads whose rows are the labels."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an adapter makes of its base model: a class of transformers, and whether it generates text."""
+
+    what: str
+    classes: Any
+    for_text: bool = False
+
+
+CRITIC = "CRITIC"
+TASKS = {
+    "SEQ_CLS": Task("a reward model (SEQ_CLS)", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    "TOKEN_CLS": Task("a token classifier (TOKEN_CLS)", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
+    "CAUSAL_LM": Task("a causal language model (CAUSAL_LM)", MODEL_FOR_CAUSAL_LM_MAPPING, for_text=True),
+    CRITIC: Task("a critic that guerdon trained", MODEL_MAPPING),
+}
+"""By peft's names."""
+_ENDS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A base model with its adapter merged, in float32, and the `config.json` of the two.
+
+    `model` is one of transformers' models; of a critic it is the trunk, and `head` has the other tensors.
+    """
+
+    settings: dict[str, Any]
+    model: Any
+    head: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors by their names in a checkpoint."""
+        prefix = f"{self.model.base_model_prefix}." if self.head and self.model.base_model_prefix else ""
+        return {f"{prefix}{name}": tensor for name, tensor in self.model.state_dict().items()} | self.head
+
+
+def merge_adapter(checkpoint: StoredCheckpoint, *, for_text: bool) -> StoredCheckpoint:
+    """Returns an adapter's checkpoint as that of a whole model, its tensors in memory in float32; any other unchanged.
+
+    `for_text` wants a language model, otherwise a reward model or a critic. Raises CheckpointError if the adapter is
+    for another task, is of a kind that cannot be merged, does not fit its base model, or if peft is missing.
+    """
+    if checkpoint.adapter is None:
+        return checkpoint
+    task = find_task(checkpoint)
+    if task.for_text != for_text:
+        remedy = "serve it by serve-teacher or serve-judge" if task.for_text else "serve it by serve or serve-critic"
+        raise CheckpointError(f"{checkpoint.folder} is the adapter of {task.what}", remedy)
+    merged = merge(checkpoint, checkpoint.adapter)
+    state = {name: stored_tensor(tensor) for name, tensor in merged.tensors().items()}
+    return dataclasses.replace(checkpoint, settings=merged.settings, tensors=state)
+
+
+def merge(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> Merged:
+    """Merges an adapter; raises CheckpointError as `merge_adapter`."""
+    task = find_task(checkpoint)
+    config = _read_peft_config(checkpoint, adapter)
+    base = merge_adapter(adapter.base, for_text=find_task(adapter.base).for_text)
+    with torch.random.fork_rng([]):  # peft draws initial weights, which are then overwritten
+        merged = _merge_critic(checkpoint, base, config) if adapter.head else _merge(checkpoint, base, config, task)
+    log.info("merged the adapter %s (%s) into %s", checkpoint.folder, adapter.kind, base.folder)
+    return merged
+
+
+# ------------------------------------------------------------------------------------------- what an adapter is
+
+
+def find_task(checkpoint: StoredCheckpoint) -> Task:
+    """Returns what a model or an adapter is for, by its settings, else by its head, else by its base model.
+
+    Raises CheckpointError if peft knows the task and guerdon does not.
+    """
+    name = _find_task(checkpoint)
+    if name not in TASKS:
+        raise CheckpointError(
+            f"{checkpoint.folder} is an adapter for {name}, which is not served", f"these are: {', '.join(TASKS)}"
+        )
+    return TASKS[name]
+
+
+def _find_task(checkpoint: StoredCheckpoint) -> str:
+    adapter = checkpoint.adapter
+    if adapter is None:
+        named = checkpoint.settings.get("architectures") or [""]
+        return _task_of_class(named[0]) or "SEQ_CLS"
+    if adapter.head:
+        return CRITIC
+    if own := adapter.settings.get("task_type"):
+        return str(own)
+    if own := _task_of_class(str((adapter.settings.get("auto_mapping") or {}).get("base_model_class", ""))):
+        return own
+    has_head = any(name.startswith(f"{PREFIX}{head}.") for name in adapter.tensors for head in CLASSIFIERS)
+    return "SEQ_CLS" if has_head else _find_task(adapter.base)
+
+
+def _task_of_class(name: str) -> str:
+    return next((task for end, task in _ENDS.items() if name.endswith(end)), "")
+
+
+def _read_peft_config(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> Any:
+    """Returns peft's config; raises CheckpointError for a kind that cannot be merged, and for unknown settings."""
+    folder = checkpoint.folder
+    try:
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    except ImportError as e:
+        raise CheckpointError(
+            f"{folder} is an adapter, and peft is not installed, which merges it", install_command("lora")
+        ) from e
+    settings = copy.deepcopy(adapter.settings)  # peft appends to its lists
+    settings.pop("runtime_config", None)
+    kind = settings.get("peft_type")
+    config_class = {str(known.value): cls for known, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}.get(str(kind))
+    if config_class is None:
+        raise CheckpointError(f"{folder} is an adapter of a kind that peft does not know: {kind}", "upgrade peft")
+    known = {field.name for field in dataclasses.fields(config_class)}
+    # peft itself only warns, and computes something else.
+    if unknown := sorted(name for name, value in settings.items() if value and name not in known):
+        raise CheckpointError(
+            f"{folder} has a setting that the installed peft does not know: {unknown[0]}", "upgrade peft"
+        )
+    try:
+        config = config_class(**{name: value for name, value in settings.items() if name in known})
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{folder}/adapter_config.json is malformed: {e}", "copy it again") from e
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise CheckpointError(
+            f"{folder} is an adapter of the kind {kind}, which adds to the input and cannot be merged into weights",
+            "train one that changes weights, such as LoRA, or wrap the model in module:function",
+        )
+    if str(getattr(config, "init_lora_weights", "")).startswith("pissa_niter"):
+        raise CheckpointError(
+            f"{folder} belongs to a base model that peft changes at random ({config.init_lora_weights})",
+            "save it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
+    config.inference_mode = True
+    return config
+
+
+# ------------------------------------------------------------------------------------------------ merging
+
+
+def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, task: Task) -> Merged:
+    """Merges the adapter of one of transformers' classes, with a head or embeddings of its own."""
+    assert checkpoint.adapter is not None
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in checkpoint.adapter.tensors.items()}
+    settings, tensors = dict(base.settings), dict(base.tensors)
+    model_class = task.classes.get(type(read_config(base)), None)
+    if model_class is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} is the adapter of {task.what}, and transformers has no such class for its base model "
+            f"{base.folder} ({settings['model_type']})",
+            "give the base model that it was trained on, by --base",
+        )
+    if not task.for_text:
+        saved = {*(CLASSIFIERS if config.task_type else ()), *(getattr(config, "modules_to_save", None) or ())}
+        trunk = f"{model_class.base_model_prefix}."
+        head = {n: t for n, t in own.items() if not n.startswith(trunk) and saved & set(n.split(".")[:-1])}
+        tensors |= head
+        changed = _settings_for(checkpoint, model_class, {name: tensor.shape[0] for name, tensor in head.items()})
+        if "num_labels" in changed:
+            settings = {name: value for name, value in settings.items() if name not in ("id2label", "label2id")}
+        settings |= changed
+    made = dataclasses.replace(base, settings=settings, tensors=tensors)
+    try:
+        model = build_model(model_class, read_config(made), tensors, torch.float32)
+    except CheckpointError as e:
+        what = f"the adapter {checkpoint.folder} does not fit its base model {base.folder}: {e}"
+        raise CheckpointError(what, f"{e.help}; or give another base model by --base") from e
+    is_resized = _resize_embeddings(model, {name: tensor.shape for name, tensor in own.items()})
+    model = _merge_by_peft(checkpoint, model, config, is_resized=is_resized)
+    text_config = model.config.get_text_config()
+    changed = {name: getattr(text_config, name) for name in ("vocab_size", "tie_word_embeddings")}
+    for part in (settings, settings.get("text_config")):
+        if isinstance(part, dict):
+            part |= changed
+    return Merged(settings, model)
+
+
+def _settings_for(checkpoint: StoredCheckpoint, model_class: Any, rows: dict[str, int]) -> dict[str, Any]:
+    """Returns what an adapter for classification changes in its base's config."""
+    settings: dict[str, Any] = {}
+    labels = [rows[f"{layer}.weight"] for layer in LAST_LAYERS if f"{layer}.weight" in rows]
+    if labels:
+        settings |= {"architectures": [model_class.__name__], "num_labels": labels[-1]}
+    tokenizer = load_tokenizer(checkpoint.folder)
+    if tokenizer is not None and tokenizer.pad_token_id is not None:
+        # TRL gives its model the tokenizer's padding token, and saves that of an adapter only with the tokenizer.
+        settings["pad_token_id"] = tokenizer.pad_token_id
+    return settings
+
+
+def _merge_critic(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any) -> Merged:
+    """Merges the adapter of a critic whose trunk and head guerdon has trained."""
+    adapter = checkpoint.adapter
+    assert adapter is not None
+    base_config = read_config(base)
+    trunk = load_trunk(base, base_config, find_head(base, base_config), torch.float32)
+    settings = {name: value for name, value in base.settings.items() if name not in ("id2label", "label2id")}
+    settings |= {"architectures": ["CriticModel"], "value_head_prefix": "score", "num_labels": 1}
+    settings |= {"normalize_reward": True, "mean": adapter.facts["mean"], "std": adapter.facts["std"]}
+    head = {name: tensor[...] for name, tensor in adapter.head.items()}
+    return Merged(settings, _merge_by_peft(checkpoint, trunk, config), head)
+
+
+def _resize_embeddings(model: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Gives the model as many tokens as the adapter has, with new rows of NaN; returns False if it has as many."""
+    embedding = model.get_input_embeddings()
+    path = next(name for name, module in model.named_modules() if module is embedding)
+    rows = [shape[0] for name, shape in shapes.items() if name.startswith(f"{path}.") and name.endswith(".weight")]
+    rows += [shapes[name][-1] for name in shapes if name == f"{path}.lora_embedding_A"]
+    before = embedding.num_embeddings
+    if not rows or rows[0] == before:
+        return False
+    model.resize_token_embeddings(rows[0], mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if layer is not None:
+                layer.weight[before:] = torch.nan
+    return True
+
+
+def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_resized: bool = False) -> Any:
+    """Returns the model with the adapter's weights merged into its own; none of them may be NaN if `is_resized`."""
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+
+    assert checkpoint.adapter is not None
+    folder, base_folder = checkpoint.folder, checkpoint.adapter.base.folder
+    state = {name: tensor[...] for name, tensor in checkpoint.adapter.tensors.items()}
+    model.config.use_cache = False
+    own = {id(parameter) for parameter in model.parameters()}
+    probe = torch.arange(8)[None] % model.get_input_embeddings().num_embeddings
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
+            wrapped = peft_class(model, config, autocast_adapter_dtype=False).eval()
+            report = set_peft_model_state_dict(wrapped, state)
+            saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+            learnt = {
+                name
+                for name, parameter in wrapped.named_parameters()
+                if id(parameter) not in own and name.replace(".default", "") in saved
+            }
+            copies = {name for name in state if ".modules_to_save." in name}  # beside embeddings that were resized
+            _check_complete(checkpoint, learnt & set(report.missing_keys), set(report.unexpected_keys) - copies)
+            unmerged = _run(wrapped, probe)
+            model = wrapped.merge_and_unload(safe_merge=True).eval()
+            if left := [name for name, part in model.named_modules() if type(part).__module__.startswith("peft.")]:
+                raise NotImplementedError(f"it leaves {left[0]} unmerged")
+            if is_resized:
+                _check_new_rows(checkpoint, model)
+            merged = _run(model, probe)
+    except CheckpointError:
+        raise
+    # peft raises anything, by the kind of adapter, if it does not fit or cannot be merged.
+    except Exception as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+        raise CheckpointError(
+            f"peft cannot merge the adapter {folder} ({config.peft_type.value}) into {base_folder}: {reason}",
+            "give the base model that it was trained on, by --base; or merge it yourself and save the whole model",
+        ) from e
+    difference = (merged - unmerged).square().mean().sqrt() / unmerged.square().mean().sqrt()
+    if not difference <= TOLERANCE:
+        raise CheckpointError(
+            f"merged into {base_folder}, the adapter {folder} ({config.peft_type.value}) computes something else: its "
+            f"outputs differ by {difference:.1e}",
+            "wrap the unmerged model in module:function",
+        )
+    return model
+
+
+def _check_complete(checkpoint: StoredCheckpoint, missing: set[str], strange: set[str]) -> None:
+    """Raises CheckpointError if the adapter's file lacks a weight, or has one that the model has no place for."""
+    what, names = ("lacks", missing) if missing else ("holds", strange)
+    if names:
+        assert checkpoint.adapter is not None
+        raise CheckpointError(
+            f"the adapter {checkpoint.folder} does not fit {checkpoint.adapter.base.folder}: it {what} "
+            f"{list_names(name.removeprefix(PREFIX) for name in names)}",
+            "give the base model that it was trained on, by --base; or save the adapter again",
+        )
+
+
+def _check_new_rows(checkpoint: StoredCheckpoint, model: Any) -> None:
+    state = model.state_dict()
+    if missing := sorted(name for name, tensor in state.items() if tensor.is_floating_point() and tensor.isnan().any()):
+        raise CheckpointError(
+            f"the adapter {checkpoint.folder} has more tokens than its base model, and lacks the weights of the new "
+            f"ones: {list_names(missing)}",
+            "save it with its embeddings (save_embedding_layers=True), or give the resized base model by --base",
+        )
+
+
+@torch.no_grad()
+def _run(model: Any, tokens: Tensor) -> Tensor:
+    output = model(input_ids=tokens)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
