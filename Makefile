@@ -24,7 +24,7 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	policy_exact training_ranks))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-small browser docs pages fuzz trainers ray manifests check audit format bench clean
+.PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray manifests check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-real: $(VENV)/.dev real  ## the tests with SmolLM2-135M-Instruct, some minu
 test-small: $(VENV)/.dev  ## the numeric tests with the instructions of smaller processors: AVX2, then none beyond SSE
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n $(SMALL_JOBS) -m "not slow" $(NUMERIC) $(ARGS)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n $(SMALL_JOBS) -m "not slow" $(NUMERIC) $(ARGS)
+
+extras: $(VENV)/.dev  ## install each extra alone, in an environment of its own, and try what its page says (minutes each)
+	GUERDON_EXTRAS=install $(BIN)/python -m pytest -q -p no:xdist tests/test_extras_alone.py $(ARGS)
 
 browser: $(VENV)/.dev  ## see to a Chromium, with which `test` tries the live page
 	scripts/chromium.sh

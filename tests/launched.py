@@ -125,9 +125,11 @@ def launched(
         return _ended(launch, str(target), timeout_s)
 
 
-def forked(target: str | Path, nproc: int, *args: object, timeout_s: float = 100.0) -> Launched:
+def forked(
+    target: str | Path, nproc: int, *args: object, timeout_s: float = 100.0, python: str = sys.executable
+) -> Launched:
     """Runs `target` as `launched` does, but by `forked_ranks`, for tests of ranks that are none of torchrun."""
-    command = [sys.executable, "-m", "forked_ranks", str(nproc), str(target), *map(str, args)]
+    command = [python, "-m", "forked_ranks", str(nproc), str(target), *map(str, args)]
     with started(command, None, str(Path(guerdon.__file__).parents[1])) as launch:
         return _ended(launch, str(target), timeout_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 from launched import Launched, forked
+from linked_environment import linked
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,11 @@ def reports(done: Launched) -> dict[str, dict[str, float]]:
     return {f"{layout} {model}": worst for layout, model, worst, _ in found}
 
 
-def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str) -> None:
+def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str, python: str = sys.executable) -> None:
     for model in models:
         prepare(folder, model)
-    done = forked("engine.rank_checks", num_ranks, folder, ",".join(models), *layouts, timeout_s=280)
+    arguments = (folder, ",".join(models), *layouts)
+    done = forked("engine.rank_checks", num_ranks, *arguments, timeout_s=280, python=python)
     found = reports(done)
     print(json.dumps(found, indent=1))
     assert sorted(found) == sorted(f"{layout} {model}" for layout in layouts for model in models)
@@ -62,8 +65,11 @@ def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str) 
 
 @pytest.mark.timeout(300)
 def test_two_ranks(folder: Path) -> None:
-    """Tensor parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows."""
-    check(folder, 2, ("qwen3",), "2", "1f")
+    """Tensor parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows.
+
+    Nothing is installed there but what the extra `server` brings.
+    """
+    check(folder, 2, ("qwen3",), "2", "1f", python=linked("server", folder / "server").python)
 
 
 @pytest.mark.slow

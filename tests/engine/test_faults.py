@@ -307,7 +307,9 @@ INNER = [
 ]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper", [*WRAPPERS[:4], *(pytest.param(wrapper, marks=pytest.mark.slow) for wrapper in WRAPPERS[4:])]
+)
 def test_names_of_wrapped_models_are_read(llama: Path, wrapper: str) -> None:
     want = zoo.reference(llama, ROWS)
     rewrite(llama, lambda state: {f"{wrapper}{name}": tensor for name, tensor in state.items()})
@@ -321,6 +323,7 @@ def test_names_of_wrapped_parts_are_read(llama: Path, inside: str, wrapped: str)
     np.testing.assert_allclose(rewards(llama), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "mixtral"])
 def test_wrapped_models_of_other_architectures(tmp_path: Path, name: str) -> None:
     folder = zoo.checkpoint(name, tmp_path)

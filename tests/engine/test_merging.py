@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ CLASSES = {
     "TOKEN_CLS": AutoModelForTokenClassification,
     "CAUSAL_LM": AutoModelForCausalLM,
 }
+
+
+def often(names: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters for pytest, those that are not `quick` for `make test-all`."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def lora(**settings: Any) -> Any:
@@ -123,7 +128,9 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+    "name", often(ADAPTERS, "all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens")
+)
 def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> None:
     architecture, config = ADAPTERS[name]
     encoder = architecture in zoo.ENCODERS
@@ -135,9 +142,9 @@ def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> N
     np.testing.assert_allclose(rewards(tmp_path / "adapter"), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [290, 310])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("how", ["as it is", "in whole", "by LoRA", "tokens"])
+@pytest.mark.parametrize("size", often([290, 310], 310))
+@pytest.mark.parametrize("tied", often([False, True], False))
+@pytest.mark.parametrize("how", often(["as it is", "in whole", "by LoRA", "tokens"], "in whole", "tokens"))
 def test_another_number_of_tokens(how: str, tied: bool, size: int, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     ways: dict[str, dict[str, Any]] = {
@@ -154,7 +161,7 @@ def test_another_number_of_tokens(how: str, tied: bool, size: int, tmp_path: Pat
     assert load_reward_model(ModelConfig(model=str(tmp_path / "adapter"))).info.vocab_size == size
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
+@pytest.mark.parametrize("architecture", often(["llama", "bert"], "llama"))
 def test_a_process_reward_model(architecture: str, tmp_path: Path) -> None:
     encoder = architecture == "bert"
     base = (zoo.checkpoint if encoder else zoo.language_model)(architecture, tmp_path / "base")
@@ -179,6 +186,7 @@ def test_an_adapter_of_a_reward_model_keeps_its_head_and_its_rule(tmp_path: Path
     np.testing.assert_allclose(rewards(tmp_path / "adapter"), want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_half_precision_base_is_merged_in_float32(tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
@@ -268,7 +276,7 @@ LANGUAGE_ADAPTERS = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", LANGUAGE_ADAPTERS)
+@pytest.mark.parametrize("name", often(LANGUAGE_ADAPTERS, "all layers", "the input's alone"))
 def test_log_probs_are_those_of_the_unmerged_model(name: str, tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     adapted(base, lora(task_type="CAUSAL_LM", **LANGUAGE_ADAPTERS[name])).save_pretrained(tmp_path / "adapter")
@@ -278,7 +286,7 @@ def test_log_probs_are_those_of_the_unmerged_model(name: str, tied: bool, tmp_pa
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", often([False, True], True))
 def test_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     model = adapted(base, lora(task_type="CAUSAL_LM"), resize=310)
@@ -288,6 +296,7 @@ def test_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_an_adapter(tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base")
     adapted(base, lora(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "sft")
@@ -304,12 +313,20 @@ def test_an_adapter_on_an_adapter(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ where the base is
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a LoRA reward model and its base."""
+    folder = tmp_path_factory.mktemp("saved")
+    base = zoo.tokenizer(zoo.language_model("llama", folder / "base"))
+    adapted(base, lora()).save_pretrained(folder / "adapter")
+    return folder
+
+
 @pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """A LoRA reward model beside its base."""
-    base = zoo.tokenizer(zoo.language_model("llama", tmp_path / "base"))
-    adapted(base, lora()).save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy of that adapter beside its base."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return configure(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"))
 
 
 def configure(adapter: Path, **settings: object) -> Path:
@@ -373,6 +390,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(adapter: Path) -> None:
             checkpoint.check_unchanged()
 
 
+@pytest.mark.slow
 def test_an_older_bin_file(adapter: Path) -> None:
     want = rewards(adapter)
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
@@ -421,7 +439,7 @@ def test_a_base_of_another_size(adapter: Path, overrides: dict[str, int], what: 
         load(str(adapter))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "bert", "phi3"])
+@pytest.mark.parametrize("architecture", often(["gpt2", "bert", "phi3"], "gpt2"))
 def test_an_adapter_of_another_architecture(adapter: Path, architecture: str) -> None:
     encoder = architecture in zoo.ENCODERS
     base = (zoo.checkpoint if encoder else zoo.language_model)(architecture, adapter.parent / "other")
@@ -480,6 +498,7 @@ def test_an_adapter_beside_a_model_is_not_guessed(adapter: Path, name: str) -> N
     assert f"holds an adapter beside a model, {name}" in str(refused(adapter))
 
 
+@pytest.mark.slow
 def test_a_config_beside_an_adapter_is_of_no_weight(adapter: Path) -> None:
     want = rewards(adapter)
     (adapter / "config.json").write_text("{}")  # some trainers copy the base model's
@@ -541,7 +560,7 @@ def test_memory_to_merge_is_counted(adapter: Path, monkeypatch: pytest.MonkeyPat
 # ------------------------------------------------------------------------------------------------ converting
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", often(["float32", "bfloat16"], "float32"))
 def test_convert_writes_a_whole_model(adapter: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = adapter.parent / "out"
     assert cli.main(["convert", str(adapter), str(out), "--dtype", dtype]) == Exit.DONE
@@ -555,7 +574,7 @@ def test_convert_writes_a_whole_model(adapter: Path, dtype: str, capsys: pytest.
     assert cli.main(["convert", str(adapter), str(out)]) == Exit.CANNOT_START
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", often([False, True], True))
 def test_convert_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     config = lora(task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])
@@ -566,6 +585,7 @@ def test_convert_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_convert_experts_by_their_released_names(tmp_path: Path) -> None:
     base = zoo.language_model("mixtral", tmp_path / "base")
     config = lora(task_type="CAUSAL_LM", target_modules=["q_proj"])

@@ -131,7 +131,9 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(values(trainer, ROWS), want, atol=1e-4 * want.std())
 
 
-@pytest.mark.parametrize("kind", ["seqcls", "openrlhf-critic", "trlx-critic", "trl"])
+@pytest.mark.parametrize(
+    "kind", ["seqcls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("openrlhf-critic", "trlx-critic", "trl"))]
+)
 def test_a_critic_that_learnt_by_adapters_is_served_and_learns_on(kind: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint("gpt2" if kind == "trlx-critic" else "llama", tmp_path / "base", kind)
     trainer = build(folder, lora=4, mean=0.5, std=2.0)
@@ -153,7 +155,7 @@ def test_a_critic_that_learnt_by_adapters_is_served_and_learns_on(kind: str, tmp
         np.testing.assert_allclose(values(build(again / "next"), ROWS), values(critic, ROWS), atol=1e-6)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_policy_that_learnt_by_adapters_is_served_as_a_teacher(tied: bool, tmp_path: Path) -> None:
     base = zoo.tokenizer(zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied))
     policy = PolicyTrainer(load_policy(PolicyConfig(model=str(base))), PolicyConfig(lora=4))

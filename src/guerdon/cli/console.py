@@ -100,6 +100,12 @@ def require_modules(*modules: str, extra: str = "") -> None:
         raise StartError(f"{', '.join(missing)} is not installed", install_command(extra))
 
 
+def require_grpc(urls: Iterable[str]) -> None:
+    """Raises StartError if one of the URLs needs gRPC, which is an extra, and it is not installed."""
+    if any(url.startswith(("grpc://", "grpcs://")) for url in urls):
+        require_modules("tritonclient", "grpc", extra="grpc")
+
+
 def check_single_process(command: str) -> None:
     """Raises ConfigError if a launcher has started several processes of a command that needs one."""
     if num_started() > 1:

@@ -306,6 +306,7 @@ def run_score(args: argparse.Namespace) -> int:
                 f"--{unused.replace('_', '-')} is given, but the model runs at {strip_credentials(args.server[0])}",
                 "leave it out",
             )
+        console.require_grpc(args.server)
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:
         console.set_up_logging("warning")

@@ -28,7 +28,6 @@ from guerdon.errors import (
     GuerdonError,
     InvalidRequest,
     StartError,
-    install_command,
 )
 from guerdon.settings.access import strip_credentials
 
@@ -221,6 +220,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     _check_options(args)
     _check_files(args)
+    console.require_grpc(args.URL)
     servers = _server_addresses(args.URL)
     args = _with_defaults(args)
     measured = asyncio.run(_measure(args, servers))
@@ -295,8 +295,6 @@ async def _prepare(client: AsyncRewardClient, args: argparse.Namespace) -> tuple
         return signature, load, shape
     except StartError:
         raise
-    except ImportError as e:  # gRPC is an extra
-        raise StartError("grpc:// needs gRPC, which is not installed", install_command("grpc")) from e
     except GuerdonError as e:
         raise StartError(str(e), console.advise(e)) from e
 
