@@ -352,6 +352,14 @@ def test_the_base_is_found_by_the_adapters_file_or_given(adapter: Path, monkeypa
     assert "is no adapter" in str(error)
 
 
+def test_adapters_in_a_circle(adapter: Path) -> None:
+    other = adapter.with_name("other")
+    shutil.copytree(adapter, other)
+    configure(other, base_model_name_or_path=str(adapter))
+    assert "is its own base model" in str(refused(configure(adapter, base_model_name_or_path=str(other))))
+    assert "is its own base model" in str(refused(configure(adapter, base_model_name_or_path=str(adapter))))
+
+
 def test_the_tokenizer_is_the_adapters_own_or_the_bases(adapter: Path) -> None:
     assert load_reward_model(ModelConfig(model=str(adapter))).info.takes_messages
     zoo.tokenizer(adapter, chat_template=None)
@@ -639,3 +647,28 @@ def test_what_trls_reward_trainer_saves(pads: bool, tmp_path: Path) -> None:
     rows = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-3"):
         np.testing.assert_allclose(rewards(folder, rows), want, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_by_the_names_of_older_releases(tmp_path: Path) -> None:
+    """Adapters of single experts, which transformers now keeps in one tensor: as the files' own arithmetic has it."""
+    base = zoo.language_model("mixtral", tmp_path / "base")
+    state, adapter, rank, alpha = load_file(base / "model.safetensors"), {}, 2, 6
+    torch.manual_seed(0)
+    for name, weight in state.items():
+        if ".experts." in name:
+            rows, columns = weight.shape
+            a, b = torch.randn(rank, columns) * 0.2, torch.randn(rows, rank) * 0.2
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            state[name] = weight + alpha / rank * b @ a
+    shutil.copytree(base, tmp_path / "whole")
+    save_file(state, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    lora(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules=["w1", "w2", "w3"]).save_pretrained(
+        tmp_path / "a"
+    )
+    save_file(adapter, tmp_path / "a" / "adapter_model.safetensors", metadata={"format": "pt"})
+    configure(tmp_path / "a", base_model_name_or_path=str(base))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", attn_implementation="eager").eval()
+    for got, want in zip(logprobs(tmp_path / "a"), expected_logprobs(model), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)

@@ -251,14 +251,19 @@ def digest_of(settings: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(plain, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
-def open_checkpoint(model: str, revision: str | None = None, base: str | None = None) -> StoredCheckpoint:
+def open_checkpoint(
+    model: str, revision: str | None = None, base: str | None = None, above: tuple[Path, ...] = ()
+) -> StoredCheckpoint:
     """Opens a local folder or downloads a hub id; raises CheckpointError if a file is missing or broken.
 
-    `base` is the model of an adapter, by default the one that the adapter's own file names.
+    `base` is the model of an adapter, by default the one that the adapter's own file names. `above` are the adapters
+    whose base it is.
     """
     folder = find_folder(model, revision)
+    if folder.resolve() in above:
+        raise CheckpointError(f"the adapter {folder} is its own base model", "give the model that it was trained on")
     if _is_there(folder / ADAPTER_CONFIG):
-        return _open_adapter(folder, base)
+        return _open_adapter(folder, base, (*above, folder.resolve()))
     if base is not None:
         raise CheckpointError(f"{model} is no adapter, but a base model is set: {base}", "leave --base out")
     if not _is_there(folder / "config.json"):
@@ -278,7 +283,7 @@ _NOT_DIGESTED = ("base_model_name_or_path", "revision", "inference_mode")
 """Settings of an adapter that do not change what it computes with a given base model."""
 
 
-def _open_adapter(folder: Path, base: str | None) -> StoredCheckpoint:
+def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> StoredCheckpoint:
     for name in (*WEIGHTS, *(f"{name}.index.json" for name in WEIGHTS)):
         if _is_there(folder / name):
             raise CheckpointError(
@@ -290,7 +295,7 @@ def _open_adapter(folder: Path, base: str | None) -> StoredCheckpoint:
     head = open_safetensors(folder / HEAD_FILE) if (folder / HEAD_FILE).exists() else {}
     facts = read_settings(folder / "trainer.json") if head else {}
     tensors = _open_files(path for path in files.weights if path.name != HEAD_FILE)
-    under = _open_base(folder, base, settings)
+    under = _open_base(folder, base, settings, above)
     digested = {name: value for name, value in settings.items() if name not in _NOT_DIGESTED}
     digested |= {name: facts[name] for name in ("mean", "std") if name in facts}
     sampled = _joined(under.sampled_version, files.sampled(digested), digest_size=6)
@@ -298,7 +303,7 @@ def _open_adapter(folder: Path, base: str | None) -> StoredCheckpoint:
     return StoredCheckpoint(folder, under.settings, under.tensors, sampled, files, digested, adapter)
 
 
-def _open_base(folder: Path, base: str | None, settings: dict[str, Any]) -> StoredCheckpoint:
+def _open_base(folder: Path, base: str | None, settings: dict[str, Any], above: tuple[Path, ...]) -> StoredCheckpoint:
     """Opens the base model that is given, else the one that the adapter's own file names."""
     name = base or settings.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -306,7 +311,7 @@ def _open_base(folder: Path, base: str | None, settings: dict[str, Any]) -> Stor
     beside = folder / Path(name).expanduser()
     name = str(beside) if not Path(name).expanduser().is_dir() and beside.is_dir() else name
     try:
-        return open_checkpoint(name, None if base else settings.get("revision"))
+        return open_checkpoint(name, None if base else settings.get("revision"), above=above)
     except CheckpointError as e:
         raise CheckpointError(
             f"the base model of the adapter {folder} cannot be loaded: {e}", f"{e.help}; or give another by --base"

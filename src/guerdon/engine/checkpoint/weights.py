@@ -31,9 +31,9 @@ from guerdon.settings.config import ForwardConfig
 HARMLESS = re.compile(
     r"(^|\.)(lm_head|embed_out|output_projection|cls|generator_lm_head|generator_predictions|discriminator_predictions"
     r"|lm_predictions|frozen_head|mtp|pooler)\."
-    r"|(inv_freq|position_ids|\.attn\.bias|\.attention\.bias|masked_bias)$|^(mean|std)$"
+    r"|(inv_freq|position_ids|\.attn\.bias|\.attention\.bias|masked_bias)$|^(mean|std|n_averaged)$"
 )
-"""Tensors that a file may have besides trunk and head: other heads, buffers, trlX's frozen copy."""
+"""Tensors that a file may have besides trunk and head: other heads, buffers, trlX's frozen copy, counters."""
 
 INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save or download the whole model again"
 
