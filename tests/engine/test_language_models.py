@@ -171,7 +171,7 @@ def test_logits_that_are_not_made_from_hidden_states_alone_are_refused(what: str
 
     policy.model.forward = forward
     with pytest.raises(CheckpointError, match="cannot be computed from its last hidden states") as caught:
-        OutputHead(policy.model, policy.trunk, policy.folder)
+        OutputHead(policy.model, policy.trunk, policy.origin.folder)
     assert {"other numbers": "differ by", "another input": "ValueError", "another shape": "inf"}[what] in str(
         caught.value
     )
