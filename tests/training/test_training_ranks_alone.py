@@ -92,7 +92,7 @@ def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
     folder = stored(tmp_path / "optimizer")
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="is truncated: it has .* bytes"):
+    with pytest.raises(CheckpointError, match=r"is truncated: it has .* bytes"):
         tensor_files.StoredShards(folder, TENSORS)
     file.unlink()
     with pytest.raises(CheckpointError, match="no tensor files"):
